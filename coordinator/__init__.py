@@ -1,0 +1,1 @@
+"""The edge server: methods, clustering, selection, aggregation, fleets, registry, durable store."""

@@ -1,0 +1,55 @@
+"""Who is there, and how work gets done: a method writes actions for devices, a fleet brings their answers.
+
+Methods see only this interface; it has two implementations: `coordinator.fleet.mqtt` (real devices) and
+`coordinator.fleet.simulated` (workers in this process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.messages import Action, BlobRef, Codec, Context, Result
+from fedge.tensors import Layout, Model
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that can be asked in this round. `n_samples`: all its labelled training samples."""
+
+    id: str
+    n_samples: int
+    context: Context | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a device answered. `result` None: nothing acceptable came before the deadline. `seconds`: its own time."""
+
+    device_id: str
+    result: Result | None
+    seconds: float = 0.0
+
+
+class Fleet(Protocol):
+    """The devices of one federation, as a method sees them during one round."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """Those that can be asked, by ascending id; a snapshot taken and stored when the round began."""
+
+    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """Have each device do its action; answers by ascending device id, one for each action.
+
+        `step` is unique within the round. Returns when all have answered, or at the round's deadline. Called again
+        after a crash with the same step and actions it repeats nothing that was already answered.
+        """
+
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec: Codec = Codec.FLOAT32) -> BlobRef:
+        """Keep a model, so that actions may refer to it. Equal tensors give an equal reference."""
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """A model or an accepted update; an update's `params` are the difference from its start."""

@@ -1,0 +1,1 @@
+"""The device: training, profiles, context, private model, gate, and the MQTT agent around them."""

@@ -1,0 +1,47 @@
+"""Every error that fedge raises on purpose, in one tree.
+
+FedgeError
+ ├─ ConfigError      the user's: says what to do (exit code 2)
+ ├─ ProtocolError    the peer's: the message is logged, counted and dropped; no state changes
+ ├─ UpdateRejected   a bundle or an update that must not be trusted; nothing is installed
+ ├─ StoreError       durable state could not be written or read: the process stops (exit code 4)
+ └─ TransportError   the broker cannot be reached or refused us (exit code 3)
+"""
+
+
+class FedgeError(Exception):
+    """Base of all errors below; its text is fit to be shown to a user. `exit_code` ends the `fedge` command."""
+
+    exit_code = 1
+
+
+class ConfigError(FedgeError):
+    """A setting, a flag or a data folder is wrong. The text names it and says what to do."""
+
+    exit_code = 2
+
+
+class TransportError(FedgeError):
+    """The broker cannot be reached, or refused the connection; the text holds its reason code."""
+
+    exit_code = 3
+
+
+class StoreError(FedgeError):
+    """Durable state could not be written or read. The process must stop: going on would lose an accepted update."""
+
+    exit_code = 4
+
+
+class ProtocolError(FedgeError):
+    """A peer sent what the contract does not allow. `name` is one word of a fixed vocabulary, for logs and counters."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(f"{name}: {detail}")
+        self.name = name
+
+
+class UpdateRejected(FedgeError):
+    """A bundle or one of its parts is not what its manifest says. Nothing was installed."""
+
+    exit_code = 5

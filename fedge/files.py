@@ -1,0 +1,87 @@
+"""Files that survive a power cut, and the content-addressed folder of tensors."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedge.errors import StoreError
+from fedge.tensors import digest_of
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Replace `path` by `data`, so that after a crash it holds either the old or the new bytes, never a part.
+
+    Raises:
+        StoreError: the disk is full or the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files of a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class BlobFolder:
+    """Bytes on disk, each file named by the SHA-256 of what it holds. Safe to share between processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, digest: str) -> Path:
+        """Where the blob lies, whether it is there or not."""
+        return self._folder / digest
+
+    def __contains__(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def __iter__(self) -> Iterator[str]:
+        return (p.name for p in self._folder.iterdir() if len(p.name) == 64)
+
+    def put(self, data: bytes | memoryview) -> str:
+        """Store bytes durably and return their digest; storing them again does nothing.
+
+        Raises:
+            StoreError: the disk is full or the folder cannot be written.
+        """
+        digest = digest_of(data)
+        if digest not in self:
+            write_atomically(self.path(digest), data)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """Read a blob.
+
+        Raises:
+            StoreError: it is not there.
+        """
+        try:
+            return self.path(digest).read_bytes()
+        except OSError as error:
+            raise StoreError(f"blob {digest} cannot be read: {error}") from error
+
+    def remove(self, digest: str) -> None:
+        """Forget a blob; it need not be there."""
+        self.path(digest).unlink(missing_ok=True)

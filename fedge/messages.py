@@ -1,0 +1,394 @@
+"""The messages of the wire: typed, versioned, schema-checked (MessagePack by msgspec).
+
+A message is an envelope `[version, body]`; `body` is one of the structs below, told apart by its `type` field. Unknown
+types, unknown fields, wrong types and values out of range are refused by `decode` before anybody sees them. Tensors are
+never part of a message: a `BlobRef` names them by SHA-256, and `fedge.transfer` moves the bytes.
+
+Which message travels on which topic: `fedge.topics`. What each one reveals: docs/privacy.md.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fedge.errors import ProtocolError
+
+PROTOCOL_VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 60 * 1024
+"""No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
+
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Text = Annotated[str, Meta(max_length=1000)]
+
+
+class Codec(StrEnum):
+    """How the tensors of a blob are encoded (`fedge.codec`)."""
+
+    FLOAT32 = "float32"  # plain safetensors, exact
+    FLOAT32_ZSTD = "float32+zstd"  # exact, compressed
+    BFLOAT16 = "bfloat16+zstd"  # about 3.3 times smaller than float32
+    INT8 = "int8+zstd"  # one scale per tensor; about 8 times smaller
+
+
+class Role(StrEnum):
+    """What a candidate of a device's mixture is (fedge.md section 1); the order is that of the mixture."""
+
+    PRIVATE = "private"
+    GLOBAL = "global"
+    EXPERT = "expert"
+    LOCAL = "local"
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    pass
+
+
+class BlobRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Names the bytes of some tensors: they are what hashes to `digest`, wherever they come from."""
+
+    digest: Digest
+    size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    codec: Codec = Codec.FLOAT32
+
+
+# ---------------------------------------------------------------------------------------------- what a device is
+
+
+class Presence(StrEnum):
+    """Life of a device as its retained status says it."""
+
+    ONLINE = "online"
+    SLEEPING = "sleeping"  # said good-bye, will come back
+    OFFLINE = "offline"  # the last will: the broker lost it
+
+
+class Capabilities(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a device can do, told at birth."""
+
+    trains: bool  # False: an inference-only device, without torch
+    codecs: tuple[Codec, ...] = tuple(Codec)
+    fedge_version: Text = ""
+    python_version: Text = ""
+    machine: Text = ""  # such as "aarch64"
+    cpu_count: Count = 1
+
+
+class Status(_Message, frozen=True, kw_only=True, tag="status"):
+    """Birth and death certificate, retained, and the last will. `incarnation` is new at each start of the agent."""
+
+    device_id: Id
+    incarnation: Id
+    presence: Presence
+    task_fingerprint: Text = ""
+    n_samples: Count = 0  # all labelled training samples; not how many of them are sensitive
+    capabilities: Capabilities | None = None
+
+
+class Context(_Message, frozen=True, kw_only=True, tag="context"):
+    """What psutil sees on a device now; None where the device has no such sensor."""
+
+    device_id: Id
+    cpu_ghz: NonNegative | None = None
+    load: NonNegative | None = None  # 1-minute load average / number of CPUs
+    free_ram_gb: NonNegative | None = None
+    free_disk_gb: NonNegative | None = None
+    battery: Share | None = None  # 1 = full; None = mains
+    temperature_c: float | None = None
+    n_samples: Count = 0  # samples whose model may be uploaded, |D_L|
+
+
+# ---------------------------------------------------------------------------------------------- orders: what to do
+
+
+class Sgd(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Local training: SGD with momentum (buffer reset at the start), mean cross-entropy."""
+
+    steps: Annotated[int, Meta(ge=0, le=10**7)] = 10
+    batch_size: Annotated[int, Meta(ge=1, le=2**20)] = 32
+    learning_rate: Annotated[float, Meta(gt=0, le=100)] = 0.05
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    proximal_mu: NonNegative = 0.0  # FedProx; 0 is plain SGD
+
+
+class Start(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model to start from: the global model (cluster -1) or the expert of a cluster."""
+
+    model: BlobRef
+    cluster: Annotated[int, Meta(ge=-1, le=2**31)] = -1
+
+
+class Train(_Message, frozen=True, kw_only=True, tag="train"):
+    """Train on D_L from the best of `starts` (smallest validation loss with prior; one start: no look-up)."""
+
+    starts: Annotated[tuple[Start, ...], Meta(min_length=1, max_length=64)]
+    sgd: Sgd
+    codec: Codec = Codec.INT8
+
+
+class Profile(_Message, frozen=True, kw_only=True, tag="profile"):
+    """ReLU-sparsity profile (SPRE) of `extractor` over the device's training samples."""
+
+    extractor: BlobRef
+
+
+class Trial(_Message, frozen=True, kw_only=True, tag="trial"):
+    """Validation loss of the trial's global model minus that of the trial's expert (fedge.md section 5)."""
+
+    global_model: BlobRef
+    expert: BlobRef
+
+
+class FitCandidates(_Message, frozen=True, kw_only=True, tag="fit_candidates"):
+    """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid."""
+
+    global_model: BlobRef
+    experts: Annotated[tuple[Start, ...], Meta(max_length=64)] = ()
+    initial_model: BlobRef
+    sgd: Sgd
+    local_steps: Count
+
+
+class Calibration(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Temperature T_k > 0 and prior strength kappa_k >= 0 of one candidate, the same on all devices."""
+
+    temperature: Annotated[float, Meta(gt=0, le=100)]
+    kappa: Annotated[float, Meta(ge=0, le=100)]
+
+
+Weights = Annotated[dict[Role, Share], Meta(min_length=1)]
+
+
+class FitWeights(_Message, frozen=True, kw_only=True, tag="fit_weights"):
+    """EM weights from each pooled mean in `pooled` (without and with the local model)."""
+
+    calibration: dict[Role, Calibration]
+    pooled: Annotated[tuple[Weights, ...], Meta(min_length=1, max_length=4)]
+    shrinkage: Annotated[float, Meta(gt=0)]
+
+
+class FitEnergy(_Message, frozen=True, kw_only=True, tag="fit_energy"):
+    """Per pooled mean: loss of the pooled mixture, and of the own mixture for each beta of the grid."""
+
+    calibration: dict[Role, Calibration]
+    pooled: Annotated[tuple[Weights, ...], Meta(min_length=1, max_length=4)]
+    shrinkage: Annotated[float, Meta(gt=0)]
+
+
+class FitGate(_Message, frozen=True, kw_only=True, tag="fit_gate"):
+    """Gate, final fit, guard; writes the bundle. `pooled` holds "local" only if the pool took the local model in."""
+
+    calibration: dict[Role, Calibration]
+    pooled: Weights
+    shrinkage: Annotated[float, Meta(gt=0)]
+    beta: NonNegative
+    sgd: Sgd
+    release: Count
+
+
+class Install(_Message, frozen=True, kw_only=True, tag="install"):
+    """Write a bundle of the shared model alone, as it is (FedAvg's end)."""
+
+    global_model: BlobRef
+    release: Count
+
+
+Action = Train | Profile | Trial | FitCandidates | FitWeights | FitEnergy | FitGate | Install
+
+
+class Order(_Message, frozen=True, kw_only=True, tag="order"):
+    """One piece of work for one device. Repeated until its report is acknowledged; `id` is its identity."""
+
+    id: Id  # "{run}.{round}.{step}.{device}"; the same work has the same id after a restart of the coordinator
+    device_id: Id
+    round: Count
+    step: Id
+    seed: Count  # all of the device's random numbers in this order come from it
+    task_fingerprint: Text
+    deadline: float  # seconds since the epoch; also the message expiry
+    action: Action
+
+
+# ------------------------------------------------------------------------------------------- reports: what was done
+
+
+class Trained(_Message, frozen=True, kw_only=True, tag="trained"):
+    """`update` holds (trained - start) of the trainable tensors, and the buffers as they are."""
+
+    update: BlobRef
+    n_samples: Count  # |D_L|
+    cluster: Annotated[int, Meta(ge=-1)] = -1  # of the start that was chosen
+    loss_before: float  # mean training loss on D_L at the start model, without proximal term
+    loss_after: float
+    gradient_norm: NonNegative  # L2 norm of the gradient of the mean loss at the start model
+    val_accuracy: Share | None = None  # of the start model on the validation samples
+
+
+class Profiled(_Message, frozen=True, kw_only=True, tag="profiled"):
+    """Share of exact zeros per unit, in [0, 1]; `halves`: D_raw between the even and the odd samples' profiles."""
+
+    profile: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=4096)]
+    halves: NonNegative | None = None  # None with fewer than 2 samples
+    n_samples: Count
+
+
+class Tried(_Message, frozen=True, kw_only=True, tag="tried"):
+    """delta = loss(G) - loss(E); None without validation samples."""
+
+    delta: float | None = None
+
+
+GridLosses = Annotated[tuple[float, ...], Meta(min_length=16, max_length=16)]
+
+
+class CandidatesFitted(_Message, frozen=True, kw_only=True, tag="candidates_fitted"):
+    """Per candidate the 16 sums of validation losses over the grid (T outermost), and m_i."""
+
+    losses: dict[Role, GridLosses]
+    n_validation: Count
+    cluster: Annotated[int, Meta(ge=-1)] = -1  # of the primary expert
+
+
+class WeightsFitted(_Message, frozen=True, kw_only=True, tag="weights_fitted"):
+    """omega_i for each pooled mean of the order."""
+
+    weights: Annotated[tuple[Weights, ...], Meta(min_length=1, max_length=4)]
+    n_validation: Count
+
+
+class EnergyFitted(_Message, frozen=True, kw_only=True, tag="energy_fitted"):
+    """Per pooled mean of the order: sum of validation losses of the pooled mixture, and one per beta in (0, 0.5, 1)."""
+
+    pooled_losses: Annotated[tuple[float, ...], Meta(min_length=1, max_length=4)]
+    beta_losses: Annotated[tuple[tuple[float, float, float], ...], Meta(min_length=1, max_length=4)]
+    n_validation: Count
+
+
+class Installed(_Message, frozen=True, kw_only=True, tag="installed"):
+    """The bundle is written. Its digest is that of the manifest."""
+
+    bundle_digest: Digest
+    roles: Annotated[tuple[Role, ...], Meta(min_length=1)]
+    max_abs_diff: NonNegative  # torch against ONNX Runtime, probabilities, own validation samples
+    guarded: bool = False
+
+
+class Declined(_Message, frozen=True, kw_only=True, tag="declined"):
+    """The device will not do it now (RAM, temperature, battery, no data): no fault, no update."""
+
+    reason: Text
+
+
+class Failed(_Message, frozen=True, kw_only=True, tag="failed"):
+    """The device tried and could not (a missing blob, a model that does not fit, an exception)."""
+
+    reason: Text
+
+
+Result = (
+    Trained | Profiled | Tried | CandidatesFitted | WeightsFitted | EnergyFitted | Installed | Declined | Failed
+)
+
+
+class Report(_Message, frozen=True, kw_only=True, tag="report"):
+    """What came of an order. Kept by the device and repeated until it is acknowledged."""
+
+    order_id: Id
+    device_id: Id
+    seconds: NonNegative  # time the work took on the device
+    result: Result
+
+
+class Ack(_Message, frozen=True, kw_only=True, tag="ack"):
+    """The coordinator's last word on a report. Also sent again for a report that is repeated."""
+
+    order_id: Id
+    device_id: Id
+    accepted: bool
+    reason: Text = ""  # why not: a ProtocolError name and detail
+
+
+# ------------------------------------------------------------------------------------------------------- transfer
+
+
+class Want(_Message, frozen=True, kw_only=True, tag="want"):
+    """The receiver's request for the byte ranges [start, end) of a blob that it still lacks."""
+
+    device_id: Id  # who asks, or, from the coordinator, whom it asks
+    digest: Digest
+    ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=256)]
+
+
+class ModelInfo(_Message, frozen=True, kw_only=True, tag="model"):
+    """Retained: a current model of the federation, for whoever comes along."""
+
+    name: Id
+    model: BlobRef
+    round: Count
+
+
+Message = Status | Context | Order | Report | Ack | Want | ModelInfo
+
+M = TypeVar("M", Status, Context, Order, Report, Ack, Want, ModelInfo)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Serialise a message.
+
+    Raises:
+        ValueError: it is larger than `MAX_MESSAGE_BYTES` or holds a NaN or an infinity (a bug of ours: never sent).
+    """
+    data = _encoder.encode((PROTOCOL_VERSION, message))
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    if not _all_finite(msgspec.to_builtins(message)):
+        raise ValueError(f"{type(message).__name__} holds a number that is not finite")
+    return data
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
+    """Parse bytes from outside into a message of the kind that its topic carries.
+
+    Raises:
+        ProtocolError: `oversized`, `malformed`, `version`, `unexpected-type` or `not-finite`.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed")
+    try:
+        version, body = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", str(error)) from error
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError("version", f"peer speaks version {version}, we speak {PROTOCOL_VERSION}")
+    try:
+        message = _body_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", str(error)) from error
+    if not isinstance(message, kind):
+        raise ProtocolError("unexpected-type", f"{type(message).__name__} where {kind.__name__} belongs")
+    if not _all_finite(msgspec.to_builtins(message)):
+        raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")
+    return message
+
+
+def _all_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_all_finite(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_all_finite(item) for item in value)
+    return True
+

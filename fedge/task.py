@@ -1,0 +1,41 @@
+"""The description of a task that both sides agree on. It needs no torch; `fedge.tasks` and `fedge.models` do."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+
+class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a raw sample becomes a model input: (x / scale - mean) / std, after an image was resized.
+
+    `image_mode` None: samples are arrays, not images. "L" is grey, "RGB" colour.
+    """
+
+    scale: Annotated[float, Meta(gt=0)] = 1.0
+    mean: float = 0.0
+    std: Annotated[float, Meta(gt=0)] = 1.0
+    image_mode: str | None = None
+
+
+class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is learned: classes, input and network. Coordinator and agents must have equal fingerprints."""
+
+    name: str
+    classes: Annotated[tuple[str, ...], Meta(min_length=2)]
+    input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=3)]  # without batch, channels first
+    model: str  # "mlp", "cnn", or "package.module:factory" of the user's own
+    model_options: dict[str, int | float | str | bool] = {}
+    preprocessing: Preprocessing = Preprocessing()
+
+    @property
+    def n_classes(self) -> int:
+        """C, at least 2."""
+        return len(self.classes)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that differ when anything of the task differs."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]

@@ -1,0 +1,125 @@
+"""Models as flat vectors, tensors as safetensors.
+
+On the wire a model is a safetensors file of named tensors; in the maths it is two flat float32 vectors, `params`
+(trainable, what updates and clusters are about) and `buffers` (running statistics), plus integer buffers. A `Layout`
+says how to get from one to the other. Bytes from outside never become an object other than an array of a known shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from fedge.errors import ProtocolError
+
+Floats = NDArray[np.float32]
+Tensors = dict[str, NDArray[np.generic]]
+
+
+class TensorInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One tensor of a model. kind: "param" (float32, trainable), "buffer" (float32), "counter" (int64)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "param"
+
+    @property
+    def size(self) -> int:
+        """Number of elements, 1 for a scalar."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Names, shapes and order of all tensors of a model; equal on all machines of a federation."""
+
+    tensors: Annotated[tuple[TensorInfo, ...], Meta(min_length=1)]
+
+    def of_kind(self, kind: str) -> tuple[TensorInfo, ...]:
+        """The tensors of one kind, in order."""
+        return tuple(t for t in self.tensors if t.kind == kind)
+
+    @property
+    def n_params(self) -> int:
+        """d, the number of trainable parameters."""
+        return sum(t.size for t in self.of_kind("param"))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as vectors: params (d,) float32, buffers (b,) float32, counters (c,) int64, in the layout's order."""
+
+    params: Floats
+    buffers: Floats
+    counters: NDArray[np.int64]
+
+
+def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
+    """Named tensors -> vectors.
+
+    Raises:
+        ProtocolError: `layout` (a tensor is missing, unknown, or has another shape or type) or `not-finite`.
+    """
+    expected = {t.name for t in layout.tensors}
+    if set(tensors) != expected:
+        raise ProtocolError("layout", f"tensors {sorted(set(tensors) ^ expected)} are missing or unknown")
+    for info in layout.tensors:
+        array = tensors[info.name]
+        dtype = np.int64 if info.kind == "counter" else np.float32
+        if array.shape != info.shape or array.dtype != dtype:
+            raise ProtocolError(
+                "layout", f"{info.name} is {array.dtype}{array.shape}, expected {np.dtype(dtype)}{info.shape}"
+            )
+    model = Model(
+        params=_join([tensors[t.name] for t in layout.of_kind("param")], np.float32),
+        buffers=_join([tensors[t.name] for t in layout.of_kind("buffer")], np.float32),
+        counters=_join([tensors[t.name] for t in layout.of_kind("counter")], np.int64),
+    )
+    if not (np.isfinite(model.params).all() and np.isfinite(model.buffers).all()):
+        raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
+    return model
+
+
+def unflatten(model: Model, layout: Layout) -> Tensors:
+    """Vectors -> named tensors (views where possible)."""
+    vectors = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
+    offsets = dict.fromkeys(vectors, 0)
+    tensors: Tensors = {}
+    for info in layout.tensors:
+        start = offsets[info.kind]
+        offsets[info.kind] = start + info.size
+        tensors[info.name] = vectors[info.kind][start : start + info.size].reshape(info.shape)
+    return tensors
+
+
+def _join(arrays: Sequence[NDArray[np.generic]], dtype: type) -> NDArray[np.generic]:
+    return np.concatenate([a.ravel() for a in arrays]) if arrays else np.zeros(0, dtype)
+
+
+def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """Safetensors without metadata, keys sorted by the format: equal tensors give equal bytes."""
+    return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+
+
+def from_bytes(data: bytes) -> Tensors:
+    """Parse safetensors from outside.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ProtocolError("malformed", f"not safetensors: {error}") from error
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """SHA-256 in hex: the name of these bytes."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,56 @@
+"""Names of the MQTT topics, and which message each carries (docs/protocol.md).
+
+    fedge/1/{federation}/agents/{id}/status            Status, retained, last will      agent -> all
+    fedge/1/{federation}/agents/{id}/context           Context                          agent -> coordinator
+    fedge/1/{federation}/agents/{id}/orders            Order                            coordinator -> agent
+    fedge/1/{federation}/agents/{id}/reports           Report                           agent -> coordinator
+    fedge/1/{federation}/agents/{id}/acks              Ack                              coordinator -> agent
+    fedge/1/{federation}/agents/{id}/wants             Want                             agent -> coordinator
+    fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
+    fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
+    fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
+    fedge/1/{federation}/models/{name}                 ModelInfo, retained              coordinator -> all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROOT = "fedge/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Topics:
+    """All topic names of one federation. `device_id` may be "+" to build a subscription."""
+
+    federation: str
+
+    @property
+    def prefix(self) -> str:
+        """Common start of all topics, without the final slash."""
+        return f"{ROOT}/{self.federation}"
+
+    def agent(self, device_id: str, leaf: str) -> str:
+        """Topic of one device; leaf: status, context, orders, reports, acks or wants."""
+        return f"{self.prefix}/agents/{device_id}/{leaf}"
+
+    def coordinator_wants(self, device_id: str) -> str:
+        """Where the coordinator asks a device for the bytes of an update."""
+        return f"{self.prefix}/coordinator/wants/{device_id}"
+
+    def model_chunk(self, digest: str, offset: int | str = "+") -> str:
+        """Where bytes of a model travel down, one copy for all who wait."""
+        return f"{self.prefix}/blobs/{digest}/{offset}"
+
+    def update_chunk(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
+        """Where bytes of an update travel up."""
+        return f"{self.prefix}/agents/{device_id}/blobs/{digest}/{offset}"
+
+    def model(self, name: str) -> str:
+        """Where the retained manifest of a current model lies."""
+        return f"{self.prefix}/models/{name}"
+
+    def parts(self, topic: str) -> tuple[str, ...]:
+        """The levels below the prefix, or () if the topic belongs to somebody else."""
+        head = self.prefix + "/"
+        return tuple(topic[len(head) :].split("/")) if topic.startswith(head) else ()
