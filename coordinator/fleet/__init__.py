@@ -6,6 +6,7 @@ Methods see only this interface; it has two implementations: `coordinator.fleet.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,8 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.messages import Action, BlobRef, Codec, Context, Result
-from fedge.tensors import Layout, Model
+from fedge.messages import Action, BlobRef, Codec, Context, Order, Result
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,24 @@ class Answer:
     seconds: float = 0.0
 
 
+def order_for(
+    run: str, seed: int, round_number: int, step: str, device_id: str, task: TaskSpec, action: Action, *, deadline: float
+) -> Order:
+    """The order for one action: the same run, round, step and device always give the same id and seed."""
+    name = f"{run}.{round_number}.{step}.{device_id}"
+    entropy = hashlib.sha256(f"{seed}.{round_number}.{step}.{device_id}".encode()).digest()
+    return Order(
+        id=name,
+        device_id=device_id,
+        round=round_number,
+        step=step,
+        seed=int.from_bytes(entropy[:6]),
+        task_fingerprint=task.fingerprint(),
+        deadline=deadline,
+        action=action,
+    )
+
+
 class Fleet(Protocol):
     """The devices of one federation, as a method sees them during one round."""
 
@@ -48,8 +68,11 @@ class Fleet(Protocol):
         after a crash with the same step and actions it repeats nothing that was already answered.
         """
 
-    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec: Codec = Codec.FLOAT32) -> BlobRef:
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep a model, so that actions may refer to it. Equal tensors give an equal reference."""
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """A model or an accepted update; an update's `params` are the difference from its start."""
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors that this side has `put` in FLOAT32, whatever their names and shapes."""
