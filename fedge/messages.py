@@ -23,6 +23,7 @@ MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
+OrderId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -207,7 +208,7 @@ Action = Train | Profile | Trial | FitCandidates | FitWeights | FitEnergy | FitG
 class Order(_Message, frozen=True, kw_only=True, tag="order"):
     """One piece of work for one device. Repeated until its report is acknowledged; `id` is its identity."""
 
-    id: Id  # "{run}.{round}.{step}.{device}"; the same work has the same id after a restart of the coordinator
+    id: OrderId  # "{run}.{round}.{step}.{device}"; the same work has the same id after a restart of the coordinator
     device_id: Id
     round: Count
     step: Id
@@ -301,7 +302,7 @@ Result = (
 class Report(_Message, frozen=True, kw_only=True, tag="report"):
     """What came of an order. Kept by the device and repeated until it is acknowledged."""
 
-    order_id: Id
+    order_id: OrderId
     device_id: Id
     seconds: NonNegative  # time the work took on the device
     result: Result
@@ -310,7 +311,7 @@ class Report(_Message, frozen=True, kw_only=True, tag="report"):
 class Ack(_Message, frozen=True, kw_only=True, tag="ack"):
     """The coordinator's last word on a report. Also sent again for a report that is repeated."""
 
-    order_id: Id
+    order_id: OrderId
     device_id: Id
     accepted: bool
     reason: Text = ""  # why not: a ProtocolError name and detail
