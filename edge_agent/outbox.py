@@ -1,0 +1,208 @@
+"""What the agent must not lose, on disk: open orders, reports that nobody acknowledged yet, ids that are over.
+
+    HOME/outbox/lock             held by the one agent that uses this folder
+    HOME/outbox/orders/{id}      an order; it stays until it is acknowledged or discarded
+    HOME/outbox/reports/{id}     its report, once there is one; writing this file is the moment at which work is done
+    HOME/outbox/blobs/{digest}   tensors that reports name; written before the report
+    HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
+
+Every file is replaced atomically, and every step leaves a folder that `Outbox` can read: what a kill -9 left over is
+removed at the next start. A file that cannot be read (a damaged disk, an older version) is dropped too: the coordinator
+repeats an order until it has its report, so the work is done again rather than lost.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.files import BlobFolder, write_atomically
+from fedge.messages import Ack, BlobRef, Order, Report, Trained, decode, encode
+from fedge.tensors import digest_of
+
+log = logging.getLogger("fedge.agent")
+
+M = TypeVar("M", Order, Report)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How an order ended. reason: why the report was not accepted."""
+
+    order_id: str
+    accepted: bool
+    reason: str = ""
+
+
+_verdicts = msgspec.json.Decoder(list[Verdict])
+
+
+class Outbox:
+    """The folder above. One agent at a time may open it; all methods that write raise `StoreError` when they cannot.
+
+    Not bounded by itself: `edge_agent.session` bounds orders and acknowledged ids, and a report has at most one blob.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open the folder, make it if need be, and clean up behind a crash.
+
+        Raises:
+            ConfigError: another agent uses it.
+            StoreError: it cannot be read or written.
+        """
+        self._orders = folder / "orders"
+        self._reports = folder / "reports"
+        self._acked = folder / "acked"
+        self._lock = _lock(folder)
+        self._blob_lock = threading.Lock()
+        self._unreported: set[str] = set()
+        try:
+            for part in (self._orders, self._reports):
+                part.mkdir(exist_ok=True)
+            self._blobs = BlobFolder(folder / "blobs")
+            self.verdicts = self._read_verdicts()
+            self._clean_up()
+        except OSError as error:
+            self.close()
+            raise StoreError(f"cannot open {folder}: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another agent use the folder."""
+        os.close(self._lock)
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def orders(self) -> list[Order]:
+        """All open orders, the one that was written first at the head."""
+        paths = sorted(self._orders.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        return [order for path in paths if (order := _read(path, Order, lambda order: order.id)) is not None]
+
+    def reports(self) -> list[Report]:
+        """The reports of open orders that have one."""
+        return [
+            report
+            for path in sorted(self._reports.iterdir())
+            if (report := _read(path, Report, lambda report: report.order_id)) is not None
+        ]
+
+    def blob(self, digest: str) -> Path | None:
+        """Where the bytes lie that a kept report names; None for anything else, whoever asks."""
+        return self._blobs.path(digest) if digest in self._blobs else None
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def persist(self, order: Order) -> None:
+        """Write an order, or its new deadline."""
+        write_atomically(self._orders / order.id, encode(order))
+
+    def put_blob(self, data: bytes) -> str:
+        """Write tensors that the next report names; returns their digest. May be called from another thread."""
+        digest = digest_of(data)
+        with self._blob_lock:  # before the look whether it is there: from here on nobody deletes it
+            self._unreported.add(digest)
+        return self._blobs.put(data)
+
+    def keep(self, report: Report) -> None:
+        """Write a report, after its blobs. From now on the work is done and not repeated."""
+        write_atomically(self._reports / report.order_id, encode(report))
+        with self._blob_lock:
+            self._unreported -= {ref.digest for ref in blobs_of(report)}
+
+    def acknowledge(self, ack: Ack, *, remember: int) -> None:
+        """Remember that an order is over (the last `remember` of them), then delete what belongs to it."""
+        verdicts = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
+        write_atomically(self._acked, msgspec.json.encode(verdicts))
+        self.verdicts = verdicts
+        self.discard(ack.order_id)
+
+    def discard(self, order_id: str) -> None:
+        """Delete an order with its report and blobs. The report goes first: a report never stands without its order."""
+        try:
+            (self._reports / order_id).unlink(missing_ok=True)
+            (self._orders / order_id).unlink(missing_ok=True)
+            self._remove_stray_blobs()
+        except OSError as error:
+            raise StoreError(f"cannot delete order {order_id}: {error}") from error
+
+    # ----------------------------------------------------------------------------------------------------- cleaning
+
+    def _read_verdicts(self) -> list[Verdict]:
+        try:
+            return _verdicts.decode(self._acked.read_bytes())
+        except FileNotFoundError:
+            return []
+        except msgspec.DecodeError as error:
+            log.warning("event=unreadable file=%s error=%s", self._acked, error)
+            return []
+
+    def _clean_up(self) -> None:
+        """Delete what a crash left over: half-written files, ends of deletions, reports that lost a part."""
+        over = {verdict.order_id for verdict in self.verdicts}
+        for folder in (self._acked.parent, self._orders, self._reports, self._acked.parent / "blobs"):
+            for path in folder.glob(".tmp-*"):
+                path.unlink()
+        for order in self.orders():
+            if order.id in over:
+                self.discard(order.id)
+        open_orders = {order.id for order in self.orders()}
+        for report in self.reports():
+            if report.order_id not in open_orders or any(ref.digest not in self._blobs for ref in blobs_of(report)):
+                (self._reports / report.order_id).unlink()
+        self._remove_stray_blobs()
+
+    def _remove_stray_blobs(self) -> None:
+        named = {ref.digest for report in self.reports() for ref in blobs_of(report)}
+        with self._blob_lock:
+            for digest in set(self._blobs) - named - self._unreported:
+                self._blobs.remove(digest)
+
+
+def blobs_of(report: Report) -> Iterator[BlobRef]:
+    """The tensors that a report names: only an update leaves the device."""
+    if isinstance(report.result, Trained):
+        yield report.result.update
+
+
+def _read(path: Path, kind: type[M], name_of: Callable[[M], str]) -> M | None:
+    """Read a message, or delete its file if it is not what its name says."""
+    try:
+        message = decode(path.read_bytes(), kind)
+        if name_of(message) == path.name:
+            return message
+        reason = f"holds {name_of(message)}"
+    except ProtocolError as error:
+        reason = str(error)
+    log.warning("event=unreadable file=%s error=%s", path, reason)
+    path.unlink()
+    return None
+
+
+def _lock(folder: Path) -> int:
+    """Take the folder for this process; the kernel gives it back when the process ends, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"cannot open {folder}: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"another agent uses {folder}; give each agent its own --home") from None
+    return handle
