@@ -1,0 +1,166 @@
+"""The `fedge` command: finds each role's sub-command by entry point and loads only the one that is called.
+
+Exit codes: 0 done, 1 an error, 2 wrong usage or configuration, 3 the broker, 4 durable state, 5 a bundle that is not to
+be trusted, 130 interrupted (Ctrl-C or SIGTERM).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final, NamedTuple
+
+import click
+
+import fedge
+from fedge.config import nearest
+from fedge.errors import ConfigError, FedgeError
+
+ENTRY_POINTS: Final = "fedge.commands"
+INTERRUPTED: Final = 130  # what a shell makes of a process that SIGINT ended: 128 + 2
+OURS: Final = frozenset({"fedge", "edge_agent", "coordinator", "export", "deploy"})
+
+
+class About(NamedTuple):
+    """What `fedge --help` says of a sub-command without importing it."""
+
+    summary: str
+    extra: str  # which installation it needs: pip install "fedge[extra]"
+
+
+COMMANDS: Final = {
+    "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator"),
+    "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator"),
+    "agent": About("Take part in a federation with the data of this device.", "agent"),
+    "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator"),
+    "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent"),
+    "infer": About("Predict with an installed bundle; needs no torch.", "deploy"),
+    "status": About("Show rounds, devices and counters of a federation.", "coordinator"),
+}
+
+
+class Commands(click.Group):
+    """The sub-commands of all installed packages, imported when called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Names, ours in their order of use, then others'."""
+        installed = _installed()
+        return [name for name in COMMANDS if name in installed] + sorted(set(installed) - set(COMMANDS))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import one sub-command; None where there is none of that name.
+
+        Raises:
+            ConfigError: it needs a package that is not installed here.
+        """
+        found = _installed().get(cmd_name)
+        return None if found is None else _load(cmd_name, found)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the nearest right command when there is no such one."""
+        names = self.list_commands(ctx)
+        if not args[0].startswith("-") and args[0] not in names:
+            raise click.UsageError(f"no such command {args[0]}{nearest(args[0], names)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the sub-commands from `COMMANDS`, without importing any."""
+        rows = [(name, COMMANDS[name].summary if name in COMMANDS else "") for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(fedge.__version__, prog_name="fedge")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    envvar="FEDGE_LOG_LEVEL",
+    show_default=True,
+    help="Lines on standard error.  [env: FEDGE_LOG_LEVEL]",
+)
+def command(log_level: str) -> None:
+    r"""Personalised federated learning that runs at the edge.
+
+    \b
+    Examples:
+      fedge demo
+      fedge coordinator --broker localhost:1883 --federation shop --home server --task digits
+      fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
+      fedge infer cam1/bundles/current photo.png
+    """
+    configure_logging(log_level)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: that of the process) and return its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, one code path
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - a str; last in the path, so that it shadows nothing
+        sys.path.append(os.getcwd())  # noqa: PTH109 - tasks and networks of the user's own lie here
+    try:
+        result = command.main(arguments, prog_name="fedge", standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except FedgeError as error:
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    return result if isinstance(result, int) else 0
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123Z INFO event=... key=value`: one event, one line, whatever a peer wrote into it."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The line, with control characters escaped: a peer's text cannot forge a second one."""
+        line = super().formatMessage(record)
+        return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def configure_logging(level: str) -> None:
+    """Send the log lines of this process to standard error: ours from `level` on, others' from WARNING on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("fedge").setLevel(level.upper())
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(name: str, point: EntryPoint) -> click.Command:
+    try:
+        loaded = point.load()
+    except ModuleNotFoundError as error:
+        if name not in COMMANDS or (error.name or "").split(".")[0] in OURS:
+            raise
+        raise ConfigError(
+            f"fedge {name} needs the package {error.name}: pip install 'fedge[{COMMANDS[name].extra}]'"
+        ) from error
+    assert isinstance(loaded, click.Command)
+    return loaded
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Settings of a command: frozen structs, read from TOML < environment < flags.
+
+A role describes its settings once, as a frozen msgspec Struct whose fields carry their help and range:
+
+    class CoordinatorSettings(Struct, frozen=True, kw_only=True):
+        rounds: Annotated[int, Meta(ge=1, description="Rounds to run.")] = 30
+        deadline_s: Annotated[float, Meta(gt=0, description="Time a round may take.", extra={"unit": "s"})] = 60.0
+        password: Annotated[Secret | None, Meta(description="Of the broker's user.")] = None
+
+From it come the flags and their help (`settings_options`), the environment variables (FEDGE_COORDINATOR_ROUNDS), the
+keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`). A field without default must be given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+from msgspec import Struct
+
+from fedge.errors import ConfigError
+
+S = TypeVar("S", bound=Struct)
+F = TypeVar("F", bound=Callable[..., Any])
+
+SECTIONS: Final = ("agent", "broker", "coordinator", "demo", "export", "infer", "method", "status")
+"""Sections that a TOML file may have; one file can serve all roles."""
+
+
+class Secret(str):
+    """A setting that is never shown: its repr, and with it the repr of its settings, is masked."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as flags, documentation and error messages need it."""
+
+    name: str  # "deadline_s": field, and key in TOML
+    section: str
+    type: Any  # the annotation, with its range
+    base: type  # bool, int, float, str, Path, Secret or an Enum
+    help: str
+    unit: str
+    default: object  # msgspec.NODEFAULT: must be given
+
+    @property
+    def flag(self) -> str:
+        """Such as --deadline-s."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def environment(self) -> str:
+        """Such as FEDGE_COORDINATOR_DEADLINE_S."""
+        return f"{_prefix(self.section)}{self.name.upper()}"
+
+
+def describe(settings: type[Struct], section: str) -> tuple[Setting, ...]:
+    """All settings of a struct in their order.
+
+    Raises:
+        TypeError: a field has a type that cannot be written as one flag.
+    """
+    hints = get_type_hints(settings, include_extras=True)
+    return tuple(_setting(field, hints[field.name], section) for field in msgspec.structs.fields(settings))
+
+
+def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:
+    """Decorator of a click command: one flag per field, and --config.
+
+    The command gets `config: Path | None` and, per field, a keyword that is None unless the flag was given; hand them
+    to `resolve` as they are: `resolve(Settings, section, config, flags)`.
+    """
+
+    def decorate(command: F) -> F:
+        for setting in reversed(describe(settings, section)):
+            command = _option(setting)(command)
+        config = click.option(
+            "--config",
+            type=click.Path(path_type=Path),
+            envvar="FEDGE_CONFIG",
+            help=f"TOML file; its section [{section}] holds these settings.  [env: FEDGE_CONFIG]",
+        )
+        return config(command)
+
+    return decorate
+
+
+def resolve(settings: type[S], section: str, config_file: Path | None, flags: Mapping[str, object]) -> S:
+    """Settings from the file, overridden by the environment, overridden by the flags that are not None.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown (the nearest right one is named), a value has the wrong
+            type or range, or a setting without default is missing.
+    """
+    known = {setting.name: setting for setting in describe(settings, section)}
+    from_file = _section_of(config_file, section)
+    _refuse_unknown(from_file, known, f"[{section}] of {config_file}")
+    variables = _environment_of(section, known)
+    values: dict[str, object] = {}
+    for name, setting in known.items():
+        if flags.get(name) is not None:
+            values[name] = _convert(setting, flags[name], setting.flag, strict=True)
+        elif name in variables:
+            values[name] = _convert(setting, variables[name], setting.environment, strict=False)
+        elif name in from_file:
+            values[name] = _convert(setting, from_file[name], f"{name} in [{section}] of {config_file}", strict=True)
+        elif setting.default is msgspec.NODEFAULT:
+            raise ConfigError(
+                f"{name} is missing: give {setting.flag}, set {setting.environment}, or write it into [{section}] of "
+                "the file named by --config"
+            )
+    return settings(**values)
+
+
+def nearest(word: str, right: Iterable[str]) -> str:
+    """Hint at the word of `right` that is most like `word`: " (did you mean X?)", or nothing."""
+    close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
+    metas = [meta for meta in _metas(hint) if isinstance(meta, msgspec.Meta)]
+    help_text = next((meta.description for meta in metas if meta.description), "")
+    unit = next((str(meta.extra["unit"]) for meta in metas if meta.extra and "unit" in meta.extra), "")
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return Setting(field.name, section, hint, _base(hint), help_text, unit, default)
+
+
+def _metas(hint: Any) -> list[Any]:
+    """Annotations of a type, also of those inside `X | None`."""
+    if get_origin(hint) is Annotated:
+        return [*hint.__metadata__, *_metas(hint.__origin__)]
+    return [meta for argument in get_args(hint) for meta in _metas(argument)]
+
+
+def _base(hint: Any) -> type:
+    """The one plain type inside `Annotated` and `| None`."""
+    if get_origin(hint) is Annotated:
+        return _base(hint.__origin__)
+    if get_origin(hint) in (Union, UnionType):
+        inner = [argument for argument in get_args(hint) if argument is not NoneType]
+        if len(inner) == 1:
+            return _base(inner[0])
+    if isinstance(hint, type) and issubclass(hint, bool | int | float | str | Path | Enum):
+        return hint
+    raise TypeError(f"a setting cannot have the type {hint}")
+
+
+def _option(setting: Setting) -> Callable[[F], F]:
+    flag = f"{setting.flag}/--no-{setting.flag[2:]}" if setting.base is bool else setting.flag
+    return click.option(flag, setting.name, type=_click_type(setting.base), default=None, help=_help(setting))
+
+
+def _click_type(base: type) -> click.ParamType[Any]:
+    if issubclass(base, Enum):
+        return click.Choice([str(member.value) for member in base])
+    if issubclass(base, Path):
+        return click.Path(path_type=Path)
+    plain: dict[type, click.ParamType[Any]] = {bool: click.BOOL, int: click.INT, float: click.FLOAT}
+    return plain.get(base, click.STRING)
+
+
+def _help(setting: Setting) -> str:
+    notes = [f"unit: {setting.unit}"] if setting.unit else []
+    if setting.default is msgspec.NODEFAULT:
+        notes.append("required")
+    elif setting.default is not None and setting.base is not Secret:
+        value = setting.default.value if isinstance(setting.default, Enum) else setting.default
+        notes.append(f"default: {value}")
+    notes.append(f"env: {setting.environment}")
+    return f"{setting.help}  [{'; '.join(notes)}]"
+
+
+def _section_of(config_file: Path | None, section: str) -> dict[str, Any]:
+    if config_file is None:
+        return {}
+    try:
+        document = tomllib.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {config_file}: {error}") from error
+    _refuse_unknown(document, SECTIONS, str(config_file))
+    content = document.get(section, {})
+    if not isinstance(content, dict):
+        raise ConfigError(f"{section} in {config_file} must be a section: [{section}]")
+    return content
+
+
+def _prefix(section: str) -> str:
+    return f"FEDGE_{section.upper()}_"
+
+
+def _environment_of(section: str, known: Mapping[str, Setting]) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name.startswith(_prefix(section))}
+    names = {setting.environment: name for name, setting in known.items()}
+    _refuse_unknown(found, names, "the environment")
+    return {names[variable]: value for variable, value in found.items()}
+
+
+def _refuse_unknown(found: Iterable[str], known: Iterable[str], where: str) -> None:
+    right = list(known)
+    for key in found:
+        if key not in right:
+            raise ConfigError(f"unknown key {key} in {where}{nearest(key, right)}")
+
+
+def _convert(setting: Setting, value: object, source: str, *, strict: bool) -> object:
+    try:
+        return msgspec.convert(value, setting.type, strict=strict, dec_hook=_custom)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        shown = "" if setting.base is Secret else f", got {value!r}"
+        raise ConfigError(f"{source}: {error}{shown}") from error
+
+
+def _custom(kind: type, value: object) -> object:
+    """What msgspec does not convert by itself: Path and Secret, from a string."""
+    if not isinstance(value, str | Path):
+        raise TypeError(f"expected a string, got {type(value).__name__}")
+    return kind(value)
