@@ -1,0 +1,140 @@
+"""Weighted means of models, one per cluster, while the updates stream by.
+
+Source: SCMoE-PFL, Eq. 5 (specification, section 8); FedAvg is the case of one cluster. A client in several clusters
+counts in full in each. Every update is read once and may be thrown away then: memory is that of the experts alone.
+
+Numerics: sums are in float64, in the order in which the updates come (callers go by ascending client id). Sums of
+n_i * w_i are kept and divided at the end. n_i * w_i is exact in float64 for float32 updates and n_i < 2^29, so a
+single client's mean is its own model, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.tensors import Floats, Layout, Model
+
+BLOCK = 32_768
+"""Elements of an update that are multiplied once, then added to every cluster, while they are in the CPU's cache."""
+
+
+class WeightedSums:
+    """Running weighted sums of vectors of length d, one for each of K clusters; 8*K*d bytes."""
+
+    def __init__(self, n_clusters: int, d: int) -> None:
+        self._sums = np.zeros((n_clusters, d))
+        self._totals = [0.0] * n_clusters
+        self._scaled = np.empty(min(BLOCK, d))
+
+    def add(self, vector: Floats, weight: float, clusters: Collection[int]) -> None:
+        """Add weight * vector, shape (d,), to some clusters. Weight 0 adds nothing.
+
+        Raises:
+            ValueError: another shape, or a weight below 0 or not finite.
+        """
+        if vector.shape != self._sums.shape[1:]:
+            raise ValueError(f"vector has shape {vector.shape}, expected {self._sums.shape[1:]}")
+        if not 0 <= weight < np.inf:
+            raise ValueError(f"weight {weight} is negative or not finite")
+        if weight == 0 or not clusters:
+            return
+        for start in range(0, len(vector), BLOCK):
+            block = vector[start : start + BLOCK]
+            scaled = self._scaled[: len(block)]
+            np.multiply(block, weight, out=scaled, dtype=np.float64)
+            for k in clusters:
+                target = self._sums[k, start : start + BLOCK]
+                np.add(target, scaled, out=target)
+        for k in clusters:
+            self._totals[k] += weight
+
+    def means(self) -> tuple[NDArray[np.float64] | None, ...]:
+        """The mean of each cluster, (d,); None where nothing was added. Divides in place: call it once, at the end."""
+        for total, row in zip(self._totals, self._sums, strict=True):
+            if total > 0:
+                np.divide(row, total, out=row)
+        return tuple(row if total > 0 else None for total, row in zip(self._totals, self._sums, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Mean of some models or of some updates, as vectors like those of `Model`; `n_samples` is the sum of weights."""
+
+    params: NDArray[np.float64]
+    buffers: NDArray[np.float64]
+    counters: NDArray[np.int64]
+    n_samples: int
+
+    def as_model(self) -> Model:
+        """The mean, when models were averaged."""
+        return Model(self.params.astype(np.float32), self.buffers.astype(np.float32), self.counters)
+
+    def added_to(self, start: Model) -> Model:
+        """`start` plus the mean change, when updates were averaged; buffers and counters are the mean's own."""
+        return Model((start.params + self.params).astype(np.float32), self.buffers.astype(np.float32), self.counters)
+
+
+def cluster_averages(
+    models: Iterable[Model], sizes: Sequence[int], members: Sequence[Collection[int]], layout: Layout
+) -> tuple[Average | None, ...]:
+    """Average models (or updates) within clusters, each model read once (Eq. 5).
+
+    Args:
+        models: by ascending client id; finite.
+        sizes: n_i of each model, samples, >= 0. A model with n_i = 0 carries no weight.
+        members: for each cluster k the positions of its members among the models; clusters may overlap or be empty.
+        layout: of the models.
+
+    Returns:
+        omega_k = sum over members of (n_i / sum n) w_i; buffers likewise, counters by maximum. None where the weights
+        of a cluster sum to 0: its caller keeps the cluster's previous expert.
+
+    Raises:
+        ValueError: a shape or a number of models that does not fit; the message names the position.
+
+    Cost: O(sum of cluster sizes * d) time, 8*K*d bytes beyond the model at hand.
+    """
+    clusters_of = [[k for k, of_cluster in enumerate(members) if i in of_cluster] for i in range(len(sizes))]
+    n_buffers, n_counters = (sum(t.size for t in layout.of_kind(kind)) for kind in ("buffer", "counter"))
+    params = WeightedSums(len(members), layout.n_params)
+    buffers = WeightedSums(len(members), n_buffers)
+    counters = np.full((len(members), n_counters), np.iinfo(np.int64).min)
+    for i, (model, size, clusters) in enumerate(zip(models, sizes, clusters_of, strict=True)):
+        if model.counters.shape != (n_counters,):
+            raise ValueError(f"model {i}: counters have shape {model.counters.shape}, expected {(n_counters,)}")
+        try:
+            params.add(model.params, size, clusters)
+            buffers.add(model.buffers, size, clusters)
+        except ValueError as error:
+            raise ValueError(f"model {i}: {error}") from error
+        for k in clusters if size else ():
+            np.maximum(counters[k], model.counters, out=counters[k])
+    totals = [sum(sizes[i] for i in of_cluster) for of_cluster in members]
+    return tuple(
+        None if p is None or b is None else Average(p, b, c, n)
+        for p, b, c, n in zip(params.means(), buffers.means(), counters, totals, strict=True)
+    )
+
+
+def averaged(models: Iterable[Model], sizes: Sequence[int], layout: Layout) -> Average:
+    """Average models (or updates) over everybody: FedAvg's mean. Arguments as those of `cluster_averages`.
+
+    Raises:
+        ValueError: the sizes sum to 0, or a model does not fit.
+
+    Example:
+        >>> from fedge.tensors import TensorInfo
+        >>> layout = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
+        >>> models = [Model(np.float32([1, 2]), np.zeros(0, np.float32), np.zeros(0, np.int64)),
+        ...           Model(np.float32([3, 6]), np.zeros(0, np.float32), np.zeros(0, np.int64))]
+        >>> averaged(models, [1, 3], layout).params
+        array([2.5, 5. ])
+    """
+    (average,) = cluster_averages(models, sizes, [range(len(sizes))], layout)
+    if average is None:
+        raise ValueError("the weights sum to 0: there is nothing to average")
+    return average

@@ -1,0 +1,60 @@
+"""Server momentum: the step of the global model and of the experts.
+
+Source: the specification of fedge, sections 4 and 5. gamma = 0 is FedAvg. The step has no fixed length, so nothing
+depends on the scale of the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.tensors import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A model and its velocity after a step, both (d,) float32. `diverged`: see `server_step`."""
+
+    w: Floats
+    v: Floats
+    diverged: bool = False
+
+
+def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None, *, gamma: float) -> Step:
+    """Move the global model: v <- gamma v + change;  w <- w + v.
+
+    Args:
+        w: model, (d,) float32, finite.
+        v: velocity, (d,); None is zero.
+        change: sum of (n_i / sum n) W_i, less w, (d,); None: nobody answered, and nothing changes.
+        gamma: momentum, in [0, 1).
+
+    Returns:
+        The step. Where w would become non-finite, the old w, v = 0 and `diverged`: the caller logs it.
+
+    Raises:
+        ValueError: gamma is out of range.
+    """
+    if not 0 <= gamma < 1:
+        raise ValueError(f"gamma {gamma} is not in [0, 1)")
+    velocity = np.zeros_like(w) if v is None else v
+    if change is None:
+        return Step(w, velocity)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = gamma * velocity.astype(np.float64) + change
+        new, kept = (w + moved).astype(np.float32), moved.astype(np.float32)
+    if not (np.isfinite(new).all() and np.isfinite(kept).all()):
+        return Step(w, np.zeros_like(w), diverged=True)
+    return Step(new, kept)
+
+
+def expert_step(e: Floats, v: Floats | None, change: NDArray[np.floating] | None, *, gamma: float) -> Step:
+    """Move an expert: v_k <- gamma v_k + sum of (n_i / sum n) Delta_i;  e_k <- e_k + v_k.
+
+    `change`: that sum over the members that answered, (d,). Delta_i is a member's change from its own start, which may have been another expert: hence
+    changes are averaged, not models. None: no member answered, and the expert stays. The rest is as in `server_step`.
+    """
+    return server_step(e, v, change, gamma=gamma)

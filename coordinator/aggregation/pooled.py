@@ -1,0 +1,64 @@
+"""Choices that single devices have too few validation samples for: made once, from sums over all devices.
+
+Source: the specification of fedge, sections 7 to 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+K = TypeVar("K")
+
+MARGIN = 1e-9
+"""Better means better by more than this; so rounding decides no tie (section 2)."""
+
+
+def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
+    """Position of the choice with the smallest total loss; the first on a tie.
+
+    `losses`: (n_devices, n_choices), sums of validation losses, by ascending device id; finite; at least one device.
+
+    Raises:
+        ValueError: there is nothing to choose from.
+
+    Example:
+        >>> pooled_choice([[3.0, 1.0, 2.0], [1.0, 3.0, 1.0]])
+        2
+    """
+    totals = np.sum(np.asarray(losses, np.float64), axis=0)
+    if totals.ndim != 1 or not len(totals):
+        raise ValueError("no losses to choose by")
+    best = 0
+    for choice, total in enumerate(totals):
+        if total < totals[best] - MARGIN:
+            best = choice
+    return best
+
+
+def pooled_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, float]:
+    """Mean of the devices' mixture weights, u = sum m_i omega_i / sum m_i.
+
+    `weights`: (omega_i, m_i) by ascending device id; omega_i sums to 1, m_i validation samples. A candidate that a
+    device does not have weighs 0 there. If no device has validation samples, all count alike.
+
+    Raises:
+        ValueError: no device.
+
+    Example:
+        >>> pooled_weights([({"private": 0.2, "global": 0.8}, 10), ({"private": 0.6, "global": 0.4}, 30)])
+        {'private': 0.5, 'global': 0.5}
+    """
+    if not weights:
+        raise ValueError("no weights to pool")
+    shares = [float(m) for _, m in weights]
+    if not sum(shares):
+        shares = [1.0] * len(weights)
+    candidates = list(dict.fromkeys(candidate for omega, _ in weights for candidate in omega))
+    return {
+        candidate: sum(share * omega.get(candidate, 0.0) for (omega, _), share in zip(weights, shares, strict=True))
+        / sum(shares)
+        for candidate in candidates
+    }
