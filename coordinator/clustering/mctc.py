@@ -1,0 +1,383 @@
+"""MCTC: overlapping clusters of clients by the direction of their updates.
+
+Source: Li et al., "SCMoE-PFL", Information Fusion, 2026, Eq. 1-4 and Algorithm 1; section numbers are those of our
+specification of it. Departures (profile `default`): a client that belongs with a chosen centre is no centre itself
+(`distinct`, 6.2), centres join other clusters (6.5), the threshold is Otsu's cut (6.7).
+
+Clients are positions, by ascending client id. Every cosine and every threshold is rounded to 9 decimals before it is
+compared: ties are real ties, and no result depends on the order in which sums are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vectors = NDArray[np.float64]
+
+DECIMALS: Final = 9
+NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
+COLUMNS: Final = 1 << 18  # of the updates, that are float64 at a time
+PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
+NONZEROS: Final = 4  # per row of the random projection
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Otsu's tau, and how far it separates: eta, in [0, 1] (17.5)."""
+
+    tau: float
+    separability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Overlapping clusters.
+
+    Attributes:
+        members: per cluster its members, ascending; every client is in at least one, no cluster is empty.
+        centres: per cluster the client that it grew from, its number being the position.
+        means: v_k, (K_eff, m), Eq. 4.
+        fallback: clients that were close enough to no centre and went to the nearest, ascending.
+        mean_cosine: cos_avg of the v_k, Eq. 3; 0 for a single cluster.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    centres: tuple[int, ...]
+    means: Vectors
+    fallback: tuple[int, ...]
+    mean_cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One line of the log of section 7. `n_clusters`: K as it was asked for."""
+
+    n_clusters: int
+    tau: float
+    mean_cosine: float
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Clustering:
+    """The accepted partition, its threshold, and how it was found. `separability` is None where tau was given."""
+
+    partition: Partition
+    tau: float
+    separability: float | None
+    tries: tuple[Try, ...]
+
+
+# ------------------------------------------------------------------------------------- sections 4 and 5: embedding
+
+
+def unit_update(update: NDArray[np.floating]) -> Vectors | None:
+    """Direction of an update, Eq. 1: (d,) of norm 1. None if it has none: not finite, or of norm <= 1e-12.
+
+    The largest entry is divided out first, so that no square overflows or underflows.
+    """
+    largest = float(np.max(np.abs(update), initial=0.0))
+    if not 0 < largest < np.inf:  # a NaN makes the maximum NaN, which fails here too
+        return None
+    scaled = update.astype(np.float64) / largest
+    norm = float(np.linalg.norm(scaled))
+    return None if largest * norm <= NO_DIRECTION else scaled / norm
+
+
+def project(update: NDArray[np.floating], size: int, seed: int) -> Vectors:
+    """Random projection of a large update on arrival, (d,) -> (size,), the same matrix for equal seeds (section 5).
+
+    The matrix (d, size) is sparse: four entries per row (with replacement), each +-1/2, so entries have variance
+    1/size. Cosines are kept within about 1/sqrt(size), one standard deviation: use size >= 4096 where tau is tuned
+    finely.
+
+    Cost: O(d) time; the matrix is drawn in blocks of rows and never held.
+    """
+    projected = np.zeros(size)
+    for block, start in enumerate(range(0, len(update), PROJECTED_AT_ONCE)):
+        rng = np.random.default_rng((seed, block))
+        values = update[start : start + PROJECTED_AT_ONCE].astype(np.float64)
+        for _ in range(NONZEROS):
+            columns = rng.integers(size, size=PROJECTED_AT_ONCE)[: len(values)]
+            signs = rng.integers(2, size=PROJECTED_AT_ONCE, dtype=np.int8)[: len(values)] - 0.5
+            projected += np.bincount(columns, weights=values * signs, minlength=size)
+    return projected
+
+
+def gram(updates: NDArray[np.floating]) -> Vectors:
+    """Inner products of unit updates, (N, d) -> (N, N) float64, N >= 1.
+
+    A row without direction (`unit_update`) has product 0 with everything, itself included.
+    Cost: O(N^2 d) time, O(N) memory per column of a block beyond the updates.
+    """
+    largest = np.max(np.abs(updates), axis=1, initial=0.0).astype(np.float64)
+    usable = (largest > 0) & np.isfinite(largest)
+    scale = np.where(usable, largest, 1.0)
+    products = np.zeros((len(updates), len(updates)))
+    for start in range(0, updates.shape[1], COLUMNS):
+        block = updates[:, start : start + COLUMNS].astype(np.float64)
+        block[~usable] = 0.0
+        block /= scale[:, None]
+        products += block @ block.T
+    norms = np.sqrt(products.diagonal())
+    directed = usable & (scale * norms > NO_DIRECTION)
+    norms = np.where(directed, norms, np.inf)
+    return products / norms[:, None] / norms[None, :]
+
+
+def embed(
+    products: Vectors, *, n_components: int | None = None, energy: float | None = None, centred: bool = False
+) -> Vectors:
+    """Embedding Z = U_m Lambda_m^(1/2) from the Gram matrix of the unit updates, Eq. 2: (N, N) -> (N, m).
+
+    Args:
+        products: see `gram`.
+        n_components: at most so many components; default all nonzero ones. With all of them and uncentred, cosines are
+            exactly those of the updates.
+        energy: the fewest components that hold this share of the sum of eigenvalues, in (0, 1].
+        centred: subtract the mean unit update first. Off: it breaks the meaning of tau and of Eq. 3.
+    """
+    n = len(products)
+    if centred:
+        centring = np.eye(n) - 1 / n
+        products = centring @ products @ centring
+    values, vectors = np.linalg.eigh(products)
+    values, vectors = values[::-1], vectors[:, ::-1]
+    keep = int(np.sum(values > NO_DIRECTION * max(values[0], 0.0)))
+    if energy is not None and keep:
+        share = np.cumsum(values[:keep]) / np.sum(values[:keep])
+        keep = int(np.searchsorted(share, energy - 1e-12)) + 1
+    keep = keep if n_components is None else min(keep, n_components)
+    return np.asarray(vectors[:, :keep] * np.sqrt(values[:keep]))
+
+
+def cosines(a: Vectors, b: Vectors) -> Vectors:
+    """Cosines of the rows of a (n, m) with those of b (k, m), rounded to 9 decimals; 0 for a zero row."""
+    lengths = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b, axis=1)[None, :]
+    quotient = np.divide(a @ b.T, lengths, out=np.zeros(lengths.shape), where=lengths > NO_DIRECTION)
+    return np.asarray(np.round(np.clip(quotient, -1.0, 1.0), DECIMALS))
+
+
+def similarity(z: Vectors) -> Vectors:
+    """Sim, the cosines of an embedding with itself: (N, m) -> (N, N), symmetric, diagonal 1 (0 for a zero row)."""
+    upper = np.triu(cosines(z, z), 1)
+    return np.asarray(upper + upper.T + np.diag((np.linalg.norm(z, axis=1) > NO_DIRECTION).astype(np.float64)))
+
+
+# ---------------------------------------------------------------------------------------------- section 6: MCTC
+
+
+def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, ...]:
+    """Centres, from the least similar pairs, Algorithm 1, lines 2-15.
+
+    Args:
+        sim: (N, N), N >= 1.
+        n_clusters: K >= 1, an upper bound.
+        bar: a client at least this close to a chosen centre is none; 1 refuses parallel centres alone.
+    """
+    n = len(sim)
+    k = max(1, min(n_clusters, n))
+    if n == 1:
+        return (0,)
+    centres: list[int] = []
+    eligible = np.ones(n, dtype=bool)
+    rows, columns = np.triu_indices(n, 1)
+    for pair in np.argsort(sim[rows, columns], kind="stable"):  # ties: by position, as triu_indices has them
+        for client in (int(rows[pair]), int(columns[pair])):
+            if eligible[client] and len(centres) < k:
+                centres.append(client)
+                eligible &= sim[client] < bar
+                eligible[client] = False
+        if len(centres) == k or not eligible.any():
+            break
+    return tuple(centres)
+
+
+def soft_clusters(
+    z: Vectors,
+    n_clusters: int,
+    tau: float,
+    *,
+    distinct: bool = True,
+    centres_join: bool = True,
+    update: Literal["sequential", "batch"] = "sequential",
+) -> Partition:
+    """Assign every client to one or more clusters of similar direction (MCTC, Algorithm 1).
+
+    Args:
+        z: embedding, (N, m), N >= 1, finite. A zero row has cosine 0 with everything.
+        n_clusters: K >= 1, an upper bound.
+        tau: a client joins every cluster whose centre has at least this cosine, [-1, 1]; above 1: a hard partition.
+        distinct: whether a client that belongs with a chosen centre may not be a centre (6.2).
+        centres_join: whether centres join other clusters at the end (6.5).
+        update: recompute v_k after each client (depends on their order) or once at the end (6.4).
+
+    Raises:
+        ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
+
+    Cost: O(N^2 m + N K m) time, O(N^2) memory.
+
+    Example:
+        >>> angles = np.radians([0, 20, 80, 100, 50])
+        >>> z = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        >>> soft_clusters(z, 2, 0.8).members
+        ((0, 1, 4), (2, 3))
+    """
+    _check(z, n_clusters)
+    tau = round(tau, DECIMALS)
+    centres = choose_centres(similarity(z), n_clusters, bar=min(tau, 1.0) if distinct else 1.0)
+    members = [{c} for c in centres]
+    sums, means = z[list(centres)].copy(), z[list(centres)].copy()
+    fallback = []
+    for i in range(len(z)):
+        if i in centres:
+            continue
+        close = cosines(z[i : i + 1], means)[0]
+        joined = np.flatnonzero(close >= tau)
+        if not len(joined):
+            joined = np.array([np.argmax(close)])  # the first of equal ones
+            fallback.append(i)
+        for k in joined:
+            members[k].add(i)
+            sums[k] += z[i]
+            if update == "sequential":
+                means[k] = sums[k] / len(members[k])  # Eq. 4
+    means = sums / np.array([[len(s)] for s in members])
+    if centres_join:
+        close = cosines(z[list(centres)], means)
+        for a, k in np.argwhere(close >= tau):
+            members[k].add(centres[a])
+    ordered = tuple(tuple(sorted(s)) for s in members)
+    means = np.stack([z[list(s)].mean(axis=0) for s in ordered])  # Eq. 4
+    return Partition(ordered, centres, means, tuple(fallback), mean_cosine(means))
+
+
+def _check(z: Vectors, n_clusters: int) -> None:
+    if n_clusters < 1 or not len(z):
+        raise ValueError(f"{n_clusters} clusters of {len(z)} clients: both must be at least 1")
+    broken = np.flatnonzero(~np.isfinite(z).all(axis=1))
+    if len(broken):
+        raise ValueError(f"the embedding of client {broken[0]} is not finite")
+
+
+def mean_cosine(means: Vectors) -> float:
+    """cos_avg, the mean cosine of pairs of cluster means, Eq. 3; 0 for fewer than two."""
+    pairs = np.triu_indices(len(means), 1)
+    return float(np.mean(cosines(means, means)[pairs])) if len(means) > 1 else 0.0
+
+
+def otsu(sim: Vectors) -> Threshold:
+    """Adaptive tau: Otsu's cut of the cosines of all pairs (6.7), clipped to [0, 0.95], and its separability (17.5).
+
+    eta = between-class variance at the cut / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a
+    normal one; >= 0.8 speaks for groups, < 0.7 against. Fewer than two pairs, or equal cosines: tau 0.95, eta 0.
+    """
+    c = np.sort(sim[np.triu_indices(len(sim), 1)])
+    p = len(c)
+    if p < 2 or c[0] == c[-1]:
+        return Threshold(0.95, 0.0)
+    t = np.arange(1, p)
+    lower = np.cumsum(c)[:-1]
+    upper = lower[-1] + c[-1] - lower
+    between = (t / p) * (1 - t / p) * (upper / (p - t) - lower / t) ** 2
+    between = np.where(c[:-1] < c[1:], np.round(between, 12), -1.0)
+    cut = int(np.argmax(between))  # the lowest of equal ones
+    tau = round(float(np.clip((c[cut] + c[cut + 1]) / 2, 0.0, 0.95)), DECIMALS)
+    return Threshold(tau, min(1.0, float(between[cut] / np.var(c))))
+
+
+# ---------------------------------------------------------------------------------------- section 7: validation
+
+
+def mctc(
+    z: Vectors,
+    *,
+    n_clusters: int = 8,
+    tau: float | None = None,
+    theta: float = 0.9,
+    distinct: bool = True,
+    centres_join: bool = True,
+    update: Literal["sequential", "batch"] = "sequential",
+) -> Clustering:
+    """Overlapping clusters whose means are not nearly parallel: MCTC with its validation loop (section 7).
+
+    A partition with cos_avg > theta is thrown away whole and tried again with stricter tau (four steps of 0.05, at most
+    0.95), then with one cluster less. Clients whose updates nearly coincide end in one cluster.
+
+    Args:
+        z: embedding, (N, m), as for `soft_clusters`.
+        n_clusters: K, an upper bound.
+        tau: the first threshold; None: Otsu's.
+        theta: largest valid cos_avg, Eq. 3.
+        distinct: see `soft_clusters`.
+        centres_join: see `soft_clusters`.
+        update: see `soft_clusters`.
+
+    Raises:
+        ValueError: see `soft_clusters`.
+
+    Cost: at most 5*K runs of `soft_clusters`.
+    """
+    _check(z, n_clusters)
+    if tau is None:
+        cut = otsu(similarity(z))
+        tau_0, separability = cut.tau, cut.separability
+    else:
+        tau_0, separability = round(tau, DECIMALS), None
+    k, step = n_clusters, 0
+    tries: list[Try] = []
+    while True:
+        t = tau_0 if step == 0 else round(min(tau_0 + 0.05 * step, max(0.95, tau_0)), DECIMALS)
+        partition = soft_clusters(z, k, t, distinct=distinct, centres_join=centres_join, update=update)
+        k_eff = len(partition.members)
+        valid = k_eff < 2 or partition.mean_cosine <= theta
+        tries.append(Try(k, t, partition.mean_cosine, valid))
+        if valid:
+            return Clustering(partition, t, separability, tuple(tries))
+        if step < 4 and t < 0.95:
+            step += 1
+        else:
+            k, step = k_eff - 1, 0
+
+
+# ------------------------------------------------------------------------------- section 9: clients that sat out
+
+
+def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...]:
+    """Clusters of clients that sat out or came late: all with cosine >= tau, else the nearest. Changes no cluster.
+
+    Args:
+        z: (n, m), in the same basis as `means`: their stored unit vectors were in the Gram matrix of this embedding.
+        means: v_k, (K_eff, m), K_eff >= 1.
+        tau: the clustering's threshold.
+    """
+    tau = round(tau, DECIMALS)
+    close = cosines(z, means)
+    return tuple(
+        tuple(np.flatnonzero(row >= tau).tolist()) if (row >= tau).any() else (int(np.argmax(row)),) for row in close
+    )
+
+
+# ----------------------------------------------------------------------------------------- section 13: silhouette
+
+
+def silhouette(sim: Vectors, members: Sequence[Sequence[int]]) -> float:
+    """Mean silhouette over memberships, in [-1, 1]; for a partition the usual cosine silhouette (section 13).
+
+    Distance 1 - Sim. Per membership (i, k): a to the other members of S_k, b to the nearest cluster without i. 0 where
+    S_k = {i}, i is in every cluster, or max(a, b) = 0. It favours overlap.
+    """
+    distance = 1.0 - sim
+    values = []
+    for k, cluster in enumerate(members):
+        for i in cluster:
+            rest = [j for j in cluster if j != i]
+            rivals = [distance[i, list(s)].mean() for m, s in enumerate(members) if m != k and i not in s]
+            a, b = (distance[i, rest].mean(), min(rivals)) if rest and rivals else (0.0, 0.0)
+            values.append((b - a) / max(a, b) if max(a, b) > 0 else 0.0)
+    return float(np.mean(values))
