@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from fedge.errors import ProtocolError
+
+N = TypeVar("N", bound=np.generic)
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, NDArray[np.generic]]
@@ -89,7 +91,7 @@ def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model
 
 def unflatten(model: Model, layout: Layout) -> Tensors:
     """Vectors -> named tensors (views where possible)."""
-    vectors = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
+    vectors: dict[str, NDArray[Any]] = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
     offsets = dict.fromkeys(vectors, 0)
     tensors: Tensors = {}
     for info in layout.tensors:
@@ -99,8 +101,9 @@ def unflatten(model: Model, layout: Layout) -> Tensors:
     return tensors
 
 
-def _join(arrays: Sequence[NDArray[np.generic]], dtype: type) -> NDArray[np.generic]:
-    return np.concatenate([a.ravel() for a in arrays]) if arrays else np.zeros(0, dtype)
+def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:
+    joined = np.empty(sum(a.size for a in arrays), dtype)
+    return np.concatenate([a.ravel() for a in arrays], out=joined) if arrays else joined
 
 
 def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:

@@ -1,0 +1,73 @@
+"""The built-in networks: small, without batch normalisation, and quick to export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from torch import nn
+
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+
+Options = Mapping[str, int | float | str | bool]
+
+
+def mlp(task: TaskSpec) -> nn.Module:
+    """Flatten, linear, ReLU, linear. Option: hidden=32. Digits (8x8, 10 classes): d = 2410."""
+    options = _sizes(task, hidden=32)
+    n_inputs = 1
+    for extent in task.input_shape:
+        n_inputs *= extent
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(n_inputs, options["hidden"]), nn.ReLU(), nn.Linear(options["hidden"], task.n_classes)
+    )
+
+
+def cnn(task: TaskSpec) -> nn.Module:
+    """Two 3x3 convolutions, each with ReLU and 2x2 pooling, then a hidden layer. Options: channels=16, hidden=64."""
+    options = _sizes(task, channels=16, hidden=64)
+    return _two_convolutions(task, 3, (options["channels"], 2 * options["channels"]), options["hidden"])
+
+
+def cnn_fedavg(task: TaskSpec) -> nn.Module:
+    """Two 5x5 convolutions with 32 and 64 channels, 512 hidden units.
+
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, section 3.
+    """
+    _sizes(task)
+    return _two_convolutions(task, 5, (32, 64), 512)
+
+
+NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {"mlp": mlp, "cnn": cnn, "cnn_fedavg": cnn_fedavg}
+
+
+def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hidden: int) -> nn.Module:
+    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 4:
+        raise ConfigError(f"{task.model} needs images (channels, height >= 4, width >= 4), not {task.input_shape}")
+    n_channels, height, width = task.input_shape
+    return nn.Sequential(
+        nn.Conv2d(n_channels, channels[0], kernel, padding="same"),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(channels[0], channels[1], kernel, padding="same"),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(channels[1] * (height // 4) * (width // 4), hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, task.n_classes),
+    )
+
+
+def _sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
+    """The options of a network: positive whole numbers, those not given from `defaults`."""
+    if unknown := set(task.model_options) - set(defaults):
+        raise ConfigError(f"{task.model} has no option {sorted(unknown)}; it has {sorted(defaults)}")
+    sizes: dict[str, int] = {}
+    for name, default in defaults.items():
+        value = task.model_options.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"option {name} of {task.model} must be a whole number from 1 on, not {value!r}")
+        sizes[name] = value
+    return sizes

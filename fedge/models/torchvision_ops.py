@@ -1,0 +1,41 @@
+"""Lets torchvision be imported beside a torch build that its compiled operators do not fit.
+
+Importing torchvision registers shape functions for its operators `torchvision::nms` and `torchvision::qnms`. They are
+declared by torchvision's C++ library, which does not load when it was built for another torch (the usual CUDA wheel
+beside the CPU build of torch): the import then ends with "operator torchvision::nms does not exist", although the
+networks in `torchvision.models` need no compiled operator. `declare` states the two signatures itself. They have no
+implementation: calling one is an error, as it would be without this module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+_SIGNATURES = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_declared: list[torch.library.Library] = []  # a library lives as long as its object
+
+
+def declare() -> None:
+    """Declare the operators, unless torchvision is absent, its own library loads, or it was done before."""
+    torchvision = importlib.util.find_spec("torchvision")  # found, not imported
+    if _declared or torchvision is None or torchvision.origin is None or _loads(Path(torchvision.origin).parent):
+        return
+    ours = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for signature in _SIGNATURES:
+        ours.define(signature)  # type: ignore[no-untyped-call]
+    _declared.append(ours)
+
+
+def _loads(folder: Path) -> bool:
+    """Whether torchvision's own compiled operators can be loaded into this process; they then are."""
+    try:
+        torch.ops.load_library(folder / "_C.so")  # type: ignore[no-untyped-call]
+    except OSError:
+        return False
+    return True
