@@ -1,0 +1,796 @@
+"""MQTT for asyncio: paho-mqtt driven by the event loop, without its thread.
+
+One `Transport` lives as long as its process; below it, one `_Connection` (one paho client) lives as long as one TCP
+connection. What must outlive a connection is kept by the transport: subscriptions and publishes that the broker has
+not acknowledged. Each (re)connect tries MQTT 5 first and falls back to 3.1.1 where the broker closes on us.
+
+Delivery is at least once in both directions, and a broker may drop what it likes: whoever uses this repeats what
+matters until it is answered. paho ignores the server's Maximum Packet Size and Receive Maximum, so both are kept here.
+
+Limits, worst case per process: `OUT_WINDOW` chunks of 512 KiB on their way out, `IN_WINDOW` unacknowledged on their way
+in (MQTT 5), and `HELD_BYTES` for each subscription whose handler is too slow for a sender that respects no window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import platform
+import random
+import ssl
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedge.errors import ProtocolError, TransportError
+
+log = logging.getLogger("fedge.transport")
+
+OUT_WINDOW: Final = 8
+"""Unacknowledged publishes, unless the server's Receive Maximum is smaller. More gained nothing (findings/mqtt.md)."""
+IN_WINDOW: Final = 20
+"""Our Receive Maximum: messages the broker may send before a handler has finished. Mosquitto's own limit is 20."""
+MAX_INBOUND_BYTES: Final = 1024 * 1024
+"""Our Maximum Packet Size: twice the largest chunk. Protects the memory of a small device."""
+HELD_MESSAGES: Final = 256
+HELD_BYTES: Final = 16 * 1024 * 1024
+"""What waits for one handler, at most. Only QoS 0 floods and brokers without flow control (amqtt) can exceed it."""
+LARGE_CHUNK: Final = 512 * 1024
+SMALL_CHUNK: Final = 64 * 1024
+"""Chunks where the broker announces no limit: any broker takes 64 KiB."""
+PACKET_OVERHEAD: Final = 1024
+"""Kept free of a packet for its header, topic and properties."""
+CONNECT_TIMEOUT_S: Final = 10.0
+"""Time for TCP, TLS and CONNACK each: a slow mobile link needs seconds for the TLS handshake alone."""
+BACKOFF_BASE_S: Final = 0.25
+BACKOFF_CAP_S: Final = 10.0
+"""A restarted broker is found within seconds, and a thousand agents do not come back in one instant (full jitter)."""
+MISC_INTERVAL_S: Final = 1.0
+"""How often the keep-alive is looked at; the smallest keep-alive is a second."""
+
+_FINAL_REASONS: Final = frozenset(
+    {
+        "Bad user name or password",
+        "Not authorized",
+        "Banned",
+        "Bad authentication method",
+        "Client identifier not valid",
+    }
+)
+"""Refusals that trying again does not cure."""
+
+Handler = Callable[["Inbound"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerSettings:
+    """Where the broker is and how to be let in. TLS is used when `ca_file` is given; cert and key name this client."""
+
+    host: str
+    port: int = 1883
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    keepalive_s: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """A message from the broker. `retained`: it lay there before we subscribed."""
+
+    topic: str
+    payload: bytes
+    retained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Will:
+    """What the broker publishes for us (QoS 1, retained) when we vanish for `delay_s` (MQTT 5; 3.1.1: at once)."""
+
+    topic: str
+    payload: bytes
+    delay_s: int = 10
+
+
+def tune_malloc() -> bool:
+    """Let glibc keep freed chunks instead of returning them to the kernel; True if that was done.
+
+    Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower (findings/mqtt.md). Both settings
+    are needed; one alone makes it worse. `Transport` calls this when it is entered; calling it again does nothing new.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    libc = ctypes.CDLL(None)
+    return bool(libc.mallopt(mmap_threshold, 32 << 20)) and bool(libc.mallopt(trim_threshold, 256 << 20))
+
+
+def backoff_s(attempt: int, draw: float) -> float:
+    """Full jitter: the wait before attempt 1, 2, ... in [0, min(cap, base * 2^attempt)); draw in [0, 1)."""
+    return draw * min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(attempt, 16))
+
+
+def chunk_bytes_for(max_packet_bytes: int | None) -> int:
+    """Payload of a chunk for a broker that announced this limit (None: nothing announced)."""
+    if max_packet_bytes is None:
+        return SMALL_CHUNK
+    return max(1, min(LARGE_CHUNK, max_packet_bytes - PACKET_OVERHEAD))
+
+
+# ------------------------------------------------------------------------------------------------ what waits to go out
+
+
+@dataclass(slots=True, eq=False)
+class _Publish:
+    """A message on its way out. `done` is resolved by the broker's acknowledgement."""
+
+    topic: str
+    payload: bytes
+    qos: int
+    retain: bool
+    expires_in_s: int | None
+    done: asyncio.Future[None]
+
+
+class Window:
+    """Publishes in order, at most `limit` of them unacknowledged. No IO: packet ids come from outside.
+
+    A permit belongs to the packet and returns with its acknowledgement, not with the caller: cancelling the caller of a
+    publish in flight neither leaks the permit nor lends it out twice.
+    """
+
+    def __init__(self) -> None:
+        self.limit = OUT_WINDOW
+        self._waiting: deque[_Publish] = deque()
+        self._in_flight: dict[int, _Publish] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._in_flight)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Packets that the broker has not acknowledged."""
+        return len(self._in_flight)
+
+    def add(self, publish: _Publish) -> None:
+        """Queue a publish at the end."""
+        self._waiting.append(publish)
+
+    def next(self) -> _Publish | None:
+        """Take the publish that may go out now, if there is one; those whose caller gave up are skipped."""
+        while self._waiting and len(self._in_flight) < self.limit:
+            publish = self._waiting.popleft()
+            if not publish.done.done():
+                return publish
+        return None
+
+    def sent(self, packet_id: int, publish: _Publish) -> None:
+        """The publish went out under this id."""
+        self._in_flight[packet_id] = publish
+
+    def acknowledged(self, packet_id: int) -> _Publish | None:
+        """Return the permit of a packet; None when the id is unknown."""
+        return self._in_flight.pop(packet_id, None)
+
+    def lost(self) -> None:
+        """The connection is gone: what it did not acknowledge goes first on the next one. QoS 0 is not repeated."""
+        for publish in self._in_flight.values():
+            if publish.qos == 0 and not publish.done.done():
+                publish.done.set_result(None)
+        self._waiting.extendleft(p for p in reversed(self._in_flight.values()) if not p.done.done())
+        self._in_flight.clear()
+
+
+# --------------------------------------------------------------------------------------------------- what comes in
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """An inbound message until all `n_open` handlers that it matches are done; then it is acknowledged."""
+
+    message: Inbound
+    packet_id: int
+    connection: _Connection
+    n_open: int
+
+    def handled(self) -> None:
+        self.n_open -= 1
+        if self.n_open == 0 and self.packet_id:
+            self.connection.acknowledge(self.packet_id)
+
+
+class _Subscription:
+    """One topic filter, its handler, and the messages that wait for the handler (bounded)."""
+
+    def __init__(self, topic_filter: str, handler: Handler) -> None:
+        self.topic_filter = topic_filter
+        self._handler = handler
+        self._queue: deque[_Delivery] = deque()
+        self._held_bytes = 0
+        self._wake = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def matches(self, topic: str) -> bool:
+        return paho.topic_matches_sub(self.topic_filter, topic)
+
+    def accept(self, delivery: _Delivery) -> bool:
+        """Queue a message; False (and not queued) when the handler is too far behind."""
+        size = len(delivery.message.payload)
+        if len(self._queue) >= HELD_MESSAGES or self._held_bytes + size > HELD_BYTES:
+            return False
+        self._queue.append(delivery)
+        self._held_bytes += size
+        self._wake.set()
+        return True
+
+    async def serve(self) -> None:
+        """Hand the messages over, one at a time, in order. When cancelled, those that wait count as handled."""
+        try:
+            while True:
+                while self._queue:
+                    await self._handle(self._queue[0].message)
+                    self._drop_first()
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            while self._queue:
+                self._drop_first()
+
+    def _drop_first(self) -> None:
+        delivery = self._queue.popleft()
+        self._held_bytes -= len(delivery.message.payload)
+        delivery.handled()
+
+    async def _handle(self, message: Inbound) -> None:
+        try:
+            await self._handler(message)
+        except ProtocolError as error:
+            log.warning("event=refused name=%s topic=%s detail=%s", error.name, message.topic, error)
+
+
+# --------------------------------------------------------------------------------------------------- one connection
+
+
+class _RefusedError(Exception):
+    """The broker did not let us in. `final`: it will not next time either."""
+
+    def __init__(self, reason: str, *, final: bool) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+class _Connection:
+    """One TCP connection: a paho client whose socket the event loop watches. Never used again once closed."""
+
+    def __init__(self, transport: Transport, protocol: MQTTProtocolVersion, *, clean: bool) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self.protocol = protocol
+        self._clean = clean
+        self._connack: asyncio.Future[Properties | None] = self._loop.create_future()
+        self.closed: asyncio.Future[str] = self._loop.create_future()
+        self._grants: dict[int, asyncio.Future[None]] = {}
+        self._client = self._make_client()
+
+    @property
+    def is_v5(self) -> bool:
+        return self.protocol is MQTTProtocolVersion.MQTTv5
+
+    def _make_client(self) -> paho.Client:
+        settings, will = self._transport.settings, self._transport.will
+        client = paho.Client(
+            CallbackAPIVersion.VERSION2,
+            self._transport.client_id,
+            protocol=self.protocol,
+            clean_session=None if self.is_v5 else True,
+            reconnect_on_failure=False,
+            manual_ack=True,
+        )
+        client.connect_timeout = CONNECT_TIMEOUT_S
+        client.max_inflight_messages = 0  # the window is ours
+        if settings.username is not None:
+            client.username_pw_set(settings.username, settings.password)
+        if settings.ca_file is not None:
+            client.tls_set(settings.ca_file, settings.cert_file, settings.key_file)
+        if will is not None:
+            properties = self._properties(PacketTypes.WILLMESSAGE, WillDelayInterval=will.delay_s)
+            client.will_set(will.topic, will.payload, qos=1, retain=True, properties=properties)
+        client.on_connect = self._on_connect
+        client.on_disconnect = self._on_disconnect
+        client.on_message = self._on_message
+        client.on_publish = self._on_publish
+        client.on_subscribe = self._on_subscribe
+        client.on_unsubscribe = self._on_unsubscribe
+        return client
+
+    def _properties(self, packet: int, **values: int) -> Properties | None:
+        if not self.is_v5:
+            return None
+        properties = Properties(packet)  # type: ignore[no-untyped-call]
+        for name, value in values.items():
+            setattr(properties, name, value)
+        return properties
+
+    # ------------------------------------------------------------------------------------------------- life
+
+    async def open(self) -> Properties | None:
+        """Connect and wait for CONNACK; returns its properties.
+
+        Raises:
+            _RefusedError: the broker said no, or closed without a word.
+            OSError: it could not be reached in time.
+        """
+        connecting = self._loop.run_in_executor(None, self._connect)
+        try:
+            await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(lambda _: self._drop_socket())
+            raise
+        self._watch()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await self._connack
+        except BaseException:
+            self.close("no CONNACK")
+            raise
+
+    def _connect(self) -> None:
+        """Blocking TCP and TLS handshake; runs in a thread, before the loop watches the socket."""
+        settings = self._transport.settings
+        self._client.connect(
+            settings.host,
+            settings.port,
+            settings.keepalive_s,
+            clean_start=self._clean if self.is_v5 else paho.MQTT_CLEAN_START_FIRST_ONLY,
+            properties=self._properties(
+                PacketTypes.CONNECT,
+                SessionExpiryInterval=self._transport.session_expiry_s,
+                ReceiveMaximum=IN_WINDOW,
+                MaximumPacketSize=MAX_INBOUND_BYTES,
+            ),
+        )
+
+    def _drop_socket(self) -> None:
+        sock = self._client.socket()
+        if sock is not None:
+            sock.close()
+
+    def _watch(self) -> None:
+        sock = self._client.socket()
+        if sock is None:
+            self.close("closed while connecting")
+            return
+        self._client.on_socket_close = self._on_socket_close
+        self._client.on_socket_register_write = self._on_register_write
+        self._client.on_socket_unregister_write = self._on_unregister_write
+        self._loop.add_reader(sock, self._read)
+        if self._client.want_write():
+            self._loop.add_writer(sock, self._client.loop_write)
+        self._loop.call_later(MISC_INTERVAL_S, self._misc)
+
+    def _read(self) -> None:
+        self._client.loop_read()
+        sock = self._client.socket()
+        while isinstance(sock, ssl.SSLSocket) and sock.pending():  # bytes that no longer wake the loop
+            self._client.loop_read()
+            sock = self._client.socket()
+
+    def _misc(self) -> None:
+        if not self.closed.done():
+            self._client.loop_misc()
+            self._loop.call_later(MISC_INTERVAL_S, self._misc)
+
+    async def disconnect(self) -> None:
+        """Say good-bye: the will is not published, and the broker forgets the session."""
+        if not self.closed.done():
+            self._client.disconnect(properties=self._properties(PacketTypes.DISCONNECT, SessionExpiryInterval=0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await asyncio.shield(self.closed)
+        self.close("disconnected")
+
+    def close(self, reason: str) -> None:
+        """Release the socket and fail all who wait; does nothing when already closed."""
+        if self.closed.done():
+            return
+        self.closed.set_result(reason)
+        sock = self._client.socket()
+        if sock is not None:
+            self._unwatch(sock)
+            self._loop.call_soon(self._drop_socket)  # paho, which may have called us, uses it for a few lines more
+        if not self._connack.done():
+            self._connack.set_exception(_RefusedError(reason, final=False))
+            self._connack.exception()  # nobody may be waiting
+        for grant in self._grants.values():
+            grant.cancel()
+
+    # ---------------------------------------------------------------------------------------------- packets
+
+    def send(self, publish: _Publish) -> int:
+        """Hand a publish to paho and return its packet id."""
+        properties = None
+        if publish.expires_in_s is not None:
+            properties = self._properties(PacketTypes.PUBLISH, MessageExpiryInterval=publish.expires_in_s)
+        while True:
+            info = self._client.publish(publish.topic, publish.payload, publish.qos, publish.retain, properties)
+            if info.rc != paho.MQTT_ERR_QUEUE_SIZE:  # that would mean: this packet id is still in flight, try the next
+                return info.mid
+
+    def acknowledge(self, packet_id: int) -> None:
+        """Tell the broker that a message was handled, if it is still this connection's."""
+        if not self.closed.done():
+            self._client.ack(packet_id, 1)
+
+    async def subscribe(self, topic_filter: str) -> None:
+        """Subscribe and wait for the grant.
+
+        Raises:
+            TransportError: the broker refused the filter.
+            asyncio.CancelledError: the connection is gone (or the caller was cancelled).
+        """
+        _, packet_id = self._client.subscribe(topic_filter, qos=1)
+        await self._granted(packet_id)
+
+    async def unsubscribe(self, topic_filter: str) -> None:
+        """Unsubscribe and wait for the answer; raises as `subscribe`."""
+        _, packet_id = self._client.unsubscribe(topic_filter)
+        await self._granted(packet_id)
+
+    async def _granted(self, packet_id: int | None) -> None:
+        if packet_id is None or self.closed.done():
+            return
+        grant = self._grants[packet_id] = self._loop.create_future()
+        try:
+            await asyncio.wait((grant, self.closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._grants[packet_id]
+        if grant.done() and not grant.cancelled():
+            grant.result()
+
+    # ----------------------------------------------------------------------------- callbacks, all on the loop
+
+    def _on_connect(
+        self, _client: paho.Client, _user: object, _flags: object, reason: ReasonCode, properties: Properties | None
+    ) -> None:
+        if self._connack.done():
+            return
+        if reason.is_failure:
+            self._connack.set_exception(_RefusedError(str(reason), final=str(reason) in _FINAL_REASONS))
+        else:
+            self._connack.set_result(properties)
+
+    def _on_disconnect(
+        self, _client: paho.Client, _user: object, _flags: object, reason: ReasonCode, _properties: object
+    ) -> None:
+        self.close(str(reason))
+
+    def _on_message(self, _client: paho.Client, _user: object, message: paho.MQTTMessage) -> None:
+        try:
+            topic = message.topic
+        except UnicodeDecodeError:
+            return
+        inbound = Inbound(topic, bytes(message.payload), message.retain)
+        self._transport.deliver(inbound, message.mid if message.qos else 0, self)
+
+    def _on_publish(
+        self, _client: paho.Client, _user: object, packet_id: int, reason: ReasonCode, _properties: object
+    ) -> None:
+        self._transport.acknowledged(packet_id, str(reason) if reason.is_failure else None)
+
+    def _on_subscribe(
+        self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], _properties: object
+    ) -> None:
+        self._answer(packet_id, reasons)
+
+    def _on_unsubscribe(
+        self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], _properties: object
+    ) -> None:
+        self._answer(packet_id, reasons)
+
+    def _answer(self, packet_id: int, reasons: list[ReasonCode]) -> None:
+        grant = self._grants.get(packet_id)
+        if grant is None or grant.done():
+            return
+        failures = [str(reason) for reason in reasons if reason.is_failure]
+        if failures:
+            grant.set_exception(TransportError(f"subscription refused: {', '.join(failures)}"))
+        else:
+            grant.set_result(None)
+
+    def _on_socket_close(self, _client: paho.Client, _user: object, sock: Any) -> None:
+        if not self.closed.done():
+            self._unwatch(sock)
+
+    def _on_register_write(self, client: paho.Client, _user: object, sock: Any) -> None:
+        if not self.closed.done():
+            self._loop.add_writer(sock, client.loop_write)
+
+    def _on_unregister_write(self, _client: paho.Client, _user: object, sock: Any) -> None:
+        if not self.closed.done():
+            self._loop.remove_writer(sock)
+
+    def _unwatch(self, sock: Any) -> None:
+        self._loop.remove_reader(sock)
+        self._loop.remove_writer(sock)
+
+
+# ----------------------------------------------------------------------------------------------------- the transport
+
+
+class Transport:
+    """A connection to the broker that mends itself. Async context manager; all methods belong to its event loop.
+
+    Entering connects: it waits for a broker that is not there yet, and raises for one that refuses us for good. After
+    that it reconnects for ever. A failure of a handler or of a connect callback other than a ProtocolError (which is
+    logged as `event=refused` and drops the message) ends the `async with` body and is raised from it.
+    """
+
+    def __init__(
+        self, settings: BrokerSettings, client_id: str, *, will: Will | None = None, session_expiry_s: int = 3600
+    ) -> None:
+        self.settings = settings
+        self.client_id = client_id
+        self.will = will
+        self.session_expiry_s = session_expiry_s
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.messages_dropped = 0
+        self.max_packet_bytes: int | None = None
+        """Largest packet that the broker takes; None: it announced nothing."""
+        self.protocol = ""
+        """Of the current or last connection: "5" or "3.1.1"."""
+        self._window = Window()
+        self._subscriptions: dict[str, _Subscription] = {}
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._connection: _Connection | None = None
+        self._was_connected = False
+        self._online = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """The broker has let us in and all subscriptions are in place."""
+        return self._online.is_set()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Payload of the chunks that this broker should be given."""
+        return chunk_bytes_for(self.max_packet_bytes)
+
+    def on_connect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` after each (re)connect, when all subscriptions are in place. Register before entering.
+
+        It runs in a task of its own and may publish; one that has not ended is cancelled and started anew when the
+        next connection stands.
+        """
+        self._callbacks.append(callback)
+
+    # ------------------------------------------------------------------------------------------------- life
+
+    async def __aenter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            TransportError: the broker refuses us for good; the text holds its reason.
+        """
+        tune_malloc()
+        connection = await self._connect(patient=False)
+        await self._tasks.__aenter__()
+        for subscription in self._subscriptions.values():
+            self._serve(subscription)
+        ready = asyncio.get_running_loop().create_future()
+        self._supervisor = self._tasks.create_task(self._supervise(connection, ready), name="transport")
+        try:
+            await ready
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in (self._supervisor, self._greeting, *(s.task for s in self._subscriptions.values())):
+            if task is not None:
+                task.cancel()
+        try:
+            await self._tasks.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+            raise first from first.__cause__
+        finally:
+            self._online.clear()
+            if self._connection is not None:
+                await self._connection.disconnect()
+
+    async def _supervise(self, connection: _Connection, ready: asyncio.Future[None]) -> None:
+        """Bring each connection into service, wait for its end, make the next."""
+        loop = asyncio.get_running_loop()
+        attempt = 0
+        while True:
+            began = loop.time()
+            await self._take_into_service(connection)
+            if not ready.done():
+                ready.set_result(None)
+            reason = await asyncio.shield(connection.closed)
+            self._online.clear()
+            self._window.lost()
+            log.warning("event=disconnected client=%s reason=%r", self.client_id, reason)
+            # A connection that broke at once (a client id used twice) must not be retried at full speed.
+            attempt = 0 if loop.time() - began > BACKOFF_CAP_S else attempt + 1
+            await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
+            connection = await self._connect(patient=True)
+
+    async def _take_into_service(self, connection: _Connection) -> None:
+        for topic_filter in tuple(self._subscriptions):
+            await connection.subscribe(topic_filter)
+        if connection.closed.done():
+            return
+        self._online.set()
+        self._pump()
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._greeting = self._tasks.create_task(self._greet(), name="transport-on-connect")
+
+    async def _greet(self) -> None:
+        for callback in self._callbacks:
+            await callback()
+
+    async def _connect(self, *, patient: bool) -> _Connection:
+        """Try until a broker lets us in. Not patient: a refusal for good is raised as TransportError."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._connect_once()
+            except ssl.SSLCertVerificationError as error:
+                reason, final = f"certificate: {error.verify_message}", True
+            except _RefusedError as error:
+                reason, final = str(error), error.final
+            except OSError as error:
+                reason, final = str(error) or type(error).__name__, False
+            where = f"{self.settings.host}:{self.settings.port}"
+            if final and not patient:
+                raise TransportError(f"the broker at {where} refused {self.client_id}: {reason}")
+            log.warning("event=connect_failed broker=%s attempt=%d reason=%r", where, attempt, reason)
+            await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
+
+    async def _connect_once(self) -> _Connection:
+        try:
+            return await self._connect_with(MQTTProtocolVersion.MQTTv5)
+        except _RefusedError as error:
+            if error.final:
+                raise
+            log.info("event=fallback protocol=3.1.1 reason=%r", str(error))
+        return await self._connect_with(MQTTProtocolVersion.MQTTv311)
+
+    async def _connect_with(self, protocol: MQTTProtocolVersion) -> _Connection:
+        """One attempt. The first connection of a process starts a clean session: what is queued is not for us."""
+        connection = self._connection = _Connection(self, protocol, clean=not self._was_connected)
+        properties = await connection.open()
+        self._was_connected = True
+        self.protocol = "5" if connection.is_v5 else "3.1.1"
+        self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
+        self._window.limit = min(OUT_WINDOW, getattr(properties, "ReceiveMaximum", OUT_WINDOW))
+        log.info("event=connected client=%s protocol=%s", self.client_id, self.protocol)
+        return connection
+
+    # ---------------------------------------------------------------------------------------------- outwards
+
+    async def publish(
+        self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False, expires_in_s: int | None = None
+    ) -> None:
+        """Publish and return when the broker has acknowledged (QoS 1) or the socket has taken it (QoS 0).
+
+        Waits while the window is full or the broker is away, for ever if need be; QoS 1 survives reconnects (the
+        message may then arrive twice). If the caller is cancelled, a message already under way still arrives.
+
+        Args:
+            topic: where to; no wildcards.
+            payload: the bytes.
+            qos: 0 or 1.
+            retain: whether the broker keeps it for whoever subscribes later.
+            expires_in_s: seconds after which the broker drops it undelivered (MQTT 5 only).
+
+        Raises:
+            ValueError: the packet would be larger than the broker takes.
+            TransportError: the broker refused the message; the text holds the reason code.
+        """
+        size = len(payload) + len(topic.encode()) + 18  # fixed header 5, topic length 2, packet id 2, properties 9
+        if self.max_packet_bytes is not None and size > self.max_packet_bytes:
+            raise ValueError(f"{topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
+        done = asyncio.get_running_loop().create_future()
+        self._window.add(_Publish(topic, payload, qos, retain, expires_in_s, done))
+        self._pump()
+        await done
+        self.bytes_sent += len(payload)
+
+    def _pump(self) -> None:
+        while self._online.is_set() and self._connection is not None:
+            publish = self._window.next()
+            if publish is None:
+                return
+            self._window.sent(self._connection.send(publish), publish)
+
+    def acknowledged(self, packet_id: int, refusal: str | None) -> None:
+        """A PUBACK came in (internal)."""
+        publish = self._window.acknowledged(packet_id)
+        if publish is not None and not publish.done.done():
+            if refusal is None:
+                publish.done.set_result(None)
+            else:
+                publish.done.set_exception(TransportError(f"{publish.topic}: {refusal}"))
+        self._pump()
+
+    # ----------------------------------------------------------------------------------------------- inwards
+
+    async def subscribe(self, topic_filter: str, handler: Handler) -> None:
+        """Have `handler` awaited for each message that matches, one at a time and in order.
+
+        A message is acknowledged when its handler has returned, so a slow handler holds the broker back (at most
+        `IN_WINDOW` messages of all subscriptions together are open). For that reason a handler must not wait for
+        another inbound message, such as a whole transfer: it starts a task for that. It may publish.
+        Returns when the broker has granted it; before the transport is entered, at once (granted while connecting).
+
+        Raises:
+            TransportError: the broker refused the filter.
+            ValueError: the filter is already subscribed to.
+        """
+        if topic_filter in self._subscriptions:
+            raise ValueError(f"{topic_filter} is already subscribed to")
+        subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler)
+        if self._supervisor is None:
+            return
+        self._serve(subscription)
+        try:
+            await self._granted(topic_filter)
+        except TransportError:
+            await self.unsubscribe(topic_filter)
+            raise
+
+    async def _granted(self, topic_filter: str) -> None:
+        """Wait until the filter is in force; a connection that breaks meanwhile is followed by one that has it."""
+        await self._online.wait()
+        connection = self._connection
+        if connection is not None:
+            await connection.subscribe(topic_filter)
+        await self._online.wait()
+
+    async def unsubscribe(self, topic_filter: str) -> None:
+        """Stop receiving; messages that still wait for the handler are dropped. Unknown filters are ignored."""
+        subscription = self._subscriptions.pop(topic_filter, None)
+        if subscription is None:
+            return
+        if subscription.task is not None:
+            subscription.task.cancel()
+        if self._connection is not None and self._online.is_set():
+            await self._connection.unsubscribe(topic_filter)
+
+    def _serve(self, subscription: _Subscription) -> None:
+        subscription.task = self._tasks.create_task(subscription.serve(), name=f"handler {subscription.topic_filter}")
+
+    def deliver(self, message: Inbound, packet_id: int, connection: _Connection) -> None:
+        """A message came in (internal): queue it for every handler that wants it."""
+        self.bytes_received += len(message.payload)
+        takers = [s for s in self._subscriptions.values() if s.matches(message.topic)]
+        delivery = _Delivery(message, packet_id, connection, n_open=len(takers) + 1)
+        for subscription in takers:
+            if not subscription.accept(delivery):
+                self.messages_dropped += 1
+                log.warning("event=dropped topic=%s filter=%s", message.topic, subscription.topic_filter)
+                delivery.handled()
+        delivery.handled()  # our own hold: acknowledges at once what nobody wants
