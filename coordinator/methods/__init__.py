@@ -98,6 +98,11 @@ def accepted(answers: dict[str, Answer]) -> dict[str, Trained]:
     return {i: a.result for i, a in answers.items() if isinstance(a.result, Trained) and a.result.n_samples > 0}
 
 
+def sizes(updates: dict[str, Trained]) -> list[int]:
+    """n_i of each update, in the order of the updates."""
+    return [update.n_samples for update in updates.values()]
+
+
 def declined(answer: Answer) -> bool:
     """Whether the device politely refused, which is no fault."""
     return isinstance(answer.result, Declined)

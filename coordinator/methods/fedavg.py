@@ -12,7 +12,7 @@ import msgspec
 
 from coordinator.aggregation import averaged
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, State, accepted, counted, round_rng, summarise
+from coordinator.methods import MethodSettings, State, accepted, counted, round_rng, sizes, summarise
 from fedge.messages import BlobRef, Install, Installed, Start, Train
 from fedge.tensors import Layout, unflatten
 
@@ -82,8 +82,3 @@ class FedAvg:
             "split": False,
             "clusters": {},
         }
-
-
-def sizes(updates: dict[str, Any]) -> list[int]:
-    """n_i of each update, in the order of the updates."""
-    return [update.n_samples for update in updates.values()]

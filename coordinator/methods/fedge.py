@@ -1,0 +1,414 @@
+"""fedge, the default method: shared rounds with momentum, a split only where a trial shows a gain, a calibrated mixture.
+
+Source: the method's specification, "fedge" (sections are quoted at the lines), which is put together from
+  profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
+  overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
+Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
+model is the extractor of the profiles, and updates from a common start make the clearest clusters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from coordinator.aggregation import Average, averaged, cluster_averages
+from coordinator.aggregation.momentum import server_step
+from coordinator.aggregation.pooled import pooled_choice, pooled_weights
+from coordinator.aggregation.trial import trial_statistic, wants_split
+from coordinator.clustering import aidc, mctc
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.methods import MethodSettings, State, accepted, counted, declined, sizes, summarise
+from coordinator.selection import ccmab
+from fedge.messages import (
+    Action,
+    BlobRef,
+    Calibration,
+    CandidatesFitted,
+    EnergyFitted,
+    FitCandidates,
+    FitEnergy,
+    FitGate,
+    FitWeights,
+    Installed,
+    Profile,
+    Profiled,
+    Role,
+    Start,
+    Train,
+    Trained,
+    Trial,
+    Tried,
+    WeightsFitted,
+)
+from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
+
+log = logging.getLogger("fedge.method")
+R = TypeVar("R", EnergyFitted, Installed, WeightsFitted)
+
+LARGE = 100_000  # parameters above which directions are projected
+PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
+WARM_UP = 3  # rounds with everybody, before profiles exist
+GAMMA = 0.5  # server momentum, section 4
+RHO = 0.4  # share of the rounds before the trial, section 5
+MAX_CLUSTERS = 8  # K, section 5
+LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
+TEMPERATURES = (1.0, 1.4, 2.0, 2.8)  # T, section 7
+KAPPAS = {  # kappa, section 7
+    Role.PRIVATE: (0.0, 0.3, 0.6, 1.0),
+    Role.GLOBAL: (0.0, 0.5, 1.0, 1.5),
+    Role.EXPERT: (0.0, 0.5, 1.0, 1.5),
+    Role.LOCAL: (0.0, 0.3, 0.6, 1.0),
+}
+BETAS = (0.0, 0.5, 1.0)  # section 9
+A0, A = 10.0, 20.0  # shrinkage of the weights, samples, section 8
+ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
+
+
+class LastUpdate(Struct, frozen=True, kw_only=True):
+    """Delta_i of a device's last participation before the trial, and n_i."""
+
+    update: BlobRef
+    n_samples: int
+
+
+class Moving(Struct, frozen=True, kw_only=True):
+    """A model that moves with momentum: the global model or an expert. No velocity is zero velocity."""
+
+    model: BlobRef
+    velocity: BlobRef | None = None
+
+
+class Primary(Struct, frozen=True, kw_only=True):
+    """The expert a device starts from, and the round in which it was looked up."""
+
+    cluster: int
+    round: int
+
+
+class TrialOutcome(Struct, frozen=True, kw_only=True):
+    """What the trial said (section 5). `similarity`: cosines between the devices `ids`, for people to look at."""
+
+    ids: tuple[str, ...]
+    clusters: tuple[tuple[str, ...], ...]
+    tau: float
+    separability: float
+    statistic: float | None
+    deltas: dict[str, float]
+    split: bool
+    similarity: NDArray[np.float64]
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """What was pooled over the devices at the end (sections 7 to 9)."""
+
+    calibration: dict[Role, Calibration]
+    weights: dict[Role, float]
+    beta: float
+    local: bool
+    n_validation: int
+
+
+class FedgeState(State, frozen=True, kw_only=True):
+    """State of a federation between two rounds."""
+
+    initial_model: BlobRef
+    shared: Moving  # w, v
+    extractor: BlobRef | None = None
+    profiles: dict[str, Profiled] = {}
+    groups: tuple[tuple[str, ...], ...] = ()
+    bandits: tuple[ccmab.State, ...] = ()
+    directions: BlobRef | None = None  # per device the sum of its unit updates
+    last: dict[str, LastUpdate] = {}
+    trial: TrialOutcome | None = None
+    experts: tuple[Moving, ...] = ()
+    primary: dict[str, Primary] = {}
+    pool: Pool | None = None
+    installed: dict[str, Installed] = {}
+
+
+class Fedge:
+    """The default method; `round` follows the table of the specification's section 1."""
+
+    name = "fedge"
+
+    def __init__(self, settings: MethodSettings) -> None:
+        self.settings = settings
+
+    def initial(self, layout: Layout, model: BlobRef) -> FedgeState:
+        """The state before round 1."""
+        return FedgeState(round=0, layout=layout, initial_model=model, shared=Moving(model=model))
+
+    def done(self, state: FedgeState) -> bool:
+        """R rounds of training, and one that makes the mixtures."""
+        return state.round > self.settings.rounds
+
+    async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Steps 1 to 3 in rounds 1..R, steps 4 to 8 after the last."""
+        if state.round == self.settings.rounds:
+            state = await personalise(state, fleet, self.settings)
+            return msgspec.structs.replace(state, round=state.round + 1)
+        r = state.round + 1
+        devices = fleet.devices()
+        if r > WARM_UP:
+            state = await profile(state, fleet)
+        cohort, state = self._select(state, devices)
+        answers = await fleet.run("train", {i: self._order(state, i, r) for i in cohort})
+        updates = accepted(answers)
+        state = self._observe(state, devices, answers)
+        if len(updates) >= self.settings.min_reports:
+            if state.experts:
+                state = train_experts(state, updates, fleet)
+            else:
+                state = train_shared(state, updates, fleet)
+        if not state.experts and r == round(RHO * self.settings.rounds):
+            state = await split(state, fleet)
+        return msgspec.structs.replace(
+            state,
+            round=r,
+            primary=state.primary | looked_up(state, updates, r),
+            participations=counted(state.participations, updates),
+            history=(*state.history, summarise(r, len(cohort), updates)),
+        )
+
+    def _order(self, state: FedgeState, device_id: str, r: int) -> Train:
+        return Train(starts=starts(state, device_id, r), sgd=self.settings.sgd, codec=self.settings.codec)
+
+
+# --------------------------------------------------------------------------------- step 1: profiles and groups
+
+
+async def profile(state: FedgeState, fleet: Fleet) -> FedgeState:
+    """Profiles of devices that have none (SPRE), then AIDC groups: all anew the first time, else newcomers placed."""
+    extractor = state.extractor or state.shared.model
+    strangers = [device.id for device in fleet.devices() if device.id not in state.profiles]
+    answers = await fleet.run("profile", dict.fromkeys(strangers, Profile(extractor=extractor)))
+    new = {i: a.result for i, a in answers.items() if isinstance(a.result, Profiled)}
+    return msgspec.structs.replace(state, extractor=extractor, profiles=state.profiles | new)
+
+
+# ---------------------------------------------------------------------------------------- step 2: shared rounds
+
+
+def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
+    """Section 4: w moves by the weighted mean of the updates with momentum; before the trial directions are kept."""
+    seeking = state.trial is None
+    directions = fleet.get_tensors(state.directions) if state.directions else {}
+
+    def changes() -> Iterator[Model]:
+        for device_id, update in updates.items():
+            change = fleet.get(update.update, state.layout)
+            if seeking:
+                add_direction(directions, device_id, change.params)
+            yield change
+
+    mean = averaged(changes(), sizes(updates), state.layout)
+    shared = moved(state.shared, mean, state.layout, fleet)
+    if not seeking:
+        return msgspec.structs.replace(state, shared=shared)
+    last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
+    return msgspec.structs.replace(
+        state, shared=shared, directions=fleet.put(directions), last=state.last | last
+    )
+
+
+def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
+    """Add the unit update of one device to its sum, (d,) float32; of large models a fixed projection (section 4)."""
+    unit = mctc.unit_update(change)
+    if unit is None:
+        return
+    kept = unit if len(unit) <= LARGE else mctc.project(unit, PROJECTED, seed=0)
+    directions[device_id] = (directions.get(device_id, 0.0) + kept).astype(np.float32)
+
+
+def moved(moving: Moving, mean: Average, layout: Layout, fleet: Fleet) -> Moving:
+    """Sections 4 and 5: v <- gamma v + mean change; w <- w + v. Buffers and counters are the mean's."""
+    w = fleet.get(moving.model, layout)
+    v = fleet.get_tensors(moving.velocity)["v"].astype(np.float32) if moving.velocity else None
+    step = server_step(w.params, v, mean.params, gamma=GAMMA)
+    if step.diverged:
+        log.error("event=diverged the model would become non-finite; the old one is kept")
+        return Moving(model=moving.model)
+    model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
+    return Moving(model=fleet.put(unflatten(model, layout)), velocity=fleet.put({"v": step.v}))
+
+
+# -------------------------------------------------------------------------------------- step 3: trial and split
+
+
+async def split(state: FedgeState, fleet: Fleet) -> FedgeState:
+    """Section 5: clusters of the mean unit updates; experts only if the trial says so."""
+    forgotten = msgspec.structs.replace(state, directions=None, last={})
+    if state.directions is None:
+        return forgotten
+    directions = dict(sorted(fleet.get_tensors(state.directions).items()))
+    ids = tuple(directions)
+    z = mctc.embed(mctc.gram(np.stack(list(directions.values()))))
+    clustering = mctc.mctc(z, n_clusters=MAX_CLUSTERS)
+    separability = clustering.separability or 0.0
+    clusters = tuple(tuple(ids[i] for i in members) for members in clustering.partition.members)
+    answers = await try_clusters(state, fleet, clusters) if len(clusters) > 1 else {}
+    statistic = trial_statistic(list(answers.values()))
+    splits = len(clusters) > 1 and wants_split(statistic, separability, len(ids))
+    trial = TrialOutcome(
+        ids=ids,
+        clusters=clusters,
+        tau=clustering.tau,
+        separability=separability,
+        statistic=statistic,
+        deltas=answers,
+        split=splits,
+        similarity=mctc.similarity(z),
+    )
+    experts = tuple(Moving(model=state.shared.model) for _ in clusters) if splits else ()
+    return msgspec.structs.replace(forgotten, trial=trial, experts=experts)
+
+
+async def try_clusters(
+    state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]
+) -> dict[str, float]:
+    """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
+    w = fleet.get(state.shared.model, state.layout)
+    ids = list(state.last)
+    members = [range(len(ids)), *([ids.index(i) for i in cluster] for cluster in clusters)]
+    means = cluster_averages(
+        (fleet.get(state.last[i].update, state.layout) for i in ids),
+        [state.last[i].n_samples for i in ids],
+        members,
+        state.layout,
+    )
+    models = [fleet.put(unflatten(mean.added_to(w), state.layout)) for mean in means if mean is not None]
+    first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
+    present = [device.id for device in fleet.devices() if device.id in first]
+    answers = await fleet.run(
+        "trial", {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in present}
+    )
+    return {i: a.result.delta for i, a in answers.items() if isinstance(a.result, Tried) and a.result.delta is not None}
+
+
+def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
+    """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
+    assert state.trial is not None
+    ids = list(updates)
+    members = [[ids.index(i) for i in cluster if i in updates] for cluster in state.trial.clusters]
+    means = cluster_averages(
+        (fleet.get(u.update, state.layout) for u in updates.values()), sizes(updates), members, state.layout
+    )
+    experts = tuple(
+        expert if mean is None else moved(expert, mean, state.layout, fleet)
+        for expert, mean in zip(state.experts, means, strict=True)
+    )
+    return msgspec.structs.replace(state, experts=experts)
+
+
+def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
+    """What a device may start from: w; after the split its primary expert, or all of its experts when look-up is due."""
+    if not state.experts:
+        return (Start(model=state.shared.model),)
+    primary = state.primary.get(device_id)
+    if primary is not None and r - primary.round < LOOKUP_EVERY:
+        return (Start(model=state.experts[primary.cluster].model, cluster=primary.cluster),)
+    return offered(state, device_id)
+
+
+def offered(state: FedgeState, device_id: str) -> tuple[Start, ...]:
+    """The experts of the device's clusters; any expert if it is in none."""
+    assert state.trial is not None or not state.experts
+    mine = [k for k, members in enumerate(state.trial.clusters) if device_id in members] if state.trial else []
+    return tuple(Start(model=state.experts[k].model, cluster=k) for k in mine or range(len(state.experts)))
+
+
+def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict[str, Primary]:
+    """The primary experts that devices have just chosen."""
+    found: dict[str, Primary] = {}
+    for device_id, update in updates.items():
+        before = state.primary.get(device_id)
+        if update.cluster >= 0 and (before is None or r - before.round >= LOOKUP_EVERY):
+            found[device_id] = Primary(cluster=update.cluster, round=r)
+    return found
+
+
+# ------------------------------------------------------------------------------------- steps 4 to 8: the mixtures
+
+
+async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings) -> FedgeState:
+    """Sections 6 to 11: devices fit candidates, weights, energy and gate; only sums of losses and weights are pooled."""
+    typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
+    answers = await fleet.run(
+        "candidates",
+        {
+            device.id: FitCandidates(
+                global_model=state.shared.model,
+                experts=offered(state, device.id) if state.experts else (),
+                initial_model=state.initial_model,
+                sgd=settings.sgd,
+                local_steps=settings.sgd.steps * state.participations.get(device.id, typical),
+            )
+            for device in fleet.devices()
+        },
+    )
+    fitted = {i: a.result for i, a in answers.items() if isinstance(a.result, CandidatesFitted)}
+    if not fitted:
+        return state
+    roles = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
+    n_validation = sum(result.n_validation for result in fitted.values())
+    pooling = n_validation >= ENOUGH_VALIDATION
+    calibration = {role: calibrate(role, fitted.values(), pooling=pooling) for role in roles}
+
+    # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
+    variants = [[role for role in roles if role is not Role.LOCAL], roles]
+    pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
+    for turn in ("weights-1", "weights-2") if pooling else ():
+        order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
+        weighed = await ask(fleet, turn, fitted, order, WeightsFitted)
+        if weighed:
+            pooled = tuple(
+                pooled_weights([(w.weights[v], w.n_validation) for w in weighed.values()]) for v in range(len(variants))
+            )
+
+    # Sections 8 and 9: is the local model worth having; how much does the energy count.
+    chosen, beta = 0, 0.0
+    if pooling:
+        order_ = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=A)
+        measured = await ask(fleet, "energy", fitted, order_, EnergyFitted)
+        if measured:
+            losses = np.sum([m.pooled_losses for m in measured.values()], axis=0)
+            chosen = int(losses[1] < losses[0] - 1e-9)
+            beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in measured.values()])]
+
+    finish = FitGate(
+        calibration={role: calibration[role] for role in pooled[chosen]},
+        pooled=pooled[chosen],
+        shrinkage=A,
+        beta=beta,
+        sgd=settings.sgd,
+        release=1,
+    )
+    return msgspec.structs.replace(
+        state,
+        pool=Pool(
+            calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
+        ),
+        installed=await ask(fleet, "gate", fitted, finish, Installed),
+    )
+
+
+def calibrate(role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
+    """Section 7: the (T, kappa) with the smallest pooled loss; section 12's defaults where too few samples speak."""
+    losses = [result.losses[role] for result in fitted if role in result.losses]
+    if not pooling:
+        return Calibration(temperature=1.0, kappa=1.0 if role in {Role.GLOBAL, Role.EXPERT} else 0.0)
+    best = pooled_choice(losses)
+    return Calibration(temperature=TEMPERATURES[best // 4], kappa=KAPPAS[role][best % 4])
+
+
+async def ask(fleet: Fleet, step: str, ids: Iterable[str], action: Action, kind: type[R]) -> dict[str, R]:
+    """Have all devices do the same; those that answered, by ascending id."""
+    answers = await fleet.run(step, dict.fromkeys(ids, action))
+    return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
