@@ -19,6 +19,7 @@ import ctypes
 import logging
 import platform
 import random
+import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from fedge.errors import ProtocolError, TransportError
+from fedge.errors import ConfigError, ProtocolError, TransportError
 
 log = logging.getLogger("fedge.transport")
 
@@ -84,6 +85,19 @@ class BrokerSettings:
     cert_file: str | None = None
     key_file: str | None = None
     keepalive_s: int = 30
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port", "host" (port 1883) or "[IPv6 address]:port".
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = re.fullmatch(r"(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]\s/]+))(:(?P<port>[0-9]{1,5}))?", text)
+    port = int(found["port"] or 1883) if found else 0
+    if found is None or not 0 < port < 2**16:
+        raise ConfigError(f"{text!r} is no address of a broker; write HOST:PORT, such as localhost:1883")
+    return found["v6"] or found["host"], port
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +386,8 @@ class _Connection:
         if sock is None:
             self.close("closed while connecting")
             return
+        # Without it the tail of a packet waits for the peer's delayed ACK: 40 ms for each publish.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._client.on_socket_close = self._on_socket_close
         self._client.on_socket_register_write = self._on_register_write
         self._client.on_socket_unregister_write = self._on_unregister_write
