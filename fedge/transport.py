@@ -20,6 +20,7 @@ import logging
 import platform
 import random
 import socket
+import re
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
