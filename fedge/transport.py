@@ -19,8 +19,8 @@ import ctypes
 import logging
 import platform
 import random
-import socket
 import re
+import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -387,6 +387,7 @@ class _Connection:
         if sock is None:
             self.close("closed while connecting")
             return
+        assert isinstance(sock, socket.socket)
         # Without it the tail of a packet waits for the peer's delayed ACK: 40 ms for each publish.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._client.on_socket_close = self._on_socket_close
