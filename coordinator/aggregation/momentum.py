@@ -54,7 +54,7 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None
 def expert_step(e: Floats, v: Floats | None, change: NDArray[np.floating] | None, *, gamma: float) -> Step:
     """Move an expert: v_k <- gamma v_k + sum of (n_i / sum n) Delta_i;  e_k <- e_k + v_k.
 
-    `change`: that sum over the members that answered, (d,); None: nobody did, and the expert stays. Delta_i is a member's
+    `change`: that sum over the members that answered, (d,); None: nobody did, the expert stays. Delta_i is a member's
     change from its own start, which may have been another expert: hence changes are averaged, not models. The rest is
     as in `server_step`.
     """

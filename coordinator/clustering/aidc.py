@@ -1,0 +1,435 @@
+"""AIDC: clusters of devices by the divergence of their ReLU-sparsity profiles.
+
+Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (3)-(8); section numbers are those of our specification of
+it. Departures: divergences are measured in a calibrated unit D_ref (4.1), MinPts and the radius come from the mean
+entropy and from nearest-neighbour distances (4.2), noise devices are placed by a rule (4.4), and large N goes through
+a random subset instead of a single reference client (4.5).
+
+Devices are positions, by ascending id. Values closer than 1e-12 are equal where ties matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.divergence import divergence
+
+Vectors = NDArray[np.float64]
+Clusters = tuple[tuple[int, ...], ...]
+
+TIE: Final = 1e-12
+BLOCK_BYTES: Final = 1 << 20  # of one temporary array while the matrix is filled: cache, not memory, is the limit
+EXACT_UP_TO: Final = 2000  # devices; above it the subset option is on
+RECLUSTER_SHARE: Final = 0.2  # of devices that joined, left or changed (4.6)
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """theta_merge and theta_split, in units of D_ref.
+
+    Raises:
+        ValueError: unless 0 < theta_merge <= theta_split.
+    """
+
+    merge: float = 0.15
+    split: float = 0.18
+
+    def __post_init__(self) -> None:
+        if not 0 < self.merge <= self.split:
+            raise ValueError(f"need 0 < theta_merge <= theta_split, got {self.merge} and {self.split}")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What AIDC found.
+
+    Attributes:
+        clusters: a partition of all devices, each cluster ascending, numbered by its smallest member.
+        anchors: the devices that the clusters were made of: all of them, or those of the subset option.
+        entropy: H, in [0, 1].
+        min_samples: MinPts; 0 where fewer than two devices made it unnecessary.
+        eps: radius of the density clustering, in units of D_ref.
+    """
+
+    clusters: Clusters
+    anchors: tuple[int, ...]
+    entropy: float
+    min_samples: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a newcomer goes.
+
+    Attributes:
+        cluster: the one that it joins; None: it founds one.
+        nearest: the one whose model a founder starts from; None where there is no cluster at all.
+    """
+
+    cluster: int | None
+    nearest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """What new clusters take over from old ones (4.6).
+
+    Attributes:
+        shares: (n_new, n_old); W_new = sum of shares[new, old] W_old. A row of zeros: no member was in any cluster.
+        bandits: per new cluster the old one with the largest overlap, or None.
+    """
+
+    shares: Vectors
+    bandits: tuple[int | None, ...]
+
+
+# -------------------------------------------------------------------------------------------- 4.1: divergence
+
+
+def divergence_matrix(profiles: Vectors, *, unit: float, gamma: float = 1.0) -> Vectors:
+    """D_ij = D_raw / D_ref of all pairs, (3)-(4): profiles (N, q) -> (N, N), symmetric with zero diagonal.
+
+    Raises:
+        ValueError: an entry is not in [0, 1], gamma is negative, or the unit is useless, see `class_unit`.
+
+    Cost: O(N^2 q) time; temporary memory is bounded by blocks of rows.
+    """
+    unit = _usable(unit)
+    result = np.zeros((len(profiles), len(profiles)))
+    rows = max(1, BLOCK_BYTES // max(1, 8 * profiles.size))
+    for start in range(0, len(profiles), rows):
+        block = profiles[start : start + rows]
+        result[start : start + rows, start:] = divergence(block[:, None], profiles[None, start:], gamma=gamma)
+    upper = np.triu(result, 1) / unit
+    return np.asarray(upper + upper.T)
+
+
+def class_unit(class_profiles: Vectors, *, gamma: float = 1.0) -> float:
+    """D_ref: mean D_raw over all pairs of profiles of single classes, (n_classes, q).
+
+    D = 1 then reads "as different as two devices with one class each, classes unequal".
+
+    Raises:
+        ValueError: fewer than two classes, or they cannot be told apart (D_ref <= 1e-12): the extractor is useless.
+    """
+    if len(class_profiles) < 2:
+        raise ValueError("a unit needs profiles of at least two classes")
+    pairs = divergence_matrix(class_profiles, unit=1.0, gamma=gamma)[np.triu_indices(len(class_profiles), 1)]
+    return _usable(float(np.mean(pairs)))
+
+
+def split_half_unit(halves: Sequence[float]) -> float:
+    """D_ref without a labelled proxy set: 12 * mean / 2 of each device's D_raw between its even and odd samples.
+
+    Raises:
+        ValueError: no device reported, or D_ref <= 1e-12.
+    """
+    if not len(halves):
+        raise ValueError("no device could halve its samples")
+    return _usable(12 * float(np.mean(halves)) / 2)
+
+
+def _usable(unit: float) -> float:
+    if not unit > 1e-12:
+        raise ValueError(f"the unit D_ref is {unit}: the extractor tells nothing apart")
+    return unit
+
+
+# --------------------------------------------------------------------------------- 4.2: self-chosen parameters
+
+
+def entropy(profiles: Vectors) -> float:
+    """H = e * mean over devices and channels of -s ln s, in [0, 1]; 0 where s = 0. profiles (n, q)."""
+    logs = np.log(profiles, out=np.zeros(profiles.shape), where=profiles > 0)
+    return float(np.clip(math.e * np.mean(-profiles * logs), 0.0, 1.0))
+
+
+def min_samples(n: int, h: float, *, eta: float = 2.0) -> int:
+    """MinPts, (6), which counts the device itself, for n >= 2 devices of mean entropy h."""
+    wanted = math.ceil(n / (1 + math.exp(eta * h)) - 1e-9)
+    return min(max(wanted, 2), max(2, 1 + math.floor(math.log(n))))
+
+
+def radius(distances: Vectors, min_points: int) -> float:
+    """Radius eps, (5): mean + population sd of the distances to the (MinPts-1)-th nearest other device.
+
+    `distances`: (n, n), n >= 2; the furthest device stands in where there are too few others.
+    """
+    n = len(distances)
+    others = np.sort(distances[~np.eye(n, dtype=bool)].reshape(n, n - 1), axis=1)
+    nearest = others[:, min(min_points - 1, n - 1) - 1]
+    return float(np.mean(nearest) + np.std(nearest))
+
+
+# ----------------------------------------------------------------------------------------- 4.3: density clustering
+
+
+def density_clusters(distances: Vectors, eps: float, min_points: int) -> NDArray[np.intp]:
+    """DBSCAN: labels (n,), -1 is noise. Distance <= eps, the device itself included.
+
+    scikit-learn visits devices in ascending order and finishes one cluster before the next, so a border device belongs
+    to the first cluster that reaches it, as in the specification.
+    """
+    from sklearn.cluster import dbscan
+
+    # eps = 0 (all profiles equal) is refused there; the smallest positive number means the same.
+    _, labels = dbscan(distances, eps=max(eps, np.finfo(np.float64).tiny), min_samples=min_points, metric="precomputed")
+    return np.asarray(labels, np.intp)
+
+
+# -------------------------------------------------------------------------------------- 4.4: split, noise, merge
+
+
+def heterogeneity(distances: Vectors, members: Sequence[int]) -> float:
+    """het(C), the mean of D_ij over all pairs of C, the diagonal included, (8)."""
+    index = list(members)
+    return float(distances[np.ix_(index, index)].mean())
+
+
+def between(distances: Vectors, a: Sequence[int], b: Sequence[int]) -> float:
+    """Mean of D_ij over i in A, j in B, (7)."""
+    return float(distances[np.ix_(list(a), list(b))].mean())
+
+
+def split(distances: Vectors, cluster: Sequence[int], theta: float) -> Clusters:
+    """SPLIT: part a cluster around its two most distant devices until every piece has het <= theta_split."""
+    pieces, waiting = [], [np.array(sorted(cluster))]
+    while waiting:
+        members = waiting.pop()
+        inner = distances[np.ix_(members, members)]
+        if len(members) < 2 or inner.mean() <= theta:
+            pieces.append(members.tolist())
+            continue
+        first, second = np.triu_indices(len(members), 1)
+        pair = _first(inner[first, second] >= inner[first, second].max() - TIE)  # ties: lexicographically smallest
+        a, b = first[pair], second[pair]
+        near_a = inner[:, a] <= inner[:, b] + TIE
+        near_a[b] = False
+        waiting += [members[near_a], members[~near_a]]
+    return numbered(pieces)
+
+
+def _first(mask: NDArray[np.bool_]) -> int:
+    return int(np.argmax(mask))
+
+
+def _noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], float], theta: float) -> Place:
+    """Where a device goes whose distances to each cluster's members add up to `sums`; `within`: sum of D over C x C."""
+    if not len(sizes):
+        return Place(None, None)
+    means = sums / sizes
+    k = _first(means <= means.min() + TIE)  # ties: the earliest
+    het = (within(k) + 2 * sums[k]) / (sizes[k] + 1) ** 2
+    return Place(k if means[k] <= theta and het <= theta else None, k)
+
+
+class _Growing:
+    """Clusters that devices join by the NOISE rule; sums of distances are kept up to date."""
+
+    def __init__(self, distances: Vectors, clusters: Sequence[Sequence[int]]) -> None:
+        self.members = [list(c) for c in clusters]
+        self._within = [float(distances[np.ix_(c, c)].sum()) for c in self.members]
+
+    def rule(self, row: Vectors, theta: float) -> Place:
+        """Where a device with distances `row` to all devices goes."""
+        sums = np.array([row[c].sum() for c in self.members])
+        return _noise_rule(sums, np.array([len(c) for c in self.members]), self._within.__getitem__, theta)
+
+    def add(self, device: int, row: Vectors, cluster: int | None) -> None:
+        """Put a device with distances `row` into a cluster, or into one of its own."""
+        if cluster is None:
+            self.members.append([device])
+            self._within.append(0.0)
+        else:
+            self._within[cluster] += 2 * float(row[self.members[cluster]].sum())
+            self.members[cluster].append(device)
+
+
+def place_noise(distances: Vectors, clusters: Sequence[Sequence[int]], noise: Sequence[int], theta: float) -> Clusters:
+    """NOISE: each noise device, ascending, joins the nearest cluster if that stays homogeneous, else founds one."""
+    growing = _Growing(distances, sorted((sorted(c) for c in clusters), key=min))
+    for device in sorted(noise):
+        growing.add(device, distances[device], growing.rule(distances[device], theta).cluster)
+    return numbered(growing.members)
+
+
+def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -> Clusters:
+    """MERGE: unite the two clusters with the smallest between while it is below theta_merge, (7).
+
+    After it every between is >= theta_merge and every het still <= theta_split, see 4.4; so no loop with `split`.
+    Cost: O(K^3) for K clusters.
+    """
+    members = [list(c) for c in numbered(clusters)]
+    belongs = np.zeros((len(members), len(distances)))
+    for k, cluster in enumerate(members):
+        belongs[k, cluster] = 1.0
+    sums = belongs @ distances @ belongs.T
+    sizes = belongs.sum(axis=1)
+    means = sums / np.outer(sizes, sizes)
+    np.fill_diagonal(means, np.inf)
+    while (nearest := means.min(axis=1, initial=np.inf)).min(initial=np.inf) < theta:
+        smallest = nearest.min()
+        a = _first(nearest <= smallest + TIE)  # ties: the clusters with the smallest members
+        b = _first(means[a] <= smallest + TIE)
+        members[a] += members[b]
+        members[b] = []
+        sums[a] += sums[b]
+        sums[:, a] += sums[:, b]
+        sizes[a] += sizes[b]
+        means[b] = means[:, b] = np.inf
+        means[a] = means[:, a] = np.where(np.isinf(means[a]), np.inf, sums[a] / (sizes[a] * sizes))
+    return numbered(members)
+
+
+def numbered(clusters: Sequence[Sequence[int]]) -> Clusters:
+    """Clusters with ascending members, by ascending smallest member; empty ones are gone."""
+    return tuple(sorted((tuple(sorted(c)) for c in clusters if c), key=min))
+
+
+# ---------------------------------------------------------------------------------------------- the whole of AIDC
+
+
+def aidc(
+    profiles: Vectors,
+    *,
+    unit: float,
+    gamma: float = 1.0,
+    eta: float = 2.0,
+    thresholds: Thresholds = Thresholds(),
+    rng: np.random.Generator | None = None,
+    expected_clusters: int = 10,
+) -> Groups:
+    """Clusters of devices with similar profiles.
+
+    Args:
+        profiles: (N, q), by ascending device id, entries in [0, 1].
+        unit: D_ref > 0, from `class_unit` or `split_half_unit`.
+        gamma: weight of the term that sees the overall scale of a profile, >= 0.
+        eta: how fast MinPts falls with the entropy, >= 0.
+        thresholds: theta_merge, theta_split.
+        rng: draws the anchors; only used (and then needed) above 2000 devices.
+        expected_clusters: there, max(200, 20 * expected_clusters) devices are anchors.
+
+    Returns:
+        Groups; for the anchors every het <= theta_split and every between >= theta_merge.
+
+    Raises:
+        ValueError: a profile, a parameter or the unit is out of range.
+
+    Cost: O(N^2 q) time, 8 N^2 bytes; above 2000 devices O(N R q) and O(R^2 + R) for R anchors (4.5).
+
+    Example:
+        >>> profiles = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+        >>> aidc(profiles, unit=1.0).clusters
+        ((0, 1), (2, 3))
+    """
+    if eta < 0:
+        raise ValueError(f"eta {eta} is negative")
+    n = len(profiles)
+    if n > EXACT_UP_TO:
+        if rng is None:
+            raise ValueError(f"{n} devices need a random generator that draws the anchors")
+        size = min(n, max(200, 20 * expected_clusters))
+        anchors = np.sort(rng.choice(n, size=size, replace=False))
+        found = _exact(profiles[anchors], unit, gamma, eta, thresholds)
+        return _with_the_rest(profiles, anchors, found, unit=unit, gamma=gamma, thresholds=thresholds)
+    return _exact(profiles, unit, gamma, eta, thresholds)
+
+
+def _exact(profiles: Vectors, unit: float, gamma: float, eta: float, thresholds: Thresholds) -> Groups:
+    n = len(profiles)
+    everybody = tuple(range(n))
+    if n < 2:
+        return Groups((everybody,) if n else (), everybody, entropy(profiles) if n else 0.0, 0, 0.0)
+    distances = divergence_matrix(profiles, unit=unit, gamma=gamma)
+    h = entropy(profiles)
+    points = min_samples(n, h, eta=eta)
+    eps = radius(distances, points)
+    labels = density_clusters(distances, eps, points)
+    dense = [np.flatnonzero(labels == k).tolist() for k in range(labels.max() + 1)]
+    pure = [piece for cluster in dense for piece in split(distances, cluster, thresholds.split)]
+    placed = place_noise(distances, pure, np.flatnonzero(labels < 0).tolist(), thresholds.split)
+    return Groups(merge(distances, placed, thresholds.merge), everybody, h, points, eps)
+
+
+def _with_the_rest(
+    profiles: Vectors, anchors: NDArray[np.intp], found: Groups, *, unit: float, gamma: float, thresholds: Thresholds
+) -> Groups:
+    """Place all other devices, ascending, by the NOISE rule over anchors alone; a founder becomes an anchor (4.5)."""
+    placed = [[int(anchors[i]) for i in cluster] for cluster in found.clusters]
+    kept = profiles[anchors]
+    names = anchors.tolist()
+    growing = _Growing(divergence_matrix(kept, unit=unit, gamma=gamma), found.clusters)
+    for device in np.setdiff1d(np.arange(len(profiles)), anchors).tolist():
+        row = divergence(profiles[device], kept, gamma=gamma) / unit
+        cluster = growing.rule(row, thresholds.split).cluster
+        if cluster is None:
+            growing.add(len(names), row, None)
+            names.append(device)
+            kept = np.vstack([kept, profiles[device]])
+            placed.append([device])
+        else:
+            placed[cluster].append(device)
+    return Groups(numbered(placed), tuple(sorted(names)), found.entropy, found.min_samples, found.eps)
+
+
+# ------------------------------------------------------------------------------- 4.6: joins, leaves, changed data
+
+
+def place(
+    newcomer: Vectors,
+    profiles: Vectors,
+    clusters: Sequence[Sequence[int]],
+    *,
+    unit: float,
+    gamma: float = 1.0,
+    thresholds: Thresholds = Thresholds(),
+) -> Place:
+    """Where a newcomer goes by the NOISE rule; everybody else stays. newcomer (q,), profiles (N, q) of all members.
+
+    `clusters`: positions among `profiles`, none empty; ties go to the earliest.
+    Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
+    """
+    members = [list(c) for c in clusters]
+    row = divergence(newcomer, profiles, gamma=gamma) / _usable(unit)
+
+    def within(k: int) -> float:
+        return float(divergence_matrix(profiles[members[k]], unit=unit, gamma=gamma).sum())
+
+    sums, sizes = np.array([row[c].sum() for c in members]), np.array([len(c) for c in members])
+    return _noise_rule(sums, sizes, within, thresholds.split)
+
+
+def has_changed(
+    old: Vectors,
+    new: Vectors,
+    *,
+    unit: float,
+    gamma: float = 1.0,
+    thresholds: Thresholds = Thresholds(),
+) -> bool:
+    """Whether a device that profiled anew, (q,) each, must be removed and placed as a newcomer: D >= theta_merge."""
+    return bool(divergence(old, new, gamma=gamma) / _usable(unit) >= thresholds.merge)
+
+
+def needs_reclustering(n_moved: int, n_devices: int) -> bool:
+    """Whether more than 20 % of the devices joined, left or changed since the last full clustering."""
+    return n_moved > RECLUSTER_SHARE * n_devices
+
+
+def inherit(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> Inheritance:
+    """Models and bandits of new clusters, from each member's previous cluster (one term per member).
+
+    Bandits: the largest overlap, ties: the lowest cluster.
+    """
+    overlap = np.array([[len(set(a) & set(b)) for b in old] for a in new], np.float64).reshape(len(new), len(old))
+    totals = overlap.sum(axis=1, keepdims=True)
+    shares = np.divide(overlap, totals, out=np.zeros_like(overlap), where=totals > 0)
+    return Inheritance(shares, tuple(int(np.argmax(row)) if row.any() else None for row in overlap))
