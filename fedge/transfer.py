@@ -1,0 +1,564 @@
+"""Blobs over MQTT: the receiver pulls byte ranges, the sender publishes each chunk once for all who wait.
+
+    receiver                                   sender
+    subscribe chunks/+                         source(digest) -> file
+    Want(digest, missing ranges)  ──────────▶  queue, merged with what others want
+    write, hash, record           ◀──────────  chunks/{offset}: bytes
+    stalled: Want again what is missing
+    complete: SHA-256, rename into the folder
+
+Nothing here trusts the broker to deliver: a chunk that is lost is asked for again, one that comes twice changes
+nothing, and any order will do. `Ranges`, `Receiving` and `Sending` decide and know neither clock nor file; `Receiver`
+and `Sender` act. A partial blob survives kill -9 of its receiver as two files in the blob folder, `{digest}.part`
+(the bytes) and `{digest}.ranges` (which of them count: one line per chunk, written after its bytes). After a power cut
+the record may promise bytes that never reached the disk; then the hash does not fit and the blob is fetched again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from fedge.errors import ProtocolError, StoreError, TransportError
+from fedge.files import BlobFolder, sync_folder
+from fedge.messages import BlobRef, Want, encode
+from fedge.transport import LARGE_CHUNK, Inbound, Transport
+
+log = logging.getLogger("fedge.transfer")
+
+Range = tuple[int, int]
+"""Bytes [start, end)."""
+Source = Callable[[str], Path | bytes | None]
+"""digest -> where its bytes are; None when there is no such blob."""
+TopicOf = Callable[[int], str]
+"""Byte offset -> topic of the chunk that begins there."""
+
+ASK_BYTES: Final = 8 * 1024 * 1024
+"""One fetch has at most this much under way: 60 ms at 1 GbE, and far below a broker's queue limit."""
+TOTAL_ASK_BYTES: Final = 32 * 1024 * 1024
+"""All fetches of a receiver together, so that a cohort that uploads at once does not overflow the broker's queue."""
+STALL_S: Final = 3.0
+"""No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
+STALL_CAP_S: Final = 12.0
+MAX_ATTEMPTS: Final = 3
+"""Complete transfers with a wrong digest before the blob is given up."""
+MAX_BLOB_BYTES: Final = 4 * 1024**3
+"""Default bound on a blob; a role that knows its models sets a lower one."""
+MAX_RANGES: Final = 256
+"""Ranges in one Want (fedge.messages)."""
+SENDER_TASKS: Final = 6
+"""Chunks being published at a time; leaves room in the transport's window of 8 for messages."""
+GATHER_S: Final = 0.02
+"""Bytes that were published before are held back so long: the rest of a cohort asks within it, and all share one copy.
+Without it, k devices that ask one after the other get k copies each."""
+SENT_BLOBS: Final = 64
+"""Blobs whose published ranges a sender remembers for that purpose."""
+PART_KEPT_S: Final = 24 * 3600.0
+"""Partial blobs that nobody has gone on with for a day are deleted when a receiver starts."""
+READ_BYTES: Final = 1024 * 1024
+
+
+# ------------------------------------------------------------------------------------------------------------- core
+
+
+class Ranges:
+    """A set of byte offsets, kept as sorted disjoint ranges [start, end)."""
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._ranges: list[Range] = []
+        for start, end in ranges:
+            self.add(start, end)
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(self._ranges)
+
+    @property
+    def n_bytes(self) -> int:
+        """How many offsets the set holds."""
+        return sum(end - start for start, end in self._ranges)
+
+    def overlap(self, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that are in the set."""
+        found = []
+        for low, high in self._ranges[max(bisect_right(self._ranges, (start, start)) - 1, 0) :]:
+            if low >= end:
+                break
+            if high > start:
+                found.append((max(low, start), min(high, end)))
+        return found
+
+    def add(self, start: int, end: int) -> None:
+        """Put [start, end) in; ranges that touch become one."""
+        if start >= end:
+            return
+        touching = [r for r in self._ranges if r[0] <= end and r[1] >= start]
+        merged = (min([start, *(r[0] for r in touching)]), max([end, *(r[1] for r in touching)]))
+        self._ranges = sorted([*(r for r in self._ranges if r not in touching), merged])
+
+    def remove(self, start: int, end: int) -> None:
+        """Take [start, end) out; it need not have been in."""
+        kept = (part for low, high in self._ranges for part in ((low, min(high, start)), (max(low, end), high)))
+        self._ranges = [(low, high) for low, high in kept if low < high]
+
+
+class Receiving:
+    """Which bytes of one blob are still missing, and which of those to ask for now. No IO, no clock."""
+
+    def __init__(self, size_bytes: int, have: Iterable[Range] = ()) -> None:
+        self.size_bytes = size_bytes
+        self.patience_s = STALL_S
+        """Time without a new chunk after which `stalled` is to be called."""
+        self._missing = Ranges([(0, size_bytes)])
+        self._asked = Ranges()
+        self._ask_bytes = ASK_BYTES
+        for start, end in have:
+            self._missing.remove(start, end)
+
+    @property
+    def complete(self) -> bool:
+        """All bytes are there; whether they are right is for the digest to say."""
+        return not self._missing
+
+    @property
+    def missing(self) -> tuple[Range, ...]:
+        """What is not there, in order."""
+        return tuple(self._missing)
+
+    @property
+    def under_way(self) -> int:
+        """Bytes asked for that have not arrived."""
+        return self._asked.n_bytes
+
+    def new_in(self, offset: int, length: int) -> list[Range]:
+        """The parts of a chunk that are missing here: to be stored, then told by `stored`.
+
+        Raises:
+            ProtocolError: `out-of-range`, the chunk is empty or reaches beyond the blob.
+        """
+        if offset < 0 or length < 1 or offset + length > self.size_bytes:
+            raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
+        return self._missing.overlap(offset, offset + length)
+
+    def stored(self, start: int, end: int) -> None:
+        """[start, end) is safe now."""
+        self._missing.remove(start, end)
+        self._asked.remove(start, end)
+        self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
+
+    def ask(self, budget: int) -> tuple[Range, ...]:
+        """What to want now, in order: nothing while at least half of what one fetch may have is under way.
+
+        Args:
+            budget: bytes that all other fetches leave us; one chunk is asked for even without, so that all progress.
+        """
+        under_way = self.under_way
+        if under_way > self._ask_bytes // 2:
+            return ()
+        room = max(min(self._ask_bytes - under_way, budget), 0 if under_way else LARGE_CHUNK)
+        free = Ranges(self._missing)
+        for start, end in self._asked:
+            free.remove(start, end)
+        chosen = []
+        for start, end in free:
+            if room <= 0 or len(chosen) == MAX_RANGES:
+                break
+            chosen.append((start, min(end, start + room)))
+            room -= end - start
+        for start, end in chosen:
+            self._asked.add(start, end)
+        return tuple(chosen)
+
+    def lost(self) -> None:
+        """The connection broke: nothing is under way any more."""
+        self._asked = Ranges()
+
+    def stalled(self) -> None:
+        """Nothing new came in time: begin again with one chunk (the sender may be gone: leave room to others)."""
+        self.lost()
+        self._ask_bytes = LARGE_CHUNK
+        self.patience_s = min(STALL_CAP_S, self.patience_s * 2)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A blob of which somebody wants something."""
+
+    due: Ranges = field(default_factory=Ranges)
+    held: Ranges = field(default_factory=Ranges)
+    published: Ranges = field(default_factory=Ranges)
+
+
+class Sending:
+    """Which chunk to publish next. Wants that overlap become one chunk while they wait; blobs take turns. No IO.
+
+    A key stands for one blob on one topic.
+    """
+
+    def __init__(self) -> None:
+        self._blobs: OrderedDict[str, _Outgoing] = OrderedDict()
+
+    def want(self, key: str, ranges: Iterable[Range]) -> bool:
+        """Queue byte ranges; True if some of them were published before and wait for `release`."""
+        blob = self._blobs.setdefault(key, _Outgoing())
+        for start, end in ranges:
+            fresh = Ranges([(start, end)])
+            for low, high in blob.published.overlap(start, end):
+                blob.held.add(low, high)
+                fresh.remove(low, high)
+            for low, high in fresh:
+                blob.due.add(low, high)
+        return bool(blob.held)
+
+    def release(self, key: str) -> None:
+        """The wait is over: queue what was published before once more, for all who asked meanwhile."""
+        blob = self._blobs.get(key)
+        if blob is not None:
+            for start, end in blob.held:
+                blob.due.add(start, end)
+            blob.held = Ranges()
+
+    def next(self, chunk_bytes: int) -> tuple[str, int, int] | None:
+        """Take the next chunk: key, start, end (at most `chunk_bytes` long); None when nobody waits."""
+        for key, blob in self._blobs.items():
+            for start, end in blob.due:
+                end = min(end, start + chunk_bytes)
+                blob.due.remove(start, end)
+                blob.published.add(start, end)
+                self._blobs.move_to_end(key)
+                self._forget_old()
+                return key, start, end
+        return None
+
+    def drop(self, key: str) -> None:
+        """Forget a blob and all who want it."""
+        self._blobs.pop(key, None)
+
+    def _forget_old(self) -> None:
+        idle = [key for key, blob in self._blobs.items() if not blob.due and not blob.held]
+        for key in idle[: max(len(self._blobs) - SENT_BLOBS, 0)]:
+            del self._blobs[key]
+
+
+# ------------------------------------------------------------------------------------------------- the partial file
+
+
+class _Part:
+    """A partial blob on disk. Its methods block; they may run in threads, also after `close` (then they do nothing)."""
+
+    def __init__(self, folder: BlobFolder, ref: BlobRef) -> None:
+        self._final = folder.path(ref.digest)
+        self._data_path = self._final.with_name(f"{ref.digest}.part")
+        self._record_path = self._final.with_name(f"{ref.digest}.ranges")
+        self._size = ref.size_bytes
+        self._lock = threading.Lock()
+        self._hasher = hashlib.sha256()
+        self._hashed = 0
+        self.have = self._read_record() if self._data_path.exists() else []
+        """What an earlier receiver left."""
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+        self._data = os.open(self._data_path, flags, 0o600)
+        self._record = os.open(self._record_path, flags | os.O_APPEND | (0 if self.have else os.O_TRUNC), 0o600)
+        self._closed = False
+
+    def _read_record(self) -> list[Range]:
+        try:
+            lines = self._record_path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        numbers = [line.split() for line in lines[:-1]]  # what follows the last newline is torn
+        ranges = [(int(n[0]), int(n[1])) for n in numbers if len(n) == 2 and n[0].isdigit() and n[1].isdigit()]
+        return [(start, end) for start, end in ranges if start < end <= self._size]
+
+    def write(self, offset: int, payload: bytes, pieces: Iterable[Range]) -> None:
+        """Store those pieces of the chunk at `offset`, then record them."""
+        with self._lock:
+            if self._closed:
+                return
+            for start, end in pieces:
+                data = memoryview(payload)[start - offset : end - offset]
+                _write_all(self._data, data, start)
+                os.write(self._record, b"%d %d\n" % (start, end))
+                if start == self._hashed:
+                    self._hasher.update(data)
+                    self._hashed = end
+
+    def digest(self) -> str:
+        """SHA-256 of the whole; what did not come in order is read once more."""
+        with self._lock:
+            while not self._closed and self._hashed < self._size:
+                data = os.pread(self._data, min(READ_BYTES, self._size - self._hashed), self._hashed)
+                if not data:
+                    break
+                self._hasher.update(data)
+                self._hashed += len(data)
+            return self._hasher.hexdigest()
+
+    def keep(self) -> None:
+        """Move the verified blob to its place, durably."""
+        with self._lock:
+            if not self._closed:
+                os.ftruncate(self._data, self._size)
+                os.fsync(self._data)
+                self._data_path.replace(self._final)
+                self._record_path.unlink(missing_ok=True)
+                sync_folder(self._final.parent)
+
+    def discard(self) -> None:
+        """Throw it away."""
+        self._data_path.unlink(missing_ok=True)
+        self._record_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the files; what they hold stays for the next receiver."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._data)
+                os.close(self._record)
+
+
+def _write_all(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        n = os.pwrite(handle, data, offset)
+        data, offset = data[n:], offset + n
+
+
+# --------------------------------------------------------------------------------------------------------- receiver
+
+
+class Receiver:
+    """Fetches blobs into a folder. Make it before the transport is entered, so that it hears of reconnects."""
+
+    def __init__(
+        self, transport: Transport, folder: BlobFolder, *, max_bytes: int = MAX_BLOB_BYTES, stall_s: float = STALL_S
+    ) -> None:
+        self._transport = transport
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._stall_s = stall_s
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._fetches: set[_Fetch] = set()
+        transport.on_connect(self._reconnected)
+        _remove_old_parts(folder)
+
+    async def fetch(self, ref: BlobRef, *, chunks: str, wants: str, device_id: str) -> Path:
+        """Wait until the blob is in the folder, durable and verified; at once if it is there already.
+
+        It has no time-out: wrap it in `asyncio.timeout`. What arrived before a cancellation (or a kill -9) is kept, and
+        the next fetch goes on from there. Two fetches of one blob share the work of the first.
+
+        Args:
+            ref: what to fetch; its digest and size are binding.
+            chunks: topic filter of its chunks, whose last level is "+" (the byte offset).
+            wants: topic where its sender listens for Wants.
+            device_id: goes into the Want: who asks, or, from the coordinator, whom it asks.
+
+        Raises:
+            ProtocolError: `oversized` (larger than `max_bytes`), or `digest` (three times the bytes did not fit).
+            StoreError: the disk is full or the folder cannot be written.
+            TransportError: the broker refused the subscription or the Want.
+        """
+        if ref.size_bytes > self._max_bytes:
+            raise ProtocolError("oversized", f"blob of {ref.size_bytes} bytes, at most {self._max_bytes} allowed")
+        lock = self._locks.setdefault(ref.digest, asyncio.Lock())
+        async with lock:
+            try:
+                await self._fetch(ref, chunks, wants, device_id)
+            except OSError as error:
+                raise StoreError(f"cannot store blob {ref.digest}: {error}") from error
+            finally:
+                if not lock._waiters:  # noqa: SLF001
+                    self._locks.pop(ref.digest, None)
+        return self._folder.path(ref.digest)
+
+    async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str) -> None:
+        for _ in range(MAX_ATTEMPTS):
+            if ref.digest in self._folder:
+                return
+            part = await asyncio.to_thread(_Part, self._folder, ref)
+            fetch = _Fetch(ref, part, Receiving(ref.size_bytes, part.have), self._stall_s)
+            self._fetches.add(fetch)
+            try:
+                await self._transfer(fetch, chunks, wants, device_id)
+                if await asyncio.to_thread(part.digest) == ref.digest:
+                    await asyncio.to_thread(part.keep)
+                    return
+                log.warning("event=digest_mismatch digest=%s device=%s", ref.digest, device_id)
+                part.discard()
+            finally:
+                self._fetches.discard(fetch)
+                part.close()
+        raise ProtocolError("digest", f"{ref.digest} is not what {device_id} sent, {MAX_ATTEMPTS} times")
+
+    async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str) -> None:
+        if fetch.receiving.complete:
+            return
+        await self._transport.subscribe(chunks, fetch.on_chunk)
+        try:
+            while not fetch.receiving.complete:
+                ranges = fetch.receiving.ask(TOTAL_ASK_BYTES - sum(f.receiving.under_way for f in self._fetches))
+                if ranges:
+                    want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges)
+                    await self._transport.publish(wants, encode(want))
+                await fetch.wait()
+        finally:
+            await self._transport.unsubscribe(chunks)
+
+    async def _reconnected(self) -> None:
+        for fetch in self._fetches:
+            fetch.receiving.lost()
+            fetch.progress.set()
+
+
+class _Fetch:
+    """One transfer in: its decisions, its file and its alarm clock."""
+
+    def __init__(self, ref: BlobRef, part: _Part, receiving: Receiving, stall_s: float) -> None:
+        self.ref = ref
+        self.receiving = receiving
+        self.receiving.patience_s = stall_s
+        self.progress = asyncio.Event()
+        self._part = part
+
+    async def on_chunk(self, message: Inbound) -> None:
+        """Store a chunk; its topic ends in the byte offset."""
+        level = message.topic.rpartition("/")[2]
+        if not (level.isascii() and level.isdigit() and len(level) < 16):
+            raise ProtocolError("malformed", f"{level!r} is no byte offset")
+        offset = int(level)
+        pieces = self.receiving.new_in(offset, len(message.payload))
+        if not pieces:
+            return
+        try:
+            await asyncio.to_thread(self._part.write, offset, message.payload, pieces)
+        except OSError as error:
+            raise StoreError(f"cannot store blob {self.ref.digest}: {error}") from error
+        for start, end in pieces:
+            self.receiving.stored(start, end)
+        self.progress.set()
+
+    async def wait(self) -> None:
+        """Until something new came in, or nothing did for too long."""
+        try:
+            async with asyncio.timeout(self.receiving.patience_s):
+                await self.progress.wait()
+        except TimeoutError:
+            log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
+            self.receiving.stalled()
+        self.progress.clear()
+
+
+def _remove_old_parts(folder: BlobFolder) -> None:
+    oldest = time.time() - PART_KEPT_S
+    for path in folder.path("").iterdir():
+        if path.suffix in {".part", ".ranges"} and path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- sender
+
+
+class Sender:
+    """Publishes the chunks that are wanted. Async context manager; enter it inside the transport.
+
+    All blobs share `SENDER_TASKS` publishes at a time and take turns, so a large one does not hold up a small one.
+    """
+
+    def __init__(self, transport: Transport, source: Source) -> None:
+        self._transport = transport
+        self._source = source
+        self._sending = Sending()
+        self._topics: dict[str, tuple[str, TopicOf]] = {}
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._work(), name=f"sender {i}") for i in range(SENDER_TASKS)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def want(self, digest: str, ranges: Iterable[Range], topic_of: TopicOf) -> None:
+        """Queue byte ranges of a blob for publishing; returns at once.
+
+        Args:
+            digest: which blob.
+            ranges: what a receiver lacks, [start, end).
+            topic_of: byte offset -> topic of the chunk that begins there, such as
+                `lambda offset: topics.model_chunk(digest, offset)`.
+
+        Raises:
+            ProtocolError: `unknown-blob`, or `out-of-range`: a range is empty or reaches beyond the blob.
+        """
+        source = self._source(digest)
+        if source is None:
+            raise ProtocolError("unknown-blob", digest)
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        ranges = tuple(ranges)
+        for start, end in ranges:
+            if not 0 <= start < end <= size:
+                raise ProtocolError("out-of-range", f"bytes {start} to {end} of {size}")
+        key = topic_of(0)
+        self._topics[key] = (digest, topic_of)
+        if self._sending.want(key, ranges):
+            asyncio.get_running_loop().call_later(GATHER_S, self._release, key)
+        self._wake.set()
+
+    def _release(self, key: str) -> None:
+        self._sending.release(key)
+        self._wake.set()
+
+    async def _work(self) -> None:
+        while True:
+            chunk = self._sending.next(self._transport.chunk_bytes)
+            if chunk is None:
+                self._wake.clear()
+                await self._wake.wait()
+            else:
+                await self._publish(*chunk)
+
+    async def _publish(self, key: str, start: int, end: int) -> None:
+        digest, topic_of = self._topics[key]
+        source = self._source(digest)
+        try:
+            data = await _read(source, start, end)
+            await self._transport.publish(topic_of(start), data)
+        except (OSError, ValueError, TransportError) as error:
+            # The blob was collected meanwhile, or the broker refuses it: whoever still needs it will ask again.
+            log.warning("event=chunk_failed digest=%s offset=%d reason=%r", digest, start, str(error))
+            self._sending.drop(key)
+
+
+async def _read(source: Path | bytes | None, start: int, end: int) -> bytes:
+    if source is None:
+        raise FileNotFoundError("the blob is gone")
+    if isinstance(source, bytes):
+        return source[start:end]
+    return await asyncio.to_thread(_read_file, source, start, end)
+
+
+def _read_file(path: Path, start: int, end: int) -> bytes:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(handle, end - start, start)
+    finally:
+        os.close(handle)
