@@ -1,1 +1,1 @@
-"""TODO."""
+"""Who trains in a round: `ccmab`, a contextual bandit under a deadline."""

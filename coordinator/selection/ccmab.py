@@ -1,0 +1,418 @@
+"""CICS: which devices of a cluster train in a round, by a contextual combinatorial bandit (CCMAB) under a deadline.
+
+Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); section numbers are those of our specification of
+it. Departures: the deadline holds for each device on its own (5.2), the kernel of two sets is the sum of the kernels of
+their devices (5.3), and no device starves (5.5).
+
+State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
+random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, TypeGuard
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+Vectors = NDArray[np.float64]
+RawContext = tuple[float, float, float, float, float]
+
+TIE: Final = 1e-12
+FEATURES: Final = 5  # f GHz, free memory GB, samples, mean gradient norm, mean loss drop
+DEADLINE_QUANTILE: Final = 0.7  # of the predicted times in a cluster
+FAILED: Final = -1.0  # reward
+JITTERS: Final = (0.0, 1e-8, 1e-6, 1e-4)  # added to the diagonal in turn if Cholesky fails
+
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the bandit, with the symbols of the specification (section 7)."""
+
+    quota: Annotated[float, Meta(gt=0, le=1)] = 0.2  # rho_c, share of a cluster that trains in a round
+    deadline_s: Positive | None = None  # T_max; None: the 0.7-quantile of the predicted times
+    cycles_per_sample: Positive = 0.1  # kappa, gigacycles
+    model_mbit: Annotated[float, Meta(ge=0)] = 0.0  # B
+    window: Annotated[int, Meta(ge=1)] = 5  # tau, participations
+    history: Annotated[int, Meta(ge=1)] = 100  # observations
+    delta: Annotated[float, Meta(gt=0, lt=1)] = 0.1
+    ridge: Positive = 1.0  # lambda
+    kernel_scale: Positive = 0.25  # v
+    kernel_length: Positive = 1.0  # rho
+    noise: Positive = 0.01  # s2
+    search: Literal["set", "batch"] = "set"
+    fairness: bool = True
+    max_skips: Annotated[int, Meta(ge=1)] = 3  # rounds in a row
+
+
+class Arm(Struct, frozen=True, kw_only=True):
+    """A device of the cluster as it is now. None: it does not tell. `work`: samples per round, E * n_i."""
+
+    id: str
+    n_samples: int
+    work: float
+    cpu_ghz: float | None = None
+    free_ram_gb: float | None = None
+    link_mbit_s: float | None = None
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What a participation brought; losses are means over D_L, without proximal term. `seconds`: on the device."""
+
+    loss_before: float
+    loss_after: float
+    gradient_norm: float
+    seconds: float
+
+
+class Participation(Struct, frozen=True, kw_only=True):
+    """What is remembered of an outcome."""
+
+    gradient_norm: float
+    loss_drop: float
+    seconds: float
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """The bandit of one cluster. Contexts are stored raw, and normalised again with the current ranges.
+
+    `round` counts all rounds of the cluster, `selections` those that were not skipped (t), `skipped` the last skipped
+    ones in a row; `last_asked` is the round of a device's last selection.
+    """
+
+    round: int = 0
+    selections: int = 0
+    skipped: int = 0
+    lowest: tuple[float, ...] = (math.inf,) * FEATURES
+    highest: tuple[float, ...] = (-math.inf,) * FEATURES
+    contexts: tuple[RawContext, ...] = ()
+    rewards: tuple[float, ...] = ()
+    participations: dict[str, tuple[Participation, ...]] = {}
+    last_asked: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Who trains. `ids` ascending, empty in a skipped round; `overdue` of them are there by 5.5.
+
+    `contexts`: raw, of the chosen; `seconds`: predicted time of every selectable device; `deadline_s`: None where
+    nobody is selectable.
+    """
+
+    ids: tuple[str, ...]
+    overdue: tuple[str, ...]
+    contexts: dict[str, RawContext]
+    seconds: dict[str, float]
+    deadline_s: float | None
+
+
+# ------------------------------------------------------------------------------------------------ 5.1: contexts
+
+
+def raw_contexts(arms: Sequence[Arm], participations: Mapping[str, Sequence[Participation]]) -> Vectors:
+    """Raw contexts [f, m, n, gbar, dbar], (9): (n, 5), NaN where a value is missing or not finite."""
+    rows = []
+    for arm in arms:
+        past = participations.get(arm.id, ())
+        rows.append(
+            [
+                math.nan if arm.cpu_ghz is None else arm.cpu_ghz,
+                math.nan if arm.free_ram_gb is None else arm.free_ram_gb,
+                float(arm.n_samples),
+                float(np.mean([p.gradient_norm for p in past])) if past else math.nan,
+                float(np.mean([p.loss_drop for p in past])) if past else math.nan,
+            ]
+        )
+    raw = np.array(rows, np.float64).reshape(len(rows), FEATURES)
+    return np.where(np.isfinite(raw), raw, np.nan)
+
+
+def filled(raw: Vectors) -> Vectors:
+    """Missing entries become the mean over the devices that have one; 0 if none has. (n, 5) -> (n, 5)."""
+    known = np.isfinite(raw)
+    counts = known.sum(axis=0)
+    means = np.where(known, raw, 0.0).sum(axis=0) / np.maximum(counts, 1)
+    return np.where(known, raw, means)
+
+
+def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -> Vectors:
+    """Normalised contexts x = clip((raw - lo) / (hi - lo), 0, 1), (n, 5) -> [0, 1]; 0.5 for a constant or never seen feature."""
+    lo, hi = np.asarray(lowest), np.asarray(highest)
+    varies = hi - lo > TIE
+    span = np.where(varies, hi - lo, 1.0)
+    return np.where(varies, np.clip((raw - np.where(varies, lo, 0.0)) / span, 0.0, 1.0), 0.5)
+
+
+# ------------------------------------------------------------------------------ 5.2: time, deadline, number
+
+
+def round_time(
+    work: float, cpu_ghz: float, *, cycles_per_sample: float, model_mbit: float = 0.0, link_mbit_s: float | None = None
+) -> float:
+    """t_i = E n_i kappa / f_i + 2 B / r_i, seconds; the second term is 0 where the link rate is unknown.
+
+    Example:
+        >>> round(round_time(5 * 100, 3.0, cycles_per_sample=0.02, model_mbit=1.2, link_mbit_s=10.0), 6)
+        3.573333
+    """
+    return work * cycles_per_sample / cpu_ghz + _transfer(model_mbit, link_mbit_s)
+
+
+def _transfer(model_mbit: float, link_mbit_s: float | None) -> float:
+    return 2 * model_mbit / link_mbit_s if link_mbit_s is not None and link_mbit_s > 0 else 0.0
+
+
+def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], settings: Settings) -> float:
+    """t_i; the device's own measured times (mean of the last tau) replace the first term once there are some.
+
+    `cpu_ghz`: f_i with missing values filled; 0, when no device of the cluster tells, makes the first term 0.
+    """
+    transfer = _transfer(settings.model_mbit, arm.link_mbit_s)
+    if past:
+        return float(np.mean([p.seconds for p in past])) + transfer
+    if cpu_ghz <= 0:
+        return transfer
+    return round_time(arm.work, cpu_ghz, cycles_per_sample=settings.cycles_per_sample) + transfer
+
+
+def quota(share: float, n_devices: int) -> int:
+    """Number of devices m = max(1, ceil(rho_c N_k - 1e-9)); 0 for an empty cluster."""
+    return max(1, math.ceil(share * n_devices - 1e-9)) if n_devices else 0
+
+
+# ------------------------------------------------------------------------------------------ 5.3: reward model
+
+
+def features(x: Vectors) -> Vectors:
+    """phi(x) = [x, x*x]: (n, c) -> (n, 2c)."""
+    return np.concatenate([x, x * x], axis=1)
+
+
+def ridge(phi: Vectors, rewards: Vectors, strength: float) -> Vectors:
+    """Weights theta = (lambda I + Phi^T Phi)^(-1) Phi^T r, (12): (h, p), (h,) -> (p,)."""
+    return np.asarray(np.linalg.solve(strength * np.eye(phi.shape[1]) + phi.T @ phi, phi.T @ rewards))
+
+
+def kernel(a: Vectors, b: Vectors, *, scale: float = 0.25, length: float = 1.0) -> Vectors:
+    """Matern 3/2: kap(d) = v (1 + sqrt(3) d/rho) exp(-sqrt(3) d/rho), d Euclidean, (10): (n, c), (m, c) -> (n, m)."""
+    distance = np.sqrt(((a[:, None] - b[None]) ** 2).sum(axis=2))
+    z = math.sqrt(3) * distance / length
+    return np.asarray(scale * (1 + z) * np.exp(-z))
+
+
+def posterior(x: Vectors, seen: Vectors, rewards: Vectors, settings: Settings) -> tuple[Vectors, Vectors]:
+    """Mean (n,) and covariance (n, n) of the rewards of devices with normalised contexts x, (n, 5).
+
+    mean_i = theta.phi(x_i) + k_i^T G^(-1) (r - Phi theta);  cov_ij = kap(|x_i - x_j|) - k_i^T G^(-1) k_j;
+    G = K + s2 I.
+    `seen` (h, 5) and `rewards` (h,) are the history; without any, mean 0 and cov = kap.
+    """
+    prior = kernel(x, x, scale=settings.kernel_scale, length=settings.kernel_length)
+    if not len(seen):
+        return np.zeros(len(x)), prior
+    theta = ridge(features(seen), rewards, settings.ridge)
+    gram = kernel(seen, seen, scale=settings.kernel_scale, length=settings.kernel_length)
+    across = kernel(seen, x, scale=settings.kernel_scale, length=settings.kernel_length)
+    lower = _cholesky(gram + settings.noise * np.eye(len(seen)))
+    whitened = np.linalg.solve(lower, across)
+    residual = np.linalg.solve(lower, rewards - features(seen) @ theta)
+    return features(x) @ theta + whitened.T @ residual, prior - whitened.T @ whitened
+
+
+def _cholesky(matrix: Vectors) -> Vectors:
+    for jitter in JITTERS:
+        try:
+            return np.asarray(np.linalg.cholesky(matrix + jitter * np.eye(len(matrix))))
+        except np.linalg.LinAlgError:
+            continue
+    raise ValueError("the kernel matrix of the history is not positive definite")
+
+
+# -------------------------------------------------------------------------------------- 5.4 and 5.5: the choice
+
+
+def exploration(t: int, delta: float) -> float:
+    """beta_t = 2 ln(t^2 / delta), t >= 1."""
+    return 2 * math.log(t * t / delta)
+
+
+def greedy(
+    mean: Vectors, cov: Vectors, beta: float, *, first: Sequence[int], allowed: Sequence[int], size: int
+) -> list[int]:
+    """Extend the set `first` one by one to `size` devices with the largest U(A) = mean(A) + sqrt(beta var(A)), (11).
+
+    `allowed`: who may be added. Cost: O(size * n).
+    """
+    chosen = list(first)
+    remaining = sorted(set(allowed) - set(first))
+    while len(chosen) < size and remaining:
+        within, across = cov[chosen][:, chosen].sum(), cov[remaining][:, chosen].sum(axis=1)
+        variances = within + 2 * across + cov.diagonal()[remaining]
+        scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
+        chosen.append(remaining.pop(_best(scores)))
+    return chosen
+
+
+def greedy_batch(
+    mean: Vectors,
+    cov: Vectors,
+    beta: float,
+    *,
+    first: Sequence[int],
+    allowed: Sequence[int],
+    size: int,
+    noise: float,
+) -> list[int]:
+    """Option `batch`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts."""
+    chosen: list[int] = []
+    cov = cov.copy()
+    remaining = sorted(set(allowed) - set(first))
+    for overdue in first:
+        chosen.append(overdue)
+        cov -= np.outer(cov[:, overdue], cov[overdue]) / (cov[overdue, overdue] + noise)
+    while len(chosen) < size and remaining:
+        scores = mean[remaining] + np.sqrt(beta * np.maximum(cov.diagonal()[remaining], 0.0))
+        best = remaining.pop(_best(scores))
+        chosen.append(best)
+        cov -= np.outer(cov[:, best], cov[best]) / (cov[best, best] + noise)
+    return chosen
+
+
+def _best(scores: Vectors) -> int:
+    return int(np.argmax(scores >= scores.max() - TIE))
+
+
+def overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
+    """Positions of devices that have waited for more than F = ceil(2 N_k / m) rounds, oldest first (5.5).
+
+    `waits`: rounds since each selectable device's last participation, by ascending id. At most ceil(m/4) devices.
+    """
+    limit = math.ceil(2 * n_devices / m)
+    waiting = [i for i, wait in enumerate(waits) if wait > limit]
+    return sorted(waiting, key=lambda i: -waits[i])[: math.ceil(m / 4)]
+
+
+def select(state: State, arms: Sequence[Arm], settings: Settings) -> tuple[Selection, State]:
+    """Choose the devices of one cluster for its next round.
+
+    Args:
+        state: the cluster's bandit.
+        arms: all devices of the cluster that can be reached. A device with f <= 0 or no samples is not selectable.
+        settings: the parameters.
+
+    Returns:
+        The selection, and the state in which this round was held; hand the latter to `observe`.
+
+    Cost: O(h^3 + N_k h^2 + m N_k), h <= 100.
+    """
+    arms = sorted(arms, key=lambda arm: arm.id)
+    raw = raw_contexts(arms, state.participations)
+    full = filled(raw)
+    state = msgspec.structs.replace(
+        state,
+        round=state.round + 1,
+        lowest=tuple(np.fmin.reduce([*raw, state.lowest]).tolist()),
+        highest=tuple(np.fmax.reduce([*raw, state.highest]).tolist()),
+    )
+    selectable = [i for i, arm in enumerate(arms) if arm.n_samples >= 1 and _can_compute(arm)]
+    ids = [arms[i].id for i in selectable]
+    seconds = np.array(
+        [predicted_seconds(arms[i], full[i, 0], state.participations.get(arms[i].id, ()), settings) for i in selectable]
+    )
+    m = quota(settings.quota, len(arms))
+    waits = [state.round - state.last_asked.get(i, 0) for i in ids]
+    late = overdue(waits, m, len(arms)) if settings.fairness and ids else []
+    deadline = settings.deadline_s
+    if deadline is None and ids:
+        deadline = float(np.quantile(seconds, DEADLINE_QUANTILE))
+    feasible = [] if deadline is None else np.flatnonzero(seconds <= deadline * (1 + TIE)).tolist()
+    if late or feasible:
+        chosen = _choose(state, full[selectable], late=late, feasible=feasible, m=m, settings=settings)
+    elif ids and state.skipped >= settings.max_skips:
+        chosen = [int(np.argmin(seconds))]
+    else:
+        chosen = []
+    picked = sorted(ids[i] for i in chosen)
+    selection = Selection(
+        ids=tuple(picked),
+        overdue=tuple(sorted(ids[i] for i in late)),
+        contexts={ids[i]: _context(full[selectable[i]]) for i in sorted(chosen)},
+        seconds=dict(zip(ids, seconds.tolist(), strict=True)),
+        deadline_s=deadline,
+    )
+    return selection, msgspec.structs.replace(
+        state,
+        selections=state.selections + bool(chosen),
+        skipped=0 if chosen else state.skipped + 1,
+        last_asked=state.last_asked | dict.fromkeys(picked, state.round),
+    )
+
+
+def _can_compute(arm: Arm) -> bool:
+    return arm.cpu_ghz is None or not arm.cpu_ghz <= 0
+
+
+def _context(row: Vectors) -> RawContext:
+    f, memory, n, gradient, drop = row.tolist()
+    return f, memory, n, gradient, drop
+
+
+def _choose(
+    state: State, full: Vectors, *, late: list[int], feasible: list[int], m: int, settings: Settings
+) -> list[int]:
+    seen = normalise(np.array(state.contexts).reshape(-1, FEATURES), state.lowest, state.highest)
+    x = normalise(full, state.lowest, state.highest)
+    mean, cov = posterior(x, seen, np.array(state.rewards), settings)
+    beta = exploration(state.selections + 1, settings.delta)
+    if settings.search == "batch":
+        return greedy_batch(mean, cov, beta, first=late, allowed=feasible, size=m, noise=settings.noise)
+    return greedy(mean, cov, beta, first=late, allowed=feasible, size=m)
+
+
+# ----------------------------------------------------------------------------------------- 5.3: what is observed
+
+
+def reward(outcome: Outcome | None) -> float:
+    """Reward r_i = clip(loss_before - loss_after, -1, 1); -1 for a device that failed or sent what is not finite."""
+    if not _succeeded(outcome):
+        return FAILED
+    return min(1.0, max(-1.0, outcome.loss_before - outcome.loss_after))
+
+
+def _succeeded(outcome: Outcome | None) -> TypeGuard[Outcome]:
+    return outcome is not None and all(map(math.isfinite, msgspec.structs.astuple(outcome)))
+
+
+def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome | None], settings: Settings) -> State:
+    """The bandit after a round.
+
+    Args:
+        state: as `select` returned it.
+        selection: what it chose.
+        outcomes: of the chosen devices; None: it failed or timed out. A device that is not there declined politely, and
+            nothing is learned about it.
+        settings: the parameters.
+    """
+    told = [i for i in selection.ids if i in outcomes]
+    participations = dict(state.participations)
+    for i in told:
+        outcome = outcomes[i]
+        if _succeeded(outcome):
+            done = Participation(
+                gradient_norm=outcome.gradient_norm,
+                loss_drop=outcome.loss_before - outcome.loss_after,
+                seconds=outcome.seconds,
+            )
+            participations[i] = (*participations.get(i, ()), done)[-settings.window :]
+    return msgspec.structs.replace(
+        state,
+        contexts=(*state.contexts, *(selection.contexts[i] for i in told))[-settings.history :],
+        rewards=(*state.rewards, *(reward(outcomes[i]) for i in told))[-settings.history :],
+        participations=participations,
+    )
