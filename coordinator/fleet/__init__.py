@@ -38,7 +38,15 @@ class Answer:
 
 
 def order_for(
-    run: str, seed: int, round_number: int, step: str, device_id: str, task: TaskSpec, action: Action, *, deadline: float
+    run: str,
+    seed: int,
+    round_number: int,
+    step: str,
+    device_id: str,
+    task: TaskSpec,
+    action: Action,
+    *,
+    deadline: float,
 ) -> Order:
     """The order for one action: the same run, round, step and device always give the same id and seed."""
     name = f"{run}.{round_number}.{step}.{device_id}"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
+from edge_agent.worker import Worker
 from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, order_for
 from coordinator.methods import Method, S, blobs_of
-from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
 from fedge.messages import Action, BlobRef, Codec, Context

@@ -7,7 +7,7 @@ come from (seed, round), so a round that is run again after a crash writes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -98,7 +98,7 @@ def accepted(answers: dict[str, Answer]) -> dict[str, Trained]:
     return {i: a.result for i, a in answers.items() if isinstance(a.result, Trained) and a.result.n_samples > 0}
 
 
-def sizes(updates: dict[str, Trained]) -> list[int]:
+def sizes(updates: Mapping[str, Trained]) -> list[int]:
     """n_i of each update, in the order of the updates."""
     return [update.n_samples for update in updates.values()]
 

@@ -1,4 +1,4 @@
-"""fedge, the default method: shared rounds with momentum, a split only where a trial shows a gain, a calibrated mixture.
+"""fedge, the default method: shared rounds, experts only where a trial shows a gain, a calibrated mixture.
 
 Source: the method's specification, "fedge" (sections are quoted at the lines), which is put together from
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
@@ -10,7 +10,8 @@ model is the extractor of the profiles, and updates from a common start make the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ from fedge.messages import (
     BlobRef,
     Calibration,
     CandidatesFitted,
+    Context,
     EnergyFitted,
     FitCandidates,
     FitEnergy,
@@ -50,7 +52,7 @@ from fedge.messages import (
 from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
-R = TypeVar("R", EnergyFitted, Installed, WeightsFitted)
+R = TypeVar("R", EnergyFitted, Installed, Profiled, WeightsFitted)
 
 LARGE = 100_000  # parameters above which directions are projected
 PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
@@ -124,6 +126,7 @@ class FedgeState(State, frozen=True, kw_only=True):
     profiles: dict[str, Profiled] = {}
     groups: tuple[tuple[str, ...], ...] = ()
     bandits: tuple[ccmab.State, ...] = ()
+    n_placed: int = 0  # newcomers since the groups were made
     directions: BlobRef | None = None  # per device the sum of its unit updates
     last: dict[str, LastUpdate] = {}
     trial: TrialOutcome | None = None
@@ -140,6 +143,8 @@ class Fedge:
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
+        everybody = settings.participation == 1
+        self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
     def initial(self, layout: Layout, model: BlobRef) -> FedgeState:
         """The state before round 1."""
@@ -158,15 +163,13 @@ class Fedge:
         devices = fleet.devices()
         if r > WARM_UP:
             state = await profile(state, fleet)
-        cohort, state = self._select(state, devices)
+        selections, bandits = self._select(state, devices)
+        cohort = sorted(i for s in selections for i in s.ids) if selections else [device.id for device in devices]
         answers = await fleet.run("train", {i: self._order(state, i, r) for i in cohort})
         updates = accepted(answers)
-        state = self._observe(state, devices, answers)
+        state = self._observe(state, selections, bandits, answers)
         if len(updates) >= self.settings.min_reports:
-            if state.experts:
-                state = train_experts(state, updates, fleet)
-            else:
-                state = train_shared(state, updates, fleet)
+            state = train_experts(state, updates, fleet) if state.experts else train_shared(state, updates, fleet)
         if not state.experts and r == round(RHO * self.settings.rounds):
             state = await split(state, fleet)
         return msgspec.structs.replace(
@@ -177,8 +180,73 @@ class Fedge:
             history=(*state.history, summarise(r, len(cohort), updates)),
         )
 
+    def _select(self, state: FedgeState, devices: Sequence[Device]) -> tuple[list[ccmab.Selection], list[ccmab.State]]:
+        """FedEPC section 5, in each group; nothing before there are groups, when everybody takes part."""
+        present = {device.id: device for device in devices}
+        choices = [
+            ccmab.select(bandit, [self._arm(present[i]) for i in members if i in present], self._bandit)
+            for members, bandit in zip(state.groups, state.bandits, strict=True)
+        ]
+        return [selection for selection, _ in choices], [bandit for _, bandit in choices]
+
+    def _arm(self, device: Device) -> ccmab.Arm:
+        context = device.context or Context(device_id=device.id)
+        return ccmab.Arm(
+            id=device.id,
+            n_samples=device.n_samples,
+            work=self.settings.sgd.steps * self.settings.sgd.batch_size,
+            cpu_ghz=context.cpu_ghz,
+            free_ram_gb=context.free_ram_gb,
+        )
+
+    def _observe(
+        self,
+        state: FedgeState,
+        selections: Sequence[ccmab.Selection],
+        bandits: Sequence[ccmab.State],
+        answers: Mapping[str, Answer],
+    ) -> FedgeState:
+        """What each bandit learns: the loss drop of those that trained, -1 for silence, nothing from a refusal."""
+        outcomes = {i: outcome(answer) for i, answer in answers.items() if not declined(answer)}
+        learned = tuple(
+            ccmab.observe(bandit, selection, {i: outcomes[i] for i in selection.ids if i in outcomes}, self._bandit)
+            for bandit, selection in zip(bandits, selections, strict=True)
+        )
+        return msgspec.structs.replace(state, bandits=learned)
+
     def _order(self, state: FedgeState, device_id: str, r: int) -> Train:
         return Train(starts=starts(state, device_id, r), sgd=self.settings.sgd, codec=self.settings.codec)
+
+    def summary(self, state: FedgeState) -> dict[str, Any]:
+        """History, groups, clusters, the trial, selection counts, what was pooled, bundles."""
+        trial = msgspec.to_builtins(state.trial, enc_hook=np.ndarray.tolist) if state.trial else None
+        return {
+            "method": self.name,
+            "round": min(state.round, self.settings.rounds),
+            "rounds": self.settings.rounds,
+            "done": self.done(state),
+            "history": msgspec.to_builtins(state.history),
+            "selection": state.participations,
+            "groups": {str(k): list(members) for k, members in enumerate(state.groups)},
+            "trial": trial,
+            "split": bool(state.experts),
+            "clusters": {str(k): c for k, c in enumerate(trial["clusters"])} if trial and state.experts else {},
+            "pool": msgspec.to_builtins(state.pool) if state.pool else None,
+            "installed": msgspec.to_builtins(state.installed),
+        }
+
+
+def outcome(answer: Answer) -> ccmab.Outcome | None:
+    """What the bandit learns from an answer; None: the device failed or was silent."""
+    result = answer.result
+    if not isinstance(result, Trained):
+        return None
+    return ccmab.Outcome(
+        loss_before=result.loss_before,
+        loss_after=result.loss_after,
+        gradient_norm=result.gradient_norm,
+        seconds=answer.seconds,
+    )
 
 
 # --------------------------------------------------------------------------------- step 1: profiles and groups
@@ -188,9 +256,54 @@ async def profile(state: FedgeState, fleet: Fleet) -> FedgeState:
     """Profiles of devices that have none (SPRE), then AIDC groups: all anew the first time, else newcomers placed."""
     extractor = state.extractor or state.shared.model
     strangers = [device.id for device in fleet.devices() if device.id not in state.profiles]
-    answers = await fleet.run("profile", dict.fromkeys(strangers, Profile(extractor=extractor)))
-    new = {i: a.result for i, a in answers.items() if isinstance(a.result, Profiled)}
-    return msgspec.structs.replace(state, extractor=extractor, profiles=state.profiles | new)
+    new = await ask(fleet, "profile", strangers, Profile(extractor=extractor), Profiled)
+    state = msgspec.structs.replace(state, extractor=extractor, profiles=dict(sorted((state.profiles | new).items())))
+    return group(state, list(new)) if new else state
+
+
+def group(state: FedgeState, newcomers: list[str]) -> FedgeState:
+    """FedEPC sections 4.4 and 4.6: newcomers join the nearest group, or, where many came, all groups are made anew."""
+    ids = list(state.profiles)
+    halves = [p.halves for p in state.profiles.values() if p.halves is not None]
+    profiles = np.array([p.profile for p in state.profiles.values()])
+    try:
+        unit = aidc.split_half_unit(halves)
+    except ValueError:
+        log.warning("event=one_group the extractor tells no devices apart, so all form one group")
+        return with_groups(state, (tuple(range(len(ids))),))
+    n_moved = state.n_placed + len(newcomers)
+    if not state.groups or aidc.needs_reclustering(n_moved, len(ids)):
+        rng = np.random.default_rng(0)
+        return with_groups(state, aidc.aidc(profiles, unit=unit, rng=rng).clusters)
+    groups = [list(members) for members in state.groups]
+    for newcomer in newcomers:
+        placed = aidc.place(
+            profiles[ids.index(newcomer)],
+            profiles,
+            [[ids.index(member) for member in members] for members in groups],
+            unit=unit,
+        )
+        if placed.cluster is None:
+            groups.append([newcomer])
+        else:
+            groups[placed.cluster].append(newcomer)
+    bandits = (*state.bandits, *(ccmab.State() for _ in range(len(groups) - len(state.bandits))))
+    return msgspec.structs.replace(
+        state, groups=tuple(tuple(sorted(members)) for members in groups), bandits=bandits, n_placed=n_moved
+    )
+
+
+def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeState:
+    """New groups, given by positions among the profiles; each inherits the bandit of the group it overlaps most."""
+    ids = list(state.profiles)
+    old = [[ids.index(member) for member in members] for members in state.groups]
+    heirs = aidc.inherit(old, clusters).bandits if old else (None,) * len(clusters)
+    return msgspec.structs.replace(
+        state,
+        groups=tuple(tuple(ids[i] for i in members) for members in clusters),
+        bandits=tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs),
+        n_placed=0,
+    )
 
 
 # ---------------------------------------------------------------------------------------- step 2: shared rounds
@@ -213,9 +326,7 @@ def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet
     if not seeking:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
-    return msgspec.structs.replace(
-        state, shared=shared, directions=fleet.put(directions), last=state.last | last
-    )
+    return msgspec.structs.replace(state, shared=shared, directions=fleet.put(directions), last=state.last | last)
 
 
 def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
@@ -224,7 +335,8 @@ def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
     if unit is None:
         return
     kept = unit if len(unit) <= LARGE else mctc.project(unit, PROJECTED, seed=0)
-    directions[device_id] = (directions.get(device_id, 0.0) + kept).astype(np.float32)
+    before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
+    directions[device_id] = (before + kept).astype(np.float32)
 
 
 def moved(moving: Moving, mean: Average, layout: Layout, fleet: Fleet) -> Moving:
@@ -270,9 +382,7 @@ async def split(state: FedgeState, fleet: Fleet) -> FedgeState:
     return msgspec.structs.replace(forgotten, trial=trial, experts=experts)
 
 
-async def try_clusters(
-    state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]
-) -> dict[str, float]:
+async def try_clusters(state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]) -> dict[str, float]:
     """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
     w = fleet.get(state.shared.model, state.layout)
     ids = list(state.last)
@@ -286,9 +396,7 @@ async def try_clusters(
     models = [fleet.put(unflatten(mean.added_to(w), state.layout)) for mean in means if mean is not None]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
     present = [device.id for device in fleet.devices() if device.id in first]
-    answers = await fleet.run(
-        "trial", {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in present}
-    )
+    answers = await fleet.run("trial", {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in present})
     return {i: a.result.delta for i, a in answers.items() if isinstance(a.result, Tried) and a.result.delta is not None}
 
 
@@ -308,7 +416,7 @@ def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Flee
 
 
 def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
-    """What a device may start from: w; after the split its primary expert, or all of its experts when look-up is due."""
+    """What a device may start from: w; after the split its primary expert, or all of its experts if look-up is due."""
     if not state.experts:
         return (Start(model=state.shared.model),)
     primary = state.primary.get(device_id)
@@ -338,7 +446,7 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 
 
 async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings) -> FedgeState:
-    """Sections 6 to 11: devices fit candidates, weights, energy and gate; only sums of losses and weights are pooled."""
+    """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled."""
     typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
     answers = await fleet.run(
         "candidates",
@@ -356,13 +464,13 @@ async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings)
     fitted = {i: a.result for i, a in answers.items() if isinstance(a.result, CandidatesFitted)}
     if not fitted:
         return state
-    roles = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
+    roles: list[Role] = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
     n_validation = sum(result.n_validation for result in fitted.values())
     pooling = n_validation >= ENOUGH_VALIDATION
     calibration = {role: calibrate(role, fitted.values(), pooling=pooling) for role in roles}
 
     # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
-    variants = [[role for role in roles if role is not Role.LOCAL], roles]
+    variants: list[list[Role]] = [[role for role in roles if role is not Role.LOCAL], roles]
     pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
     for turn in ("weights-1", "weights-2") if pooling else ():
         order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
@@ -375,11 +483,10 @@ async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings)
     # Sections 8 and 9: is the local model worth having; how much does the energy count.
     chosen, beta = 0, 0.0
     if pooling:
-        order_ = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=A)
-        measured = await ask(fleet, "energy", fitted, order_, EnergyFitted)
+        energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=A)
+        measured = await ask(fleet, "energy", fitted, energy, EnergyFitted)
         if measured:
-            losses = np.sum([m.pooled_losses for m in measured.values()], axis=0)
-            chosen = int(losses[1] < losses[0] - 1e-9)
+            chosen = pooled_choice([m.pooled_losses for m in measured.values()])
             beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in measured.values()])]
 
     finish = FitGate(
