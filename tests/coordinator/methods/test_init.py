@@ -1,0 +1,71 @@
+"""States as bytes, the names of methods, the round's random numbers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from coordinator.methods import MethodSettings, blobs_of, dump, load, make, round_rng
+from coordinator.methods.fedge import FedgeState, LastUpdate, Moving, TrialOutcome
+from coordinator.selection import ccmab
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef
+from fedge.tensors import Layout, TensorInfo
+
+LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
+
+
+def ref(letter: str) -> BlobRef:
+    return BlobRef(digest=letter * 64, size_bytes=8)
+
+
+def state() -> FedgeState:
+    trial = TrialOutcome(
+        ids=("a", "b"),
+        clusters=(("a",), ("b",)),
+        tau=0.5,
+        separability=0.9,
+        statistic=None,
+        deltas={"a": 0.25},
+        split=True,
+        similarity=np.array([[1.0, -0.5], [-0.5, 1.0]]),
+    )
+    return FedgeState(
+        round=3,
+        layout=LAYOUT,
+        initial_model=ref("0"),
+        shared=Moving(model=ref("1"), velocity=ref("2")),
+        last={"a": LastUpdate(update=ref("3"), n_samples=4)},
+        groups=(("a", "b"),),
+        bandits=(ccmab.State(),),
+        trial=trial,
+        experts=(Moving(model=ref("4")), Moving(model=ref("5"))),
+    )
+
+
+def test_a_state_survives_the_way_to_bytes_and_back() -> None:
+    before = state()
+    after = load(dump(before), FedgeState)
+    assert after.shared == before.shared
+    assert after.last == before.last
+    assert after.bandits == before.bandits
+    assert after.bandits[0].lowest == (math.inf,) * 5
+    assert after.trial is not None
+    assert before.trial is not None
+    np.testing.assert_array_equal(after.trial.similarity, before.trial.similarity)
+    assert dump(after) == dump(before)
+
+
+def test_every_stored_tensor_of_a_state_is_found() -> None:
+    assert {digest[0] for digest in blobs_of(state())} == set("012345")
+
+
+def test_an_unknown_method_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="fedavg, fedge"):
+        make("fedavgg", MethodSettings())
+
+
+def test_random_numbers_depend_on_seed_and_round_alone() -> None:
+    settings = MethodSettings(seed=4)
+    assert round_rng(settings, 2).integers(1 << 40) == round_rng(settings, 2).integers(1 << 40)
+    assert round_rng(settings, 2).integers(1 << 40) != round_rng(settings, 3).integers(1 << 40)
