@@ -1,1 +1,21 @@
-"""TODO."""
+"""Tasks: what is learned, the data of a device, and sets of samples dealt out to simulated devices."""
+
+from fedge.tasks.data import DeviceData, UserTask
+from fedge.tasks.device import device_data
+from fedge.tasks.partition import Share, partition, share_data, write_share
+from fedge.tasks.pool import Pool, pool
+from fedge.tasks.specs import task_spec, write_task
+
+__all__ = [
+    "DeviceData",
+    "Pool",
+    "Share",
+    "UserTask",
+    "device_data",
+    "partition",
+    "pool",
+    "share_data",
+    "task_spec",
+    "write_share",
+    "write_task",
+]

@@ -1,0 +1,80 @@
+"""From raw samples to model inputs: one function for training and for inference, without torch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+
+
+def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
+    """Bring raw samples into the shape of the model's input and scale them: (x / scale - mean) / std.
+
+    Args:
+        task: its input shape and preprocessing.
+        raw: (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
+
+    Returns:
+        (n, *input_shape) float32, a new array.
+
+    Raises:
+        ConfigError: the samples have another shape or are not numbers.
+    """
+    if raw.dtype.kind not in "buif":
+        raise ConfigError(f"samples must be numbers, not {raw.dtype}")
+    how = task.preprocessing
+    x = np.array(_shaped(task.input_shape, raw), dtype=np.float32, order="C")
+    x -= np.float32(how.mean * how.scale)
+    x /= np.float32(how.scale * how.std)
+    return x
+
+
+def load_image(task: TaskSpec, source: Path | IO[bytes], name: str = "") -> NDArray[np.uint8]:
+    """Read an image file in the task's colours and size, the right way up.
+
+    Args:
+        task: with an `image_mode`, and an input shape (channels, height, width).
+        source: a PNG or JPEG file, or an open one.
+        name: how to call an open file in an error.
+
+    Returns:
+        (height, width) uint8 for a grey task, (height, width, 3) for colour.
+
+    Raises:
+        ConfigError: the task has no images, or the file is none that can be read.
+    """
+    from PIL import Image, ImageOps
+
+    mode = task.preprocessing.image_mode
+    if mode is None or len(task.input_shape) != 3:
+        raise ConfigError(f"task {task.name} takes arrays, not images")
+    _, height, width = task.input_shape
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(source, formats=("PNG", "JPEG")) as image:
+                upright = ImageOps.exif_transpose(image).convert(mode)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ConfigError(f"cannot read the image {name or source}: {error}") from error
+    if upright.size != (width, height):
+        upright = upright.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(upright)
+
+
+def _shaped(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
+    """View of the samples as (n, *shape)."""
+    if raw.shape[1:] == shape and raw.ndim > 1:
+        return raw
+    if len(shape) == 3:
+        channels, height, width = shape
+        if raw.shape[1:] == (height, width, channels):
+            return np.moveaxis(raw, -1, 1)
+        if channels == 1 and raw.shape[1:] == (height, width):
+            return raw[:, np.newaxis]
+    raise ConfigError(f"samples have the shape {raw.shape[1:]}, but the task takes {shape}")

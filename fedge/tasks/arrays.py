@@ -1,0 +1,72 @@
+"""Samples in an .npz file: x (n, ...), y (n,), and optionally split, sensitive and classes."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+
+KEYS: Final = ("x", "y", "split", "sensitive", "classes")
+TRAIN, VALIDATION, TEST = range(3)
+"""Values of `split`."""
+
+
+def read(file: Path) -> dict[str, NDArray[Any]]:
+    """Those of `KEYS` that the file holds, checked; other keys are ignored.
+
+    Returns:
+        x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; classes
+        (C,).
+
+    Raises:
+        ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            table = {key: archive[key] for key in KEYS if key in archive}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
+    if "x" not in table or "y" not in table:
+        raise ConfigError(f"{file} must hold the arrays x and y")
+    x = table["x"]
+    if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
+        raise ConfigError(f"{file}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
+    if not np.isfinite(x).all():
+        raise ConfigError(f"{file}: x holds NaN or infinity")
+    table["y"] = _whole_numbers(table["y"], len(x), np.iinfo(np.int64).max, f"{file}: y")
+    if "split" in table:
+        table["split"] = _whole_numbers(table["split"], len(x), TEST, f"{file}: split")
+    if "sensitive" in table:
+        table["sensitive"] = _whole_numbers(table["sensitive"], len(x), 1, f"{file}: sensitive").astype(np.bool_)
+    return table
+
+
+def class_names(table: Mapping[str, NDArray[Any]], file: Path) -> tuple[str, ...]:
+    """The names in `classes`, else "0", "1", ... up to the largest label.
+
+    Raises:
+        ConfigError: there are fewer names than labels, or there is only one class.
+    """
+    largest = int(table["y"].max())
+    names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
+    if largest == 0 or largest >= (len(names) if names else 10_000):
+        raise ConfigError(f"{file}: the largest label is {largest}, with {len(names or ())} names in classes")
+    return names or tuple(str(number) for number in range(largest + 1))
+
+
+def _whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:
+    """Per sample one whole number from 0 to `largest`. A mask with gaps is an error, never a guess."""
+    if values.shape != (n_samples,) or values.dtype.kind not in "bui":
+        raise ConfigError(
+            f"{what} must be one whole number per sample ({n_samples},), not {values.dtype}{values.shape}"
+        )
+    if values.min() < 0 or values.max() > largest:
+        raise ConfigError(f"{what} must be in 0..{largest}, found {values.min()}..{values.max()}")
+    return values.astype(np.int64)

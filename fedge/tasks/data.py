@@ -1,0 +1,76 @@
+"""The data of one device as its worker sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.loading import load_object
+from fedge.task import TaskSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceData:
+    """Model inputs and labels. The test samples of a device, where it has any, are not here: no step may see them.
+
+    x_train: (n, *input_shape) float32; y_train: (n,) int64; sensitive: (n,) bool, True: the sample takes no part in any
+    model that is uploaded; x_val: (m, *input_shape) float32; y_val: (m,) int64.
+    """
+
+    x_train: NDArray[np.float32]
+    y_train: NDArray[np.int64]
+    sensitive: NDArray[np.bool_]
+    x_val: NDArray[np.float32]
+    y_val: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        n, m = len(self.x_train), len(self.x_val)
+        if (self.y_train.shape, self.sensitive.shape, self.y_val.shape) != ((n,), (n,), (m,)):
+            raise ConfigError(
+                "there must be one label and one mark per training sample, one label per validation sample"
+            )
+
+    @property
+    def n_train(self) -> int:
+        """|D_i|, the number of training samples."""
+        return len(self.y_train)
+
+    @property
+    def n_shared(self) -> int:
+        """|D_iL|, the number of training samples that are not sensitive."""
+        return int(np.count_nonzero(~self.sensitive))
+
+    @property
+    def shared(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """D_iL: inputs and labels of the training samples that are not sensitive."""
+        return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
+
+    def class_counts(self, n_classes: int, *, with_validation: bool = False) -> NDArray[np.int64]:
+        """c_i: how many training samples, or training and validation samples, there are of each class, (C,)."""
+        labels = np.concatenate([self.y_train, self.y_val]) if with_validation else self.y_train
+        return np.bincount(labels, minlength=n_classes)
+
+
+class UserTask(Protocol):
+    """A task of the user's own: a class without arguments, named as `package.module:Class`."""
+
+    def spec(self, data: Path | None) -> TaskSpec:
+        """Describe the task; the name in it is replaced by the class's path."""
+
+    def device_data(self, source: Path, *, seed: int) -> DeviceData:
+        """Read the data of one device, as model inputs."""
+
+
+def user_task(path: str) -> UserTask:
+    """An object of the user's task class.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    task: UserTask = load_object(path)()
+    return task

@@ -1,0 +1,69 @@
+"""What `fedge agent --data SOURCE` reads: an .npz file or a folder of images, held out and marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge import preprocess
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+from fedge.tasks import arrays, images
+from fedge.tasks.data import DeviceData, user_task
+from fedge.tasks.sampling import n_validation, spread
+
+
+def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
+    """The training and validation samples of one device.
+
+    Args:
+        task: what is learned; a task of the user's own reads its data itself.
+        source: an .npz with x (n, ...) and y (n,), or a folder of images `<class>/*.jpg`. Optional: `split` (0 train, 1
+            validation, 2 test) or split.json, and `sensitive` or sensitive.txt. Without a split, a fifth of each class
+            is held out for validation; without marks, nothing is sensitive.
+        seed: of the hold-out.
+
+    Raises:
+        ConfigError: the source cannot be read or does not fit the task; the text says what is wrong.
+    """
+    if ":" in task.name:
+        return user_task(task.name).device_data(source, seed=seed)
+    x, y, split, sensitive = _from_folder(task, source) if source.is_dir() else _from_arrays(task, source)
+    if split is None:
+        split = _hold_out(y, seed)
+    train, validation = split == arrays.TRAIN, split == arrays.VALIDATION
+    return DeviceData(
+        x_train=preprocess.apply(task, x[train]),
+        y_train=y[train],
+        sensitive=sensitive[train],
+        x_val=preprocess.apply(task, x[validation]),
+        y_val=y[validation],
+    )
+
+
+_Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
+
+
+def _from_folder(task: TaskSpec, source: Path) -> _Raw:
+    names = images.names(source)
+    y = images.labels(names, task.classes)
+    return (
+        images.load(task, source, names), y, images.split_numbers(source, names), images.sensitive_flags(source, names)
+    )  # fmt: skip
+
+
+def _from_arrays(task: TaskSpec, source: Path) -> _Raw:
+    table = arrays.read(source)
+    y: NDArray[np.int64] = table["y"]
+    if y.max() >= task.n_classes:
+        raise ConfigError(f"{source}: label {y.max()} found, but the task has the classes 0..{task.n_classes - 1}")
+    return table["x"], y, table.get("split"), table.get("sensitive", np.zeros(len(y), dtype=np.bool_))
+
+
+def _hold_out(y: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    split = np.zeros(len(y), dtype=np.int64)
+    split[spread(y, n_validation(len(y)), np.random.default_rng(seed))] = arrays.VALIDATION
+    return split

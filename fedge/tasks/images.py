@@ -1,0 +1,123 @@
+"""Folders and zip files of images, one folder per class: `<class>/*.jpg`, or below train/ and test/."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.preprocess import load_image
+from fedge.task import TaskSpec
+from fedge.tasks.arrays import TEST, TRAIN, VALIDATION
+
+SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
+SENSITIVE_FILE: Final = "sensitive.txt"
+SPLIT_FILE: Final = "split.json"
+
+
+def names(source: Path) -> list[str]:
+    """Relative paths of the images of a folder or .zip, sorted.
+
+    Raises:
+        ConfigError: it is neither, or has no image inside a folder that names its class.
+    """
+    try:
+        if source.is_dir():
+            found = [p.relative_to(source).as_posix() for p in source.rglob("*")]
+        else:
+            with zipfile.ZipFile(source) as archive:
+                found = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{source} is no folder or .zip of images: {error}") from error
+    images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
+    if not images or any("/" not in n for n in images):
+        raise ConfigError(f"{source} must hold images in one folder per class: <class>/*.jpg or *.png")
+    return images
+
+
+def class_of(name: str) -> str:
+    """The class of an image is the folder it lies in."""
+    return PurePosixPath(name).parent.name
+
+
+def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
+    """Class numbers of images.
+
+    Raises:
+        ConfigError: a folder is named like no class of the task.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    unknown = sorted({class_of(image) for image in images} - set(numbers))
+    if unknown:
+        raise ConfigError(f"folders {unknown} are no classes of the task ({', '.join(classes)})")
+    return np.array([numbers[class_of(image)] for image in images], dtype=np.int64)
+
+
+def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint8]:
+    """The images (n, height, width[, 3]) uint8 in the order of their names.
+
+    Raises:
+        ConfigError: one of them cannot be read; the text names it.
+    """
+    if source.is_dir():
+        return np.stack([load_image(task, source / image) for image in images])
+    with zipfile.ZipFile(source) as archive:
+        return np.stack([_from_archive(task, archive, image) for image in images])
+
+
+def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
+    """Which images `sensitive.txt` names, one relative path a line; none where there is no such file.
+
+    Raises:
+        ConfigError: it names an image that is not there.
+    """
+    file = folder / SENSITIVE_FILE
+    if not file.exists():
+        return np.zeros(len(images), dtype=np.bool_)
+    marked = {line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()}
+    if missing := sorted(marked - set(images)):
+        raise ConfigError(f"{file} marks {missing[0]}, which is not there: a marked image must not be lost by a typo")
+    return np.array([image in marked for image in images], dtype=np.bool_)
+
+
+def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | None:
+    """0 train, 1 validation, 2 test as `split.json` says: {"val": [paths], "test": [paths]}, the rest is training.
+
+    Raises:
+        ConfigError: it is no such file, or names an image that is not there or stands twice.
+    """
+    file = folder / SPLIT_FILE
+    if not file.exists():
+        return None
+    parts = _read_split(file)
+    numbers = dict.fromkeys(images, TRAIN)
+    for number, part in ((VALIDATION, "val"), (TEST, "test")):
+        for image in parts.get(part, []):
+            if numbers.get(image) != TRAIN:
+                raise ConfigError(f"{file}: {image} is not there, or stands twice")
+            numbers[image] = number
+    return np.array([numbers[image] for image in images], dtype=np.int64)
+
+
+def _read_split(file: Path) -> dict[str, list[Any]]:
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    lists = (
+        isinstance(parts, dict) and set(parts) <= {"val", "test"} and all(isinstance(p, list) for p in parts.values())
+    )
+    if not lists:
+        raise ConfigError(f'{file} must be {{"val": [paths], "test": [paths]}}')
+    return dict(parts)
+
+
+def _from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:
+    with archive.open(image) as file:
+        return load_image(task, file, image)

@@ -1,0 +1,110 @@
+"""All samples of a built-in set, for the demo and the simulation. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+from fedge.tasks import arrays, images
+from fedge.tasks.specs import task_spec
+
+_IDX_FOLDERS: Final = {"mnist": ("mnist", "MNIST/raw"), "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw")}
+_IDX_PARTS: Final = ("train", "t10k")
+_IMAGES_MAGIC: Final = 0x00000803  # unsigned bytes, three dimensions
+_LABELS_MAGIC: Final = 0x00000801
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Raw samples x (n, ...), labels y (n,) int64, and the task they belong to."""
+
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    spec: TaskSpec
+
+
+def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
+    """The samples of a task, training and test part together, in their stored order.
+
+    Args:
+        task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or where
+            torchvision puts them), image-folder (a folder or .zip of `<class>/*.jpg`), arrays (an .npz).
+        data: where they are; not needed for digits.
+        seed: of the choice of `limit` samples.
+        limit: take so many samples at random; None: all.
+
+    Raises:
+        ConfigError: the task has no pool, or its data are not there or cannot be read.
+    """
+    rng = np.random.default_rng(seed)
+    if task_name == "digits":
+        x, y = _digits()
+    elif task_name in _IDX_FOLDERS:
+        x, y = _idx(task_name, data)
+    elif task_name == "arrays" and data is not None:
+        table = arrays.read(data)
+        x, y = table["x"], table["y"]
+    elif task_name == "image-folder" and data is not None:
+        return _images(data, rng, limit)
+    else:
+        raise ConfigError(
+            f"task {task_name} has no samples of its own: choose a built-in task and say where its data are"
+        )
+    chosen = _choice(len(y), rng, limit)
+    return Pool(x[chosen], y[chosen], task_spec(task_name, data))
+
+
+def _choice(n_samples: int, rng: np.random.Generator, limit: int | None) -> NDArray[np.int64]:
+    return np.sort(rng.permutation(n_samples)[:limit])
+
+
+def _digits() -> tuple[NDArray[Any], NDArray[np.int64]]:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return bunch.images.astype(np.uint8), bunch.target.astype(np.int64)
+
+
+def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
+    """Only the images that were chosen are decoded."""
+    spec = task_spec("image-folder", data)
+    names = images.names(data)
+    chosen = [names[i] for i in _choice(len(names), rng, limit)]
+    return Pool(images.load(spec, data, chosen), images.labels(chosen, spec.classes), spec)
+
+
+def _idx(task_name: str, data: Path | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Both parts of a set in the IDX format (big-endian header, then bytes)."""
+    if data is None:
+        raise ConfigError(f"task {task_name} needs its four IDX files: say where they are")
+    folders = [data, *(data / name for name in _IDX_FOLDERS[task_name])]
+    x = np.concatenate([_read_idx(folders, f"{part}-images-idx3-ubyte", _IMAGES_MAGIC) for part in _IDX_PARTS])
+    y = np.concatenate([_read_idx(folders, f"{part}-labels-idx1-ubyte", _LABELS_MAGIC) for part in _IDX_PARTS])
+    if len(x) != len(y):
+        raise ConfigError(f"{data}: {len(x)} images, but {len(y)} labels")
+    return x, y.astype(np.int64)
+
+
+def _read_idx(folders: list[Path], name: str, magic: int) -> NDArray[np.uint8]:
+    candidates = [folder / f"{name}{suffix}" for folder in folders for suffix in (".gz", "")]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        raise ConfigError(f"{name}.gz is not in {', '.join(str(folder) for folder in folders)}")
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        n_dimensions = magic & 0xFF
+        header = np.frombuffer(content, dtype=">u4", count=1 + n_dimensions)
+        values = np.frombuffer(content, dtype=np.uint8, offset=header.nbytes)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ConfigError(f"{file} is no IDX file: {error}") from error
+    if header[0] != magic or values.size != np.prod(header[1:], dtype=np.int64):
+        raise ConfigError(f"{file} is no IDX file: header {header.tolist()} with {values.size} values")
+    return values.reshape(header[1:].astype(np.int64))

@@ -1,0 +1,35 @@
+"""Draws that keep the shares of the classes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+VALIDATION_SHARE: Final = 0.2  # fedge.md section 3: 15-20 %
+
+
+def spread(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Positions of `n_drawn` samples drawn evenly over the classes (systematic sampling).
+
+    The samples are sorted by class, shuffled within a class, and drawn at equal distances from a random start: each
+    class gets its share of the draw, give or take one.
+
+    Args:
+        y: (n,) labels.
+        n_drawn: 0 <= n_drawn <= n.
+        rng: of the shuffle and the start.
+
+    Returns:
+        (n_drawn,) different positions, ascending.
+    """
+    order = np.lexsort((rng.random(len(y)), y))
+    places = np.floor((np.arange(n_drawn) + rng.random()) * (len(y) / max(n_drawn, 1))).astype(np.int64)
+    return np.sort(order[np.minimum(places, len(y) - 1)])
+
+
+def n_validation(n_samples: int) -> int:
+    """How many of a device's samples are held out: a fifth, at least 2 from 10 samples on, at least 1 from 2 on."""
+    least = 2 if n_samples >= 10 else min(1, n_samples // 2)
+    return max(least, round(VALIDATION_SHARE * n_samples))

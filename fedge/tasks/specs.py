@@ -1,0 +1,123 @@
+"""Task descriptions: the built-in ones, those of the user's data, those written to a file, those of the user's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+from fedge.task import Preprocessing, TaskSpec
+from fedge.tasks import arrays, images
+from fedge.tasks.data import user_task
+
+_DIGITS: Final = tuple("0123456789")
+_CLOTHES: Final = (
+    "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+_SIDE: Final = 32  # pixels; images of the user's own are resized to a square
+
+BUILT_IN: Final = {
+    "digits": TaskSpec(
+        name="digits",
+        classes=_DIGITS,
+        input_shape=(1, 8, 8),
+        model="mlp",
+        model_options={"hidden": 32},
+        preprocessing=Preprocessing(scale=16.0),
+    ),
+    "mnist": TaskSpec(
+        name="mnist",
+        classes=_DIGITS,
+        input_shape=(1, 28, 28),
+        model="mlp",
+        model_options={"hidden": 64},
+        preprocessing=Preprocessing(scale=255.0, mean=0.1307, std=0.3081, image_mode="L"),
+    ),
+    "fashion-mnist": TaskSpec(
+        name="fashion-mnist",
+        classes=_CLOTHES,
+        input_shape=(1, 28, 28),
+        model="mlp",
+        model_options={"hidden": 64},
+        preprocessing=Preprocessing(scale=255.0, mean=0.2860, std=0.3530, image_mode="L"),
+    ),
+}
+
+
+def task_spec(name_or_file: str, data: Path | None = None) -> TaskSpec:
+    """The task of a name, of a .json file or of a class.
+
+    Args:
+        name_or_file: digits, mnist, fashion-mnist, image-folder, arrays, FILE.json or package.module:Class.
+        data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. Both describe themselves by
+            it; machines that hold a part of the data only read the file that `write_task` wrote.
+
+    Raises:
+        ConfigError: there is no such task, or the data do not describe one.
+    """
+    if name_or_file in BUILT_IN:
+        return BUILT_IN[name_or_file]
+    if name_or_file.endswith(".json"):
+        return _read(Path(name_or_file))
+    if ":" in name_or_file:
+        return msgspec.structs.replace(user_task(name_or_file).spec(data), name=name_or_file)
+    if name_or_file not in ("image-folder", "arrays"):
+        raise ConfigError(
+            f"unknown task {name_or_file}: use {', '.join(BUILT_IN)}, image-folder, arrays, a .json file that was "
+            "written for a federation, or package.module:Class"
+        )
+    if data is None:
+        raise ConfigError(
+            f"task {name_or_file} describes itself by its data: say where they are, or give its .json file"
+        )
+    return _of_images(data) if name_or_file == "image-folder" else _of_arrays(data)
+
+
+def write_task(task: TaskSpec, path: Path) -> None:
+    """Write a task for the other machines of the federation; `task_spec` reads it.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(task)))
+
+
+def _read(path: Path) -> TaskSpec:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TaskSpec)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} is no task: {error}") from error
+
+
+def _of_images(data: Path) -> TaskSpec:
+    return TaskSpec(
+        name="image-folder",
+        classes=tuple(sorted({images.class_of(image) for image in images.names(data)})),
+        input_shape=(3, _SIDE, _SIDE),
+        model="cnn",
+        preprocessing=Preprocessing(scale=255.0, mean=0.47, std=0.25, image_mode="RGB"),
+    )
+
+
+def _of_arrays(data: Path) -> TaskSpec:
+    table = arrays.read(data)
+    x = table["x"]
+    shape = x.shape[1:]
+    return TaskSpec(
+        name="arrays",
+        classes=arrays.class_names(table, data),
+        input_shape=tuple(int(extent) for extent in shape),
+        model="cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp",
+        preprocessing=_standardised(x),
+    )
+
+
+def _standardised(x: NDArray[Any]) -> Preprocessing:
+    """Mean 0 and standard deviation 1 over all values; four digits, so that the task reads well."""
+    mean, std = (float(f"{value:.4g}") for value in (x.mean(dtype=np.float64), x.std(dtype=np.float64)))
+    return Preprocessing(mean=mean, std=std if std > 0 else 1.0)
