@@ -142,7 +142,7 @@ def filled(raw: Vectors) -> Vectors:
 
 
 def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -> Vectors:
-    """Normalised contexts x = clip((raw - lo) / (hi - lo), 0, 1), (n, 5) -> [0, 1]; 0.5 for a constant or never seen feature."""
+    """Contexts x = clip((raw - lo) / (hi - lo), 0, 1), (n, 5); 0.5 for a constant or never seen feature."""
     lo, hi = np.asarray(lowest), np.asarray(highest)
     varies = hi - lo > TIE
     span = np.where(varies, hi - lo, 1.0)

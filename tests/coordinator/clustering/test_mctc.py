@@ -1,0 +1,427 @@
+"""MCTC: worked numbers and properties of scmoe_pfl.md sections 5-7, 9, 13, 16."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn.metrics import adjusted_rand_score, silhouette_score
+
+from coordinator.clustering import mctc
+
+
+def at(*degrees):
+    angles = np.radians(degrees)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+CIRCLE = at(0, 20, 80, 100, 50)
+PAPER = {"distinct": False, "centres_join": False}
+
+
+def updates_of(seed, n, d=40):
+    return np.random.default_rng(seed).standard_normal((n, d)).astype(np.float32)
+
+
+embeddings = arrays(
+    np.float64,
+    st.tuples(st.integers(1, 9), st.integers(1, 3)),
+    elements=st.sampled_from([-1.0, -0.5, -0.1, 0.0, 0.1, 0.3, 1.0]),
+)
+
+
+# ------------------------------------------------------------------------------------------- unit updates, embedding
+
+
+def test_unit_updates_have_norm_one_or_are_flagged():
+    np.testing.assert_allclose(mctc.unit_update(np.array([3.0, 0, 4])), [0.6, 0, 0.8])
+    assert np.linalg.norm(mctc.unit_update(np.float32([1e30, 1e30]))) == pytest.approx(1)
+    assert np.linalg.norm(mctc.unit_update(np.float32([1e-6, 1e-30]))) == pytest.approx(1)
+    for flagged in ([0.0, 0.0], [1e-12, 0.0], [np.nan, 1.0], [np.inf, 1.0], []):
+        assert mctc.unit_update(np.array(flagged)) is None
+
+
+def test_gram_is_that_of_the_unit_updates():
+    updates = updates_of(0, 6, 50)
+    unit = np.stack([mctc.unit_update(g) for g in updates])
+    np.testing.assert_allclose(mctc.gram(updates), unit @ unit.T, atol=1e-12)
+
+
+def test_gram_of_blocks_is_the_gram(monkeypatch):
+    updates = updates_of(1, 5, 100)
+    whole = mctc.gram(updates)
+    monkeypatch.setattr(mctc, "COLUMNS", 7)
+    np.testing.assert_allclose(mctc.gram(updates), whole, atol=1e-13)
+
+
+def test_rows_without_direction_are_zero():
+    updates = np.float32([[1, 0], [0, 0], [np.nan, 1], [1, 1], [np.inf, 0]])
+    products = mctc.gram(updates)
+    np.testing.assert_allclose(products[np.ix_([0, 3], [0, 3])], [[1, 0.5**0.5], [0.5**0.5, 1]], atol=1e-12)
+    for lost in (1, 2, 4):
+        assert not products[lost].any()
+        assert not products[:, lost].any()
+    sim = mctc.similarity(mctc.embed(products))
+    np.testing.assert_array_equal(sim.diagonal(), [1, 0, 0, 1, 0])
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9))
+@settings(max_examples=25, deadline=None)
+def test_embedding_keeps_cosines_and_has_rank_at_most_n(seed, n):
+    updates = updates_of(seed, n)
+    z = mctc.embed(mctc.gram(updates))
+    assert z.shape[1] <= n
+    g = updates.astype(np.float64)
+    exact = g @ g.T / np.outer(np.linalg.norm(g, axis=1), np.linalg.norm(g, axis=1))
+    np.testing.assert_allclose(mctc.similarity(z), exact, atol=1e-7)
+    assert mctc.embed(mctc.gram(updates), centred=True).shape[1] <= max(n - 1, 0)
+
+
+def test_fewer_components():
+    products = mctc.gram(updates_of(3, 8))
+    whole = mctc.embed(products)
+    assert mctc.embed(products, n_components=3).shape == (8, 3)
+    np.testing.assert_allclose(np.abs(mctc.embed(products, n_components=3)), np.abs(whole[:, :3]))
+    assert mctc.embed(products, n_components=99).shape == whole.shape
+    share = np.cumsum((whole**2).sum(axis=0)) / np.trace(products)
+    m = mctc.embed(products, energy=0.6).shape[1]
+    assert share[m - 1] >= 0.6 > share[m - 2]
+    assert mctc.embed(products, energy=1.0).shape == whole.shape
+
+
+def test_scaling_and_flipping_all_updates_changes_nothing():
+    updates = updates_of(4, 7)
+    expected = mctc.mctc(mctc.embed(mctc.gram(updates)))
+    factors = np.array([[1e-3], [7], [1], [0.3], [1e4], [2], [5]])
+    for other in (updates * factors, -updates):
+        found = mctc.mctc(mctc.embed(mctc.gram(other)))
+        assert found.partition.members == expected.partition.members
+        assert found.tau == expected.tau
+
+
+@given(embeddings)
+@settings(max_examples=50, deadline=None)
+def test_similarity_is_symmetric_bounded_with_unit_diagonal(z):
+    sim = mctc.similarity(z)
+    np.testing.assert_array_equal(sim, sim.T)
+    assert np.abs(sim).max() <= 1
+    np.testing.assert_array_equal(sim.diagonal(), z.any(axis=1).astype(float))
+
+
+def test_projection_keeps_cosines_and_is_the_same_for_a_seed():
+    rng = np.random.default_rng(5)
+    base = rng.standard_normal(100_000)
+    updates = [base + k * rng.standard_normal(100_000) for k in (0.5, 1.0, 2.0)]
+    projected = [mctc.project(u.astype(np.float32), 4096, 1) for u in updates]
+    errors = mctc.cosines(np.stack(projected), np.stack(projected)) - mctc.cosines(np.stack(updates), np.stack(updates))
+    assert np.abs(errors).max() < 4 / np.sqrt(4096)  # four standard deviations
+    np.testing.assert_array_equal(mctc.project(updates[0].astype(np.float32), 4096, 1), projected[0])
+    assert not np.array_equal(mctc.project(updates[0].astype(np.float32), 4096, 2), projected[0])
+    np.testing.assert_allclose(mctc.project(3 * base, 256, 1), 3 * mctc.project(base, 256, 1))
+    assert np.linalg.norm(projected[0]) == pytest.approx(np.linalg.norm(updates[0]), rel=4 * np.sqrt(2 / 4096))
+
+
+# ------------------------------------------------------------------------------------------------------------- MCTC
+
+
+def test_circle_similarities():
+    sim = mctc.similarity(CIRCLE)
+    expected = {(0, 1): 0.9397, (0, 2): 0.1736, (0, 3): -0.1736, (0, 4): 0.6428, (1, 2): 0.5}
+    expected |= {(1, 3): 0.1736, (1, 4): 0.8660, (2, 3): 0.9397, (2, 4): 0.8660, (3, 4): 0.6428}
+    for pair, cosine in expected.items():
+        assert sim[pair] == pytest.approx(cosine, abs=5e-5)
+    assert mctc.otsu(sim).tau == pytest.approx(0.336824, abs=5e-7)
+
+
+def test_circle_two_clusters_with_a_fallback():
+    found = mctc.soft_clusters(CIRCLE, 2, 0.8)
+    assert found.centres == (0, 3)
+    assert found.members == ((0, 1, 4), (2, 3))
+    assert found.fallback == (4,)
+    np.testing.assert_allclose(found.means, [[0.8608, 0.3694], [0, 0.9848]], atol=5e-5)
+    assert found.mean_cosine == pytest.approx(0.3943, abs=5e-5)
+    assert mctc.silhouette(mctc.similarity(CIRCLE), found.members) == pytest.approx(0.6888, abs=5e-5)
+
+
+def test_circle_a_client_in_both():
+    found = mctc.soft_clusters(CIRCLE, 2, 0.75)
+    assert found.members == ((0, 1, 4), (2, 3, 4))
+    assert found.fallback == ()
+    assert found.mean_cosine == pytest.approx(0.5941, abs=5e-5)
+    assert mctc.silhouette(mctc.similarity(CIRCLE), found.members) == pytest.approx(0.5116, abs=5e-5)
+
+
+def test_circle_three_clusters():
+    found = mctc.soft_clusters(CIRCLE, 3, 0.8)
+    assert found.centres == (0, 3, 4)
+    assert found.members == ((0, 1), (2, 3), (0, 1, 4))
+    assert found.mean_cosine == pytest.approx(0.5138, abs=5e-5)
+    printed = mctc.soft_clusters(CIRCLE, 3, 0.8, **PAPER)
+    assert printed.members == ((0, 1), (3,), (2, 4))
+
+
+def test_why_distinct():
+    z = at(0, 3, 179, 176, 85, 95)
+    printed = mctc.soft_clusters(z, 3, 0.9, **PAPER)
+    assert printed.centres == (0, 2, 3)
+    assert printed.members == ((0, 1, 4, 5), (2,), (3,))
+    found = mctc.soft_clusters(z, 3, 0.9)
+    assert found.centres == (0, 2, 5)
+    assert found.members == ((0, 1), (2, 3), (4, 5))
+
+
+def test_of_the_last_pair_only_the_lower_position_enters():
+    # least similar: (0, 1); then (2, 3), of which only 2 is needed for K = 3.
+    sim = np.eye(4) * 1.0
+    sim[0, 1], sim[2, 3] = -0.9, -0.8
+    sim = np.maximum(sim, sim.T) + np.minimum(sim, sim.T) - np.diag(sim.diagonal())
+    assert mctc.choose_centres(sim, 3, bar=1.0) == (0, 1, 2)
+    assert mctc.choose_centres(sim, 9, bar=1.0) == (0, 1, 2, 3)
+    assert mctc.choose_centres(sim[:1, :1], 3, bar=1.0) == (0,)
+
+
+def test_tau_is_inclusive():
+    z = at(0, 60, 120)
+    found = mctc.soft_clusters(z, 2, 0.5, centres_join=False)  # cos 60 degrees is 0.5 in 9 decimals
+    assert found.members == ((0, 1), (1, 2))
+
+
+def test_tau_out_of_range_puts_everybody_everywhere_or_parts_hard():
+    z = mctc.embed(mctc.gram(updates_of(6, 9)))
+    everywhere = mctc.soft_clusters(z, 3, -1.0, **PAPER)
+    others = set(range(9)) - set(everywhere.centres)
+    assert all(others <= set(s) for s in everywhere.members)
+    hard = mctc.soft_clusters(z, 3, 1.1, **PAPER)
+    assert sorted(i for s in hard.members for i in s) == list(range(9))
+    assert set(hard.fallback) == set(range(9)) - set(hard.centres)
+
+
+def oracle(z, n_clusters, tau, *, distinct, centres_join):
+    """Sections 6.2 to 6.5 as they are printed, `sequential`."""
+
+    def cos(a, b):
+        lengths = np.sqrt(a @ a) * np.sqrt(b @ b)
+        return round(float(np.clip(a @ b / lengths, -1, 1)), 9) if lengths > 1e-12 else 0.0
+
+    n, tau = len(z), round(tau, 9)
+    bar = min(tau, 1.0) if distinct else 1.0
+    k_max = max(1, min(n_clusters, n))
+    centres = [0] if n == 1 else []
+    for _, *pair in sorted((cos(z[i], z[j]), i, j) for i in range(n) for j in range(i + 1, n)):
+        for c in pair:
+            if c not in centres and len(centres) < k_max and not any(cos(z[c], z[e]) >= bar for e in centres):
+                centres.append(c)
+    members = [[c] for c in centres]
+    means = [z[c] for c in centres]
+    for i in range(n):
+        if i in centres:
+            continue
+        close = [cos(z[i], v) for v in means]
+        joined = [k for k, c in enumerate(close) if c >= tau] or [close.index(max(close))]
+        for k in joined:
+            members[k].append(i)
+        means = [np.mean(z[s], axis=0) for s in members]
+    if centres_join:
+        for a, c in enumerate(centres):
+            for k, v in enumerate(means):
+                if k != a and cos(z[c], v) >= tau:
+                    members[k].append(c)
+    return tuple(centres), tuple(tuple(sorted(s)) for s in members)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 5), st.floats(-0.2, 1.0), st.booleans(), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_agrees_with_the_slow_oracle(seed, n, k, tau, distinct, centres_join):
+    z = np.random.default_rng(seed).standard_normal((n, 3))
+    found = mctc.soft_clusters(z, k, tau, distinct=distinct, centres_join=centres_join)
+    assert (found.centres, found.members) == oracle(z, k, tau, distinct=distinct, centres_join=centres_join)
+
+
+@given(
+    embeddings,
+    st.integers(1, 6),
+    st.floats(-1, 1.2),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["sequential", "batch"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_partition_is_sound(z, k, tau, distinct, centres_join, update):
+    found = mctc.soft_clusters(z, k, tau, distinct=distinct, centres_join=centres_join, update=update)
+    assert set().union(*found.members) == set(range(len(z)))
+    assert 1 <= len(found.members) <= min(k, len(z))
+    assert all(c in s for c, s in zip(found.centres, found.members, strict=True))
+    assert len(set(found.centres)) == len(found.centres)
+    np.testing.assert_allclose(found.means, [z[list(s)].mean(axis=0) for s in found.members])
+    sim, tau = mctc.similarity(z), round(tau, 9)
+    if distinct:
+        assert all(sim[a, b] < min(tau, 1) for a in found.centres for b in found.centres if a != b)
+    if not centres_join:
+        assert all(sum(c in s for s in found.members) == 1 for c in found.centres)
+    again = mctc.soft_clusters(z, k, tau, distinct=distinct, centres_join=centres_join, update=update)
+    assert again.members == found.members
+
+
+def test_printed_rule_without_parallels_makes_k_clusters():
+    z = mctc.embed(mctc.gram(updates_of(7, 6)))
+    for k in range(1, 9):
+        assert len(mctc.soft_clusters(z, k, 0.2, **PAPER).members) == min(k, 6)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_batch_does_not_depend_on_the_numbering(seed):
+    """With K = 2: of the last pair of an odd K only the lower position enters, which is the printed rule."""
+    rng = np.random.default_rng(seed)
+    z, order = rng.standard_normal((8, 5)), rng.permutation(8)
+    sets = {frozenset(s) for s in mctc.soft_clusters(z, 2, 0.4, update="batch").members}
+    renumbered = mctc.soft_clusters(z[order], 2, 0.4, update="batch").members
+    assert {frozenset(order[list(s)].tolist()) for s in renumbered} == sets
+
+
+@pytest.mark.parametrize("z", [at(30, 30, 30), 2 * at(10, 10)])
+def test_parallel_updates_are_one_cluster(z):
+    assert mctc.mctc(z).partition.members == (tuple(range(len(z))),)
+    assert mctc.soft_clusters(z, 1, 0.3).members == (tuple(range(len(z))),)
+
+
+def test_bad_input_is_refused_by_name():
+    with pytest.raises(ValueError, match="client 1"):
+        mctc.soft_clusters(np.array([[1.0], [np.nan]]), 1, 0.5)
+    with pytest.raises(ValueError, match="at least 1"):
+        mctc.soft_clusters(CIRCLE, 0, 0.5)
+    with pytest.raises(ValueError, match="at least 1"):
+        mctc.mctc(np.zeros((0, 2)))
+
+
+# ------------------------------------------------------------------------------------------------------------- Otsu
+
+
+def otsu_oracle(c):
+    c = sorted(c)
+    p = len(c)
+    best, cut = -1.0, None
+    for t in range(1, p):
+        if c[t - 1] < c[t]:
+            value = round(t / p * (1 - t / p) * (np.mean(c[t:]) - np.mean(c[:t])) ** 2, 12)
+            if value > best:
+                best, cut = value, t
+    return round(min(max(float(c[cut - 1] + c[cut]) / 2, 0), 0.95), 9), best / np.var(c)
+
+
+@given(st.integers(0, 10**6), st.integers(3, 9))
+@settings(max_examples=40, deadline=None)
+def test_otsu_agrees_with_the_definition(seed, n):
+    sim = mctc.similarity(np.random.default_rng(seed).standard_normal((n, 3)))
+    tau, eta = otsu_oracle(sim[np.triu_indices(n, 1)])
+    found = mctc.otsu(sim)
+    assert found.tau == tau
+    assert found.separability == pytest.approx(eta, rel=1e-6)
+    assert 0 <= found.separability <= 1
+
+
+def test_otsu_without_a_cut():
+    for z in (at(0), at(0, 50), at(0, 0, 0)):
+        assert mctc.otsu(mctc.similarity(z)) == mctc.Threshold(0.95, 0.0)
+
+
+def test_separability_of_a_uniform_and_of_a_normal_distribution():
+    def spread(values):
+        n = 300
+        sim = np.zeros((n, n))
+        sim[np.triu_indices(n, 1)] = values(n * (n - 1) // 2)
+        return mctc.otsu(sim).separability
+
+    rng = np.random.default_rng(0)
+    assert spread(rng.random) == pytest.approx(0.75, abs=0.01)
+    assert spread(lambda p: 0.1 * rng.standard_normal(p)) == pytest.approx(0.64, abs=0.01)
+
+
+# ------------------------------------------------------------------------------------------------------- validation
+
+
+def test_a_valid_partition_is_accepted_at_once():
+    found = mctc.mctc(CIRCLE, n_clusters=2, tau=0.8)
+    assert found.partition.members == ((0, 1, 4), (2, 3))
+    assert found.separability is None
+    assert [(t.n_clusters, t.tau, t.accepted) for t in found.tries] == [(2, 0.8, True)]
+
+
+def test_nearly_coinciding_updates_fall_back_to_one_cluster():
+    z = at(0, 5, 9, 14)
+    found = mctc.mctc(z, n_clusters=3, tau=0.2, **PAPER)
+    assert found.partition.members == ((0, 1, 2, 3),)
+    assert [(t.n_clusters, t.tau) for t in found.tries] == [
+        (k, tau) for k in (3, 2) for tau in (0.2, 0.25, 0.3, 0.35, 0.4)
+    ] + [(1, 0.2)]
+    assert [t.accepted for t in found.tries] == [False] * 10 + [True]
+
+
+def test_tau_rises_to_its_limit_only():
+    found = mctc.mctc(at(0, 5, 9, 14), n_clusters=2, tau=0.88, **PAPER)
+    assert [t.tau for t in found.tries] == [0.88, 0.93, 0.95, 0.88]
+    found = mctc.mctc(at(0, 5, 9, 14), n_clusters=2, tau=0.97, **PAPER)
+    assert [t.tau for t in found.tries] == [0.97, 0.97]
+
+
+@given(embeddings, st.integers(1, 6), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_validation_ends_and_its_result_is_valid(z, k, distinct):
+    found = mctc.mctc(z, n_clusters=k, distinct=distinct)
+    assert len(found.tries) <= 5 * k
+    assert len(found.partition.members) == 1 or found.partition.mean_cosine <= 0.9
+    assert [t.accepted for t in found.tries] == [False] * (len(found.tries) - 1) + [True]
+    fresh = mctc.soft_clusters(z, found.tries[-1].n_clusters, found.tau, distinct=distinct)
+    assert fresh.members == found.partition.members  # nothing of a refused try survives
+
+
+def test_planted_groups_are_found():
+    rng = np.random.default_rng(8)
+    groups = np.arange(16) % 4
+    common, own = rng.standard_normal(500), rng.standard_normal((4, 500))
+    updates = (common + 2 * own[groups] + 0.7 * rng.standard_normal((16, 500))).astype(np.float32)
+    found = mctc.mctc(mctc.embed(mctc.gram(updates)))
+    assert found.separability >= 0.9
+    labels = [[k for k, s in enumerate(found.partition.members) if i in s] for i in range(16)]
+    assert adjusted_rand_score(groups, [x[0] for x in labels]) == 1.0
+    assert all(len(x) == 1 for x in labels)
+
+
+# --------------------------------------------------------------------------------------------------- attach, silhouette
+
+
+def test_attach_takes_all_close_clusters_or_the_nearest():
+    found = mctc.soft_clusters(CIRCLE, 2, 0.75)
+    before = found.means.copy()
+    assert mctc.attach(at(0, 50, 180), found.means, 0.75) == ((0,), (0, 1), (1,))
+    np.testing.assert_array_equal(found.means, before)
+
+
+def test_a_client_that_sat_out_changes_no_centre():
+    updates = updates_of(9, 7)
+    alone = mctc.soft_clusters(mctc.embed(mctc.gram(updates[:6])), 2, 0.1)
+    z = mctc.embed(mctc.gram(updates))  # its stored unit update is in the basis, not in the clusters
+    together = mctc.soft_clusters(z[:6], 2, 0.1)
+    assert together.members == alone.members
+    np.testing.assert_allclose(
+        mctc.cosines(together.means, together.means), mctc.cosines(alone.means, alone.means), atol=1e-8
+    )
+    (clusters,) = mctc.attach(z[6:], together.means, 0.1)
+    close = mctc.cosines(z[6:], together.means)[0]
+    assert clusters == tuple(np.flatnonzero(close >= 0.1)) or clusters == (int(np.argmax(close)),)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_silhouette_of_a_partition_is_the_cosine_silhouette(seed):
+    rng = np.random.default_rng(seed)
+    z, labels = rng.standard_normal((12, 4)), np.r_[0, 1, 2, rng.integers(0, 3, 9)]
+    members = [np.flatnonzero(labels == k).tolist() for k in range(3)]
+    ours = mctc.silhouette(mctc.similarity(z), members)
+    assert ours == pytest.approx(silhouette_score(z, labels, metric="cosine"), abs=1e-6)
+
+
+def test_silhouette_without_rivals_is_zero():
+    sim = mctc.similarity(CIRCLE)
+    assert mctc.silhouette(sim, [(0, 1, 2, 3, 4)]) == 0
+    assert mctc.silhouette(sim, [(0,), (1,), (2,), (3,), (4,)]) == 0

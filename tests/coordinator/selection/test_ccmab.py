@@ -1,0 +1,420 @@
+"""CICS: worked numbers and rules of fedepc.md sections 5 and 10."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.selection import ccmab
+from coordinator.selection.ccmab import Arm, Outcome, Participation, Settings, State
+
+
+def arms(n, *, ghz=None, samples=50):
+    return [
+        Arm(
+            id=f"d{i:02}",
+            n_samples=samples,
+            work=samples,
+            cpu_ghz=1.0 + i if ghz is None else ghz,
+            free_ram_gb=float(i),
+        )
+        for i in range(n)
+    ]
+
+
+def outcome(drop, *, seconds=1.0):
+    return Outcome(loss_before=1.0, loss_after=1.0 - drop, gradient_norm=1.0, seconds=seconds)
+
+
+def play(state, devices, settings_, drop_of):
+    """One round; `drop_of(id)`: loss drop, or None for a failure."""
+    selection, state = ccmab.select(state, devices, settings_)
+    drops = {i: drop_of(i) for i in selection.ids}
+    told = {i: None if d is None else outcome(d) for i, d in drops.items()}
+    return selection, ccmab.observe(state, selection, told, settings_)
+
+
+# ------------------------------------------------------------------------------------------------ contexts
+
+
+def test_context_is_normalised_and_a_constant_feature_is_one_half():
+    raw = np.array([[1.0, 5, 10, 0, 0], [3.0, 5, 30, 0, 0], [2.0, 5, 20, 0, 0]])
+    x = ccmab.normalise(raw, raw.min(axis=0), raw.max(axis=0))
+    np.testing.assert_array_equal(x[:, :2], [[0, 0.5], [1, 0.5], [0.5, 0.5]])
+    np.testing.assert_array_equal(x[:, 2], [0, 1, 0.5])
+
+
+def test_missing_values_become_the_mean_of_those_that_have_one_or_zero():
+    devices = [
+        Arm(id="a", n_samples=10, work=10, cpu_ghz=2.0, free_ram_gb=math.nan),
+        Arm(id="b", n_samples=10, work=10, cpu_ghz=None, free_ram_gb=None),
+        Arm(id="c", n_samples=10, work=10, cpu_ghz=4.0, free_ram_gb=None),
+    ]
+    past = {
+        "a": (
+            Participation(gradient_norm=1, loss_drop=0.2, seconds=1),
+            Participation(gradient_norm=3, loss_drop=0.4, seconds=1),
+        )
+    }
+    full = ccmab.filled(ccmab.raw_contexts(devices, past))
+    np.testing.assert_allclose(full, [[2, 0, 10, 2, 0.3], [3, 0, 10, 2, 0.3], [4, 0, 10, 2, 0.3]])
+
+
+def test_a_single_device_has_the_middle_context_and_is_chosen():
+    selection, state = ccmab.select(State(), arms(1), Settings())
+    assert selection.ids == ("d00",)
+    x = ccmab.normalise(np.array([selection.contexts["d00"]]), state.lowest, state.highest)
+    np.testing.assert_array_equal(x, np.full((1, 5), 0.5))
+
+
+def test_ranges_only_widen():
+    _, state = ccmab.select(State(), arms(3), Settings())
+    assert (state.lowest[0], state.highest[0]) == (1.0, 3.0)
+    _, state = ccmab.select(state, arms(1, ghz=2.0), Settings())
+    assert (state.lowest[0], state.highest[0]) == (1.0, 3.0)
+    _, state = ccmab.select(state, arms(1, ghz=9.0), Settings())
+    assert (state.lowest[0], state.highest[0]) == (1.0, 9.0)
+
+
+@given(st.lists(st.tuples(*[st.floats(-1e6, 1e6) | st.just(math.nan)] * 5), min_size=1, max_size=8))
+def test_contexts_are_in_the_unit_cube_whatever_devices_tell(rows):
+    raw = np.array(rows)
+    lowest = np.fmin.reduce([*raw, [math.inf] * 5])
+    highest = np.fmax.reduce([*raw, [-math.inf] * 5])
+    x = ccmab.normalise(ccmab.filled(raw), lowest, highest)
+    assert np.isfinite(x).all()
+    assert (x >= 0).all()
+    assert (x <= 1).all()
+
+
+# --------------------------------------------------------------------------------------- time, deadline, quota
+
+
+def test_worked_round_time():
+    seconds = ccmab.round_time(5 * 100, 3.0, cycles_per_sample=0.02, model_mbit=1.2, link_mbit_s=10.0)
+    assert seconds == pytest.approx(5 * 100 * 0.02 / 3 + 2 * 1.2 / 10)
+    assert seconds == pytest.approx(3.573333, abs=5e-7)
+    assert ccmab.round_time(500, 3.0, cycles_per_sample=0.02, model_mbit=1.2) == pytest.approx(10 / 3)
+
+
+def test_measured_times_replace_the_first_term():
+    arm = Arm(id="a", n_samples=100, work=100, cpu_ghz=1.0, link_mbit_s=2.0)
+    past = [Participation(gradient_norm=1, loss_drop=0, seconds=s) for s in (4.0, 6.0)]
+    assert ccmab.predicted_seconds(arm, 1.0, past, Settings(model_mbit=3.0)) == 5.0 + 3.0
+    assert ccmab.predicted_seconds(arm, 1.0, (), Settings(model_mbit=3.0)) == 100 * 0.1 + 3.0
+    assert ccmab.predicted_seconds(arm, 0.0, (), Settings(model_mbit=3.0)) == 3.0
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 0), (1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (100, 20)])
+def test_quota(n, m):
+    assert ccmab.quota(0.2, n) == m
+
+
+def test_deadline_is_the_quantile_and_is_kept_by_each_device():
+    devices = [Arm(id=f"d{i}", n_samples=10, work=10.0 * (i + 1), cpu_ghz=1.0) for i in range(5)]
+    selection, _ = ccmab.select(State(), devices, Settings(quota=1.0, fairness=False))
+    assert selection.deadline_s == pytest.approx(1 + 0.7 * 4)  # seconds 1..5, linear interpolation
+    assert selection.ids == ("d0", "d1", "d2")
+
+
+def test_devices_that_cannot_compute_or_have_no_samples_are_not_selectable():
+    devices = [
+        Arm(id="a", n_samples=10, work=10, cpu_ghz=0.0),
+        Arm(id="b", n_samples=0, work=0, cpu_ghz=2.0),
+        Arm(id="c", n_samples=10, work=10, cpu_ghz=None),
+    ]
+    selection, _ = ccmab.select(State(), devices, Settings(quota=1.0))
+    assert selection.ids == ("c",)
+    assert set(selection.seconds) == {"c"}
+
+
+def test_nobody_selectable_or_nobody_at_all_skips():
+    for devices in ([], [Arm(id="a", n_samples=0, work=0)]):
+        selection, state = ccmab.select(State(), devices, Settings())
+        assert selection.ids == ()
+        assert (state.round, state.selections, state.skipped) == (1, 0, 1)
+        assert ccmab.observe(state, selection, {}, Settings()) == state
+
+
+def test_an_infeasible_deadline_skips_three_rounds_then_takes_the_fastest_alone():
+    rules = Settings(deadline_s=1.0, fairness=False, quota=1.0)
+    state, taken = State(), []
+    for _ in range(9):
+        selection, state = ccmab.select(state, arms(4), rules)  # 5 s, 2.5 s, 1.67 s, 1.25 s
+        taken.append(selection.ids)
+    assert taken == [(), (), (), ("d03",), (), (), (), ("d03",), ()]
+    assert (state.round, state.selections, state.skipped) == (9, 2, 1)
+
+
+# ------------------------------------------------------------------------------------------------ reward model
+
+
+def test_worked_kernel():
+    x = np.array([[0.0], [0.5], [1.0]])
+    np.testing.assert_allclose(ccmab.kernel(x, x[:1], scale=1.0)[:, 0], [1, 0.784888, 0.483358], atol=5e-7)
+
+
+def test_worked_ridge():
+    phi = ccmab.features(np.array([[1.0, 0], [0, 1]]))
+    np.testing.assert_allclose(ccmab.ridge(phi, np.array([1.0, 2]), 1.0), [1 / 3, 2 / 3, 1 / 3, 2 / 3])
+
+
+def test_worked_posterior():
+    x = np.array([[0.5] * 5, [0.0] * 5])
+    mean, cov = ccmab.posterior(x, x[:1], np.array([0.4]), Settings())
+    np.testing.assert_allclose(mean, [0.393996, 0.063560], atol=5e-7)
+    np.testing.assert_allclose(cov.diagonal(), [0.009615, 0.206893], atol=5e-7)
+
+
+def test_no_history_is_the_prior():
+    x = np.random.default_rng(0).random((4, 5))
+    mean, cov = ccmab.posterior(x, np.zeros((0, 5)), np.zeros(0), Settings())
+    np.testing.assert_array_equal(mean, np.zeros(4))
+    np.testing.assert_array_equal(cov, ccmab.kernel(x, x))
+
+
+def test_mean_interpolates_when_the_noise_vanishes():
+    rng = np.random.default_rng(1)
+    x, r = rng.random((12, 5)), rng.uniform(-1, 1, 12)
+    mean, _ = ccmab.posterior(x, x, r, Settings(noise=1e-10))
+    np.testing.assert_allclose(mean, r, atol=1e-6)
+
+
+def test_variance_never_grows_with_data_and_never_exceeds_the_prior():
+    rng = np.random.default_rng(2)
+    x, seen, r = rng.random((6, 5)), rng.random((40, 5)), rng.uniform(-1, 1, 40)
+    before = np.full(6, 0.25)
+    for h in range(41):
+        variance = ccmab.posterior(x, seen[:h], r[:h], Settings())[1].diagonal()
+        assert (variance <= before + 1e-12).all()
+        before = variance
+
+
+def test_posterior_agrees_with_the_formula_by_inversion():
+    rng = np.random.default_rng(3)
+    x, seen, r = rng.random((3, 5)), rng.random((20, 5)), rng.uniform(-1, 1, 20)
+    phi = np.hstack([seen, seen**2])
+    theta = np.linalg.inv(np.eye(10) + phi.T @ phi) @ phi.T @ r
+
+    def kap(a, b):
+        d = math.sqrt(3) * math.dist(a, b)
+        return 0.25 * (1 + d) * math.exp(-d)
+
+    inverse = np.linalg.inv(np.array([[kap(a, b) for b in seen] for a in seen]) + 0.01 * np.eye(20))
+    k = np.array([[kap(a, b) for b in seen] for a in x])
+    mean, cov = ccmab.posterior(x, seen, r, Settings())
+    np.testing.assert_allclose(mean, np.hstack([x, x**2]) @ theta + k @ inverse @ (r - phi @ theta), atol=1e-10)
+    np.testing.assert_allclose(cov, [[kap(a, b) for b in x] for a in x] - k @ inverse @ k.T, atol=1e-10)
+
+
+def test_repeated_contexts_do_not_break_cholesky():
+    x = np.full((50, 5), 0.5)
+    mean, cov = ccmab.posterior(x[:2], x, np.ones(50), Settings(noise=1e-18))
+    assert np.isfinite(mean).all()
+    assert np.isfinite(cov).all()
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_kernel_of_sets_is_positive_semidefinite(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.random((20, 5))
+    member = np.zeros((30, 20))
+    for row in member:
+        row[rng.choice(20, rng.integers(1, 6), replace=False)] = 1
+    assert np.linalg.eigvalsh(member @ ccmab.kernel(x, x) @ member.T).min() > -1e-9
+
+
+def test_exploration():
+    assert [round(ccmab.exploration(t, 0.1), 6) for t in (1, 2, 10)] == [4.605170, 7.377759, 13.815511]
+
+
+# ---------------------------------------------------------------------------------------------------- the choice
+
+
+def set_score(mean, cov, beta, members):
+    index = np.array(members)
+    return mean[index].sum() + math.sqrt(beta * max(cov[np.ix_(index, index)].sum(), 0))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_greedy_is_the_slow_greedy(seed, size):
+    rng = np.random.default_rng(seed)
+    root = rng.standard_normal((8, 8))
+    mean, cov = rng.standard_normal(8), root @ root.T
+    first, allowed = [6][: size - 1], [0, 1, 2, 3, 4, 6]
+    chosen = list(first)
+    while len(chosen) < size:
+        chosen.append(
+            max((i for i in allowed if i not in chosen), key=lambda i: set_score(mean, cov, 3.0, [*chosen, i]))
+        )
+    assert ccmab.greedy(mean, cov, 3.0, first=first, allowed=allowed, size=size) == chosen
+
+
+def test_greedy_ties_go_to_the_lowest_and_it_stops_when_nobody_is_left():
+    mean, cov = np.zeros(4), np.eye(4)
+    assert ccmab.greedy(mean, cov, 1.0, first=[], allowed=[3, 1, 2], size=2) == [1, 2]
+    assert ccmab.greedy(mean, cov, 1.0, first=[0], allowed=[2], size=4) == [0, 2]
+
+
+def test_batch_spreads_over_unlike_contexts():
+    x = np.array([[0.0] * 5, [0.01] * 5, [1.0] * 5])
+    mean, cov = np.array([0.02, 0.01, 0.0]), ccmab.kernel(x, x)
+    kept = cov.copy()
+    assert ccmab.greedy_batch(mean, cov, 4.0, first=[], allowed=[0, 1, 2], size=2, noise=0.01) == [0, 2]
+    assert ccmab.greedy_batch(mean, cov, 4.0, first=[0], allowed=[1, 2], size=2, noise=0.01) == [0, 2]
+    np.testing.assert_array_equal(cov, kept)
+
+
+def test_overdue_oldest_first_at_most_a_quarter():
+    waits = [13, 4, 30, 21, 13, 11]
+    assert ccmab.overdue(waits, 8, 40) == [2, 3]  # F = 10, ceil(8/4) = 2
+    assert ccmab.overdue([10, 11], 8, 40) == [1]  # F itself is not overdue
+    assert ccmab.overdue([13, 13, 13], 4, 20) == [0]
+
+
+@pytest.mark.parametrize("search", ["set", "batch"])
+@pytest.mark.parametrize("seed", range(2))
+def test_nobody_starves(search, seed):
+    rng = np.random.default_rng(seed)
+    rules = Settings(quota=0.25, search=search)
+    devices = arms(16)
+    n, m = 16, 4
+    bound = math.ceil(2 * n / m) + math.ceil(n / math.ceil(m / 4)) + 1
+    last = dict.fromkeys((a.id for a in devices), 0)
+    state = State()
+    for t in range(1, 201):
+        selection, state = play(state, devices, rules, lambda _: rng.choice([rng.uniform(-1, 1), None]))
+        assert len(selection.ids) <= m
+        assert all(
+            selection.seconds[i] <= selection.deadline_s * (1 + 1e-9)
+            for i in selection.ids
+            if i not in selection.overdue
+        )
+        last |= dict.fromkeys(selection.ids, t)
+        assert t - min(last.values()) <= bound
+
+
+def test_without_fairness_slow_devices_never_train():
+    rules = Settings(quota=0.25, fairness=False)
+    state, seen = State(), set()
+    for _ in range(60):
+        selection, state = play(state, arms(8), rules, lambda _: 0.1)
+        seen |= set(selection.ids)
+    assert seen <= {f"d{i:02}" for i in range(8) if i >= 2}
+    assert selection.overdue == ()
+
+
+@pytest.mark.parametrize("search", ["set", "batch"])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_good_device_is_found(search, seed):
+    """Section 10, "Learning": in all of rounds 41-80, in 10 of 10 seeds."""
+    rng = np.random.default_rng(seed)
+    devices = [
+        Arm(
+            id=f"d{i}",
+            n_samples=int(rng.integers(10, 200)),
+            work=1.0,
+            cpu_ghz=float(rng.uniform(0.5, 4)),
+            free_ram_gb=float(rng.uniform(0.1, 8)),
+        )
+        for i in range(10)
+    ]
+    means = {a.id: rng.uniform(0, 0.2) for a in devices} | {"d3": 0.6}
+    rules = Settings(quota=0.2, deadline_s=1e9, fairness=False, search=search)
+    state, taken = State(), []
+    for _ in range(80):
+        selection, state = play(state, devices, rules, lambda i: means[i] + 0.05 * rng.standard_normal())
+        taken.append("d3" in selection.ids)
+    assert all(taken[40:])
+
+
+# ------------------------------------------------------------------------------------------------ what is observed
+
+
+def test_rewards_are_clipped_and_failures_cost():
+    assert ccmab.reward(outcome(0.25)) == 0.25
+    assert ccmab.reward(outcome(7.0)) == 1.0
+    assert ccmab.reward(outcome(-7.0)) == -1.0
+    assert ccmab.reward(None) == -1.0
+    assert ccmab.reward(outcome(math.nan)) == -1.0
+    assert ccmab.reward(outcome(0.5, seconds=math.inf)) == -1.0
+
+
+def test_observe_records_raw_contexts_rewards_and_a_window():
+    rules = Settings(quota=1.0, window=2, history=3, deadline_s=1e9)
+    state = State()
+    for k in range(3):
+        selection, state = ccmab.select(state, arms(2), rules)
+        told = {"d00": outcome(0.1 * (k + 1), seconds=float(k)), "d01": None}
+        state = ccmab.observe(state, selection, told, rules)
+    assert state.rewards == pytest.approx((-1.0, 0.3, -1.0))  # the last three of six
+    assert [p.loss_drop for p in state.participations["d00"]] == pytest.approx([0.2, 0.3])
+    assert "d01" not in state.participations
+    assert state.contexts[0][0] == 2.0  # raw GHz of d01
+
+
+def test_a_device_that_declined_teaches_nothing():
+    selection, state = ccmab.select(State(), arms(3), Settings(quota=1.0, deadline_s=1e9))
+    assert ccmab.observe(state, selection, {}, Settings()) == state
+
+
+def test_selection_is_deterministic_and_order_of_devices_is_irrelevant():
+    rng = np.random.default_rng(5)
+    states = [State(), State()]
+    for _ in range(12):
+        devices = arms(9)
+        (first, a), (second, b) = (
+            ccmab.select(s, d, Settings(quota=0.4)) for s, d in zip(states, (devices, devices[::-1]), strict=True)
+        )
+        assert first == second
+        told = {i: outcome(rng.uniform()) for i in first.ids}
+        states = [ccmab.observe(s, first, told, Settings()) for s in (a, b)]
+        assert states[0] == states[1]
+
+
+def test_identical_devices_are_taken_in_order():
+    devices = [Arm(id=f"d{i}", n_samples=5, work=5, cpu_ghz=1.0) for i in range(10)]
+    selection, _ = ccmab.select(State(), devices, Settings())
+    assert selection.ids == ("d0", "d1")
+
+
+def test_state_survives_serialisation():
+    state = State()
+    for _ in range(4):
+        _, state = play(state, arms(6), Settings(quota=0.5), lambda _: 0.2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State) == state
+    empty = State()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(empty), type=State) == empty
+
+
+def test_clusters_are_independent():
+    """Observing one cluster's bandit leaves another's selection as it is: states share nothing."""
+    a, b = State(), State()
+    selection, a = ccmab.select(a, arms(5), Settings())
+    before, _ = ccmab.select(b, arms(5), Settings())
+    ccmab.observe(a, selection, {i: outcome(1.0) for i in selection.ids}, Settings())
+    assert ccmab.select(b, arms(5), Settings())[0] == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"quota": 0.0},
+        {"quota": 1.1},
+        {"delta": 1.0},
+        {"ridge": 0.0},
+        {"kernel_scale": 0.0},
+        {"kernel_length": -1.0},
+        {"noise": 0.0},
+        {"deadline_s": 0.0},
+        {"search": "all"},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, Settings)
