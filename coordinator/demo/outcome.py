@@ -1,0 +1,71 @@
+"""What a demo found out: the numbers of its JSON file, and the background that only the report draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+METHODS = {
+    "local_only": "Local only",
+    "fedavg": "FedAvg",
+    "fedavg_finetuned": "FedAvg, fine-tuned",
+    "best_expert": "Best single expert",
+    "personalised": "Personalised",
+}
+"""The five accuracies, from the simplest to ours; all on the device's own test samples."""
+
+
+class DeviceOutcome(Struct, frozen=True, kw_only=True):
+    """One device. `experts`: the clusters it belongs to. `accuracy`: shares in [0, 1] by the names of `METHODS`."""
+
+    id: str
+    n_train: int
+    n_test: int
+    experts: tuple[int, ...]
+    accuracy: dict[str, float]
+    bundle: str
+    max_abs_diff_torch_onnx: float
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """The demo's JSON file. `accuracy`: means over the devices. `bytes_*`: as the coordinator saw them."""
+
+    task: str
+    partition: str
+    agents: int
+    rounds: int
+    seed: int
+    broker: str
+    wall_s: float
+    bytes_up: int
+    bytes_down: int
+    clusters: dict[str, tuple[str, ...]]
+    selection: dict[str, int]
+    split: bool
+    accuracy: dict[str, float]
+    devices: tuple[DeviceOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What the report shows beside the numbers.
+
+    `accuracy_by_round`: by names of `METHODS` the (round, accuracy on validation samples) of its shared models.
+    `similarity`: cosines between the updates of `ids`, (n, n), or None where the method looks at none. `groups`: the
+    true group by device.
+    """
+
+    method: str
+    accuracy_by_round: dict[str, Sequence[tuple[int, float]]]
+    ids: tuple[str, ...]
+    similarity: NDArray[np.float64] | None
+    groups: dict[str, int]
+
+
+def mean_accuracy(devices: Sequence[DeviceOutcome]) -> dict[str, float]:
+    """Mean over devices, each counting the same."""
+    return {name: float(np.mean([device.accuracy[name] for device in devices])) for name in METHODS}

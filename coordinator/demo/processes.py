@@ -1,0 +1,113 @@
+"""The demo's child processes: real `fedge` commands with a log file each, and none of them left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from fedge.errors import FedgeError
+
+TETHER: Final = Path(__file__).with_name("tether.py")
+GRACE_S: Final = 10.0
+"""How long a child may take to end after SIGTERM; then it is killed."""
+
+ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",  # a dozen devices share this machine's cores
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class ProcessError(FedgeError):
+    """A child ended when it should not have. The text holds the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A running `fedge` command. What it prints goes to `output`, its log lines to `log`."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.poll() is None
+
+    def require(self, *codes: int) -> None:
+        """Accept only these exit codes, or that it still runs when none is given.
+
+        Raises:
+            ProcessError: it ended otherwise.
+        """
+        code = self.process.poll()
+        if (code is None and not codes) or code in codes:
+            return
+        raise ProcessError(f"{self.name} ended with exit code {code}; {self.log} ends with:\n{tail(self.log)}")
+
+
+class Children:
+    """Starts `fedge` commands; on exit from the context all are stopped, the last started first.
+
+    A child gets a process group of its own, so that Ctrl-C reaches only the demo, which then stops them in order; if
+    the demo itself is killed, the tether stops them.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(self._children)
+
+    def start(self, name: str, arguments: Sequence[str]) -> Child:
+        """Run `fedge ARGUMENTS` with logs/NAME.log and logs/NAME.out. Call it from the main thread."""
+        output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
+        command = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), sys.executable, "-m", "fedge.cli"]
+        with output.open("wb") as stdout, log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [*command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=ENVIRONMENT | os.environ,
+                start_new_session=True,
+            )
+        child = Child(name, process, output, log)
+        self._children.append(child)
+        return child
+
+    def stop(self, children: Sequence[Child]) -> None:
+        """Ask them to end, all at once, and kill after a while what does not."""
+        for child in reversed(children):
+            if child.running:
+                child.process.terminate()
+        patience = time.monotonic() + GRACE_S
+        for child in children:
+            try:
+                child.process.wait(max(0.0, patience - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """The end of a log."""
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (nothing)"

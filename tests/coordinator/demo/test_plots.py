@@ -1,0 +1,37 @@
+import re
+
+import numpy as np
+import pytest
+
+from coordinator.demo import plots
+
+
+def test_positions_reproduce_distances_of_directions_in_a_plane() -> None:
+    angles = np.array([0.0, 0.3, 1.2, 2.0])
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    found = plots.positions(directions @ directions.T)
+    for i in range(4):
+        for j in range(4):
+            expected = np.linalg.norm(directions[i] - directions[j])
+            assert np.linalg.norm(found[i] - found[j]) == pytest.approx(expected, abs=1e-7)
+
+
+def test_positions_of_two_devices_have_two_coordinates() -> None:
+    found = plots.positions(np.array([[1.0, -1.0], [-1.0, 1.0]]))
+    assert found.shape == (2, 2)
+    assert np.linalg.norm(found[0] - found[1]) == pytest.approx(2.0)
+
+
+def test_a_bar_is_as_long_as_its_count() -> None:
+    svg = plots.selection_counts({"a": 4, "b": 2, "c": 0})
+    bars = [
+        np.array(re.findall(r"-?[\d.]+", path), float) for path in re.findall(r'<path d="([^"]*)"[^>]*method-4', svg)
+    ]
+    widths = [np.ptp(bar[0::2]) for bar in bars]
+    assert widths[0] == pytest.approx(2 * widths[1], rel=1e-3)
+    assert widths[2] == 0
+
+
+@pytest.mark.parametrize(("values", "floor"), [([0.93, 0.81], 0.7), ([0.05], 0.0), ([1.0], 0.9)])
+def test_the_axis_begins_below_the_smallest_value(values: list[float], floor: float) -> None:
+    assert plots._floor(values) == pytest.approx(floor)
