@@ -108,7 +108,7 @@ def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:
 
 def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     """Safetensors without metadata, keys sorted by the format: equal tensors give equal bytes."""
-    return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+    return save({name: np.asarray(array, order="C") for name, array in tensors.items()})
 
 
 def from_bytes(data: bytes) -> Tensors:

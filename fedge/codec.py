@@ -1,0 +1,161 @@
+"""Tensors as the bytes of a blob, for models (down) and updates (up).
+
+    float32         safetensors, exact
+    float32+zstd    the same, compressed
+    bfloat16+zstd   trainable tensors as the upper 16 bits (uint16), rounded to the nearest, ties to even
+    int8+zstd       trainable tensors t as round(t / s), s = max|t| / 127 in a float32 scalar "{name}.scale"
+
+Buffers and counters stay exact. `decode` trusts nothing: a blob either becomes a finite model of the layout, or is
+refused by name, and takes no more memory than that model needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from fedge.errors import ProtocolError
+from fedge.messages import Codec
+from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, flatten, from_bytes, to_bytes, unflatten
+
+_LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
+_SCALE: Final = ".scale"
+_LARGEST_BFLOAT16: Final = np.uint32(0x7F7F)  # magnitude bits; a finite number must not be rounded to infinity
+_HEADER_BYTES: Final = 4096  # of a safetensors file, apart from its tensors' entries
+_ENTRY_BYTES: Final = 256  # of a tensor's entry in the header, apart from its name
+
+
+def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> bytes:
+    """Serialise named tensors; equal tensors give equal bytes.
+
+    Args:
+        tensors: float32 and int64 arrays.
+        codec: how the float32 tensors are stored, except
+        exact: the names of those that stay as they are (buffers).
+
+    Raises:
+        ValueError: a tensor holds NaN or infinity, has another type, or its name clashes with that of a scale.
+    """
+    if codec is Codec.INT8 and (clash := {name + _SCALE for name in tensors} & set(tensors)):
+        raise ValueError(f"{sorted(clash)} are also the names of scales")
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (np.float32, np.int64) or not np.isfinite(tensor).all():
+            raise ValueError(f"{name} ({tensor.dtype}) is not a float32 or int64 tensor of finite numbers")
+        if tensor.dtype == np.int64 or name in exact:
+            stored[name] = tensor
+        else:
+            stored |= _stored(name, tensor.astype(np.float32, copy=False), codec)
+    data = to_bytes(stored)
+    return data if codec is Codec.FLOAT32 else zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+
+
+def decode(data: bytes, codec: Codec, layout: Layout) -> Model:
+    """Parse the bytes of a blob into a model of this layout.
+
+    Raises:
+        ProtocolError: `oversized` (more than the layout can need), `malformed` (not the codec's format), `layout` (a
+            tensor is missing, unknown, or has another shape or type) or `not-finite`.
+    """
+    tensors = from_bytes(_unpack(data, codec, _largest(layout)))
+    if codec in (Codec.FLOAT32, Codec.FLOAT32_ZSTD):
+        return flatten(tensors, layout)
+    _check(tensors, layout, codec)
+    model = Model(
+        params=np.empty(layout.n_params, np.float32),
+        buffers=np.empty(sum(t.size for t in layout.of_kind("buffer")), np.float32),
+        counters=np.empty(sum(t.size for t in layout.of_kind("counter")), np.int64),
+    )
+    views = unflatten(model, layout)
+    with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale; the result is checked below
+        for info in layout.tensors:
+            _restore(tensors, info, codec, views[info.name])
+    if not (np.isfinite(model.params).all() and np.isfinite(model.buffers).all()):
+        raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
+    return model
+
+
+def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
+    """The tensors that stand for one trainable tensor."""
+    match codec:
+        case Codec.INT8:
+            scale, rounded = _to_int8(tensor)
+            return {name: rounded, name + _SCALE: scale}
+        case Codec.BFLOAT16:
+            return {name: _to_bfloat16(tensor)}
+        case _:
+            return {name: tensor}
+
+
+def _to_int8(tensor: Floats) -> tuple[Floats, NDArray[np.int8]]:
+    largest = np.max(np.abs(tensor), initial=0.0)
+    scale = np.asarray(largest / np.float32(127), dtype=np.float32)
+    if scale == 0:  # all zero, or so small that the scale underflows
+        return scale, np.zeros(tensor.shape, np.int8)
+    rounded = tensor / scale
+    np.rint(rounded, out=rounded)
+    np.clip(rounded, -127, 127, out=rounded)  # a denormal scale is too coarse for the quotient
+    return scale, rounded.astype(np.int8)
+
+
+def _to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:
+    bits: NDArray[np.uint32] = np.asarray(tensor, order="C").view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)  # no carry beyond the sign: the number is finite
+    magnitude: NDArray[np.uint32] = np.minimum(rounded & np.uint32(0x7FFF), _LARGEST_BFLOAT16)
+    return (magnitude | (rounded & np.uint32(0x8000))).astype(np.uint16)
+
+
+def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[Any]) -> None:
+    """Write one tensor into its place in the vectors."""
+    stored = tensors[info.name]
+    if info.kind != "param":
+        target[...] = stored
+    elif codec is Codec.INT8:
+        np.multiply(stored, tensors[info.name + _SCALE], out=target)
+    else:
+        bits = target.view(np.uint32)
+        bits[...] = stored
+        bits <<= np.uint32(16)
+
+
+def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
+    """Refuse tensors that are not exactly those that `encode` makes of this layout."""
+    param = np.int8 if codec is Codec.INT8 else np.uint16
+    dtypes = {"param": param, "buffer": np.float32, "counter": np.int64}
+    expected: dict[str, tuple[tuple[int, ...], type]] = {t.name: (t.shape, dtypes[t.kind]) for t in layout.tensors}
+    if codec is Codec.INT8:
+        expected |= {t.name + _SCALE: ((), np.float32) for t in layout.of_kind("param")}
+    if set(tensors) != set(expected):
+        raise ProtocolError("layout", f"tensors {sorted(set(tensors) ^ set(expected))} are missing or unknown")
+    for name, (shape, dtype) in expected.items():
+        found = tensors[name]
+        if found.shape != shape or found.dtype != dtype:
+            raise ProtocolError("layout", f"{name} is {found.dtype}{found.shape}, expected {np.dtype(dtype)}{shape}")
+
+
+def _largest(layout: Layout) -> int:
+    """More bytes than any codec's safetensors of this layout need."""
+    entries = sum(2 * (_ENTRY_BYTES + 6 * len(t.name)) for t in layout.tensors)  # JSON may write a character as \uXXXX
+    return _HEADER_BYTES + entries + sum(t.size * (8 if t.kind == "counter" else 4) for t in layout.tensors)
+
+
+def _unpack(data: bytes, codec: Codec, largest: int) -> bytes:
+    """The safetensors file in a blob. The size that a zstd frame claims is checked before it is believed."""
+    if len(data) > largest + largest // 128 + 512:  # zstd adds that much to what it cannot compress
+        raise ProtocolError("oversized", f"{len(data)} bytes, the layout needs at most {largest}")
+    if codec is Codec.FLOAT32:
+        return data
+    try:
+        size = zstandard.frame_content_size(data)
+        if size > largest:
+            raise ProtocolError("oversized", f"unpacks to {size} bytes, the layout needs at most {largest}")
+        if size < 0:
+            raise ProtocolError("malformed", "a zstd frame without its size")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ProtocolError("malformed", f"not zstd: {error}") from error
