@@ -1,1 +1,7 @@
-"""TODO."""
+"""From a device's mixture in torch to a bundle that ONNX Runtime runs (design: *Bundle*; `fedge.bundle` for the format)."""
+
+from export.bundle import BundleInfo, write_bundle
+from export.mixture import Candidate, GateWeights, Guard, Mixture
+from export.reference import reference
+
+__all__ = ["BundleInfo", "Candidate", "GateWeights", "Guard", "Mixture", "reference", "write_bundle"]

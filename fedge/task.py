@@ -39,3 +39,13 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def fingerprint(self) -> str:
         """16 hex digits that differ when anything of the task differs."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+
+
+def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Window of the means that the gate sees of an image, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
+
+    (1, 1), that is no pooling, for inputs other than (channels, height, width) and for small images.
+    """
+    if len(input_shape) != 3:
+        return (1, 1)
+    return (-(-input_shape[1] // 8), -(-input_shape[2] // 8))

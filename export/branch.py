@@ -1,0 +1,249 @@
+"""One network as an ONNX graph whose weights are named tensors: torch is asked once per architecture.
+
+The exporter sees random weights. Whatever it computes from weights (a folded BatchNorm, say) would be wrong for every
+other model of the architecture, so a graph is taken only if each of its weights is a tensor of the network bit for bit;
+otherwise the exporter runs again without optimisation. ONNX Runtime folds what can be folded when it loads the graph.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from fedge.bundle import INPUT
+from fedge.errors import ConfigError, StoreError
+from fedge.files import write_atomically
+from fedge.task import TaskSpec
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+OPSET: Final = 20
+IR_VERSION: Final = 9
+LOGITS: Final = "logits"
+_FORMAT: Final = 1
+"""Raised when a change here makes graphs that were cached on disk useless."""
+
+_known: dict[str, bytes] = {}
+
+
+def branch(task: TaskSpec) -> onnx.ModelProto:
+    """The task's network: input x (n, *input_shape) float32, output logits (n, C); weights are named, not held.
+
+    The graph comes from memory, else from the cache folder (`cache_folder`), else from torch; of several processes that
+    need the same graph at once one asks torch and the others wait for it.
+
+    Raises:
+        ConfigError: the network cannot be expressed in ONNX.
+    """
+    import onnx
+
+    from fedge.models import build
+
+    module = build(task).eval()
+    key = _key(task, module)
+    if key not in _known:
+        with _cached(key) as file:
+            data = _read(file)
+            if data is None:
+                data = _export(task, module).SerializeToString(deterministic=True)
+                with suppress(StoreError):  # a cache that cannot be written only costs time
+                    write_atomically(file, data)
+        _known[key] = data
+    return onnx.load_from_string(_known[key])
+
+
+def cache_folder() -> Path:
+    """Where graphs are kept between processes: $XDG_CACHE_HOME/fedge/graphs, or the same below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedge" / "graphs"
+
+
+def _key(task: TaskSpec, module: torch.nn.Module) -> str:
+    """Changes with anything that the graph depends on: the task, the layers, their code, the exporter's versions."""
+    import onnx
+    import torch
+
+    own = {type(m) for m in module.modules() if not type(m).__module__.startswith("torch.")}
+    sources = sorted(_source(kind) for kind in own)
+    architecture = [task.model, task.model_options, task.input_shape, task.n_classes, repr(module), sources]
+    versions = [_FORMAT, OPSET, str(torch.__version__), onnx.__version__]
+    return hashlib.sha256(msgspec.json.encode([architecture, versions], order="deterministic")).hexdigest()
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(inspect.getmodule(kind) or kind)
+    except (OSError, TypeError):  # defined in a shell
+        return f"{kind.__module__}.{kind.__qualname__} {os.getpid()}"
+
+
+@contextmanager
+def _cached(key: str) -> Iterator[Path]:
+    """The cache file of a graph, locked against other processes where the folder can be written."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / f"{key}.lock").open("w")
+    except OSError:
+        yield folder / f"{key}.onnx"
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / f"{key}.onnx"
+
+
+def _read(file: Path) -> bytes | None:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        data = file.read_bytes()
+        onnx.load_from_string(data)
+    except (OSError, DecodeError):
+        return None
+    return data
+
+
+def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
+    import torch
+
+    tensors = _randomise(module)
+    sample = torch.zeros(2, *task.input_shape)
+    faults = []
+    for attempt in (_dynamo, _dynamo_plain, _torchscript):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the exporter about itself
+                model = attempt(module, sample)
+            return _named(model, tensors, complete=attempt is _dynamo)
+        except Exception as error:  # noqa: BLE001 exporters raise anything; the next one may do better
+            faults.append(
+                f"{attempt.__name__.strip('_')}: {str(error).strip().splitlines()[0] if str(error) else error!r}"
+            )
+    raise ConfigError(f"the network of task {task.name} cannot be exported to ONNX ({'; '.join(faults)})")
+
+
+def _dynamo(module: torch.nn.Module, sample: torch.Tensor, *, optimize: bool = True) -> onnx.ModelProto:
+    import torch
+
+    program = torch.onnx.export(
+        module,
+        (sample,),
+        dynamo=True,
+        optimize=optimize,
+        opset_version=OPSET,
+        verbose=False,
+        external_data=False,
+        input_names=[INPUT],
+        output_names=[LOGITS],
+        dynamic_shapes=({0: torch.export.Dim("n")},),
+    )
+    assert program is not None
+    return program.model_proto
+
+
+def _dynamo_plain(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
+    return _dynamo(module, sample, optimize=False)
+
+
+def _torchscript(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
+    """The older exporter, which needs no onnxscript; kept from folding BatchNorm by "preserve"."""
+    import onnx
+    import torch
+
+    buffer = io.BytesIO()
+    torch.onnx.export(
+        module,
+        (sample,),
+        buffer,
+        dynamo=False,
+        do_constant_folding=False,
+        training=torch.onnx.TrainingMode.PRESERVE,
+        opset_version=OPSET,
+        input_names=[INPUT],
+        output_names=[LOGITS],
+        dynamic_axes={INPUT: {0: "n"}, LOGITS: {0: "n"}},
+    )
+    return onnx.load_from_string(buffer.getvalue())
+
+
+def _randomise(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Give every float tensor of the network other values, so that no two look alike, and return them by name."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = dict(module.state_dict(keep_vars=True))
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 0.5 + 0.5)  # variances stay positive
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray], *, complete: bool) -> onnx.ModelProto:
+    """Take the weights out of the graph; what the exporting machine left in it (paths, stack traces) goes too."""
+    import onnx
+    from onnx import numpy_helper
+
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    used = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer if i.name in tensors}
+    changed = [name for name, value in used.items() if not np.array_equal(value, tensors[name])]
+    if changed or (complete and len(used) < len(tensors)):
+        raise ValueError(f"the exporter folded {changed or sorted(set(tensors) - set(used))}")
+    clean = onnx.helper.make_graph(
+        [_stripped(node) for node in model.graph.node],
+        "branch",
+        [onnx.helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, ["n", *_input_shape(model)])],
+        [onnx.helper.make_tensor_value_info(LOGITS, onnx.TensorProto.FLOAT, None)],
+        [
+            _weight(i) if i.name in tensors else numpy_helper.from_array(numpy_helper.to_array(i), i.name)
+            for i in model.graph.initializer
+        ],
+    )
+    return onnx.helper.make_model(clean, opset_imports=list(model.opset_import), ir_version=IR_VERSION)
+
+
+def _stripped(node: onnx.NodeProto) -> onnx.NodeProto:
+    import onnx
+
+    node.ClearField("metadata_props")
+    node.ClearField("doc_string")
+    for attribute in node.attribute:
+        for graph in (
+            (attribute.g, *attribute.graphs)
+            if attribute.type in {onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS}
+            else ()
+        ):
+            graph.ClearField("value_info")
+            for inner in graph.node:
+                _stripped(inner)
+    return node
+
+
+def _input_shape(model: onnx.ModelProto) -> list[int]:
+    return [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim[1:]]
+
+
+def _weight(initializer: onnx.TensorProto) -> onnx.TensorProto:
+    """The tensor's name, type and shape, marked as held elsewhere."""
+    import onnx
+
+    return onnx.TensorProto(
+        name=initializer.name,
+        data_type=initializer.data_type,
+        dims=initializer.dims,
+        data_location=onnx.TensorProto.EXTERNAL,
+    )

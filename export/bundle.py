@@ -1,0 +1,193 @@
+"""Writing a bundle: parts, skeleton and manifest, checked against torch, and all of it or nothing on the disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from export import parity
+from export.graph import gate_tensors, skeleton
+from export.mixture import Mixture
+from fedge.bundle import (
+    MANIFEST,
+    SKELETON,
+    CandidateInfo,
+    Fusion,
+    GuardInfo,
+    Manifest,
+    Part,
+    encode,
+    with_parts,
+)
+from fedge.errors import StoreError
+from fedge.files import sync_folder, write_atomically
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, digest_of, to_bytes, unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class BundleInfo:
+    """A bundle that was written: SHA-256 of its manifest, largest |Δp| between torch and ONNX Runtime, its folder."""
+
+    digest: str
+    max_abs_diff: float
+    path: Path
+
+
+def write_bundle(
+    folder: Path,
+    *,
+    task: TaskSpec,
+    layout: Layout,
+    mixture: Mixture,
+    validation: NDArray[np.floating],
+    release: int,
+    method: str,
+    metrics: Mapping[str, float],
+) -> BundleInfo:
+    """Write a mixture as a bundle. Equal arguments give equal bytes; a bundle that is there already is replaced.
+
+    Parts that a bundle beside `folder` holds already are linked, not written again.
+
+    Args:
+        folder: becomes the bundle; its parent is made.
+        task: what the bundle is for.
+        layout: of the candidates' models.
+        mixture: see `Mixture`.
+        validation: (n, *input_shape) model inputs of the device for the parity check; n may be 0.
+        release: counts up; a device refuses to go back.
+        method: what made the candidates, for people.
+        metrics: figures for people, finite.
+
+    Raises:
+        ValueError: the mixture is inconsistent (shapes, a number that is not finite, a weight outside [0, 1]).
+        UpdateRejected: torch and ONNX Runtime disagree by more than 1e-4 in a probability. Nothing is left on the disk.
+        ConfigError: the network cannot be expressed in ONNX.
+        StoreError: the disk is full or the folder cannot be written.
+    """
+    _check(task, mixture)
+    parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
+    parts.append(to_bytes(gate_tensors(mixture)))
+    graph = skeleton(task, mixture, parts[0], parts[-1])
+    names = [Part(digest=digest_of(data), size_bytes=len(data)) for data in parts]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
+        try:
+            for part, data in zip(names, parts, strict=True):
+                _put(unfinished / part.file_name, data, part)
+            write_atomically(unfinished / SKELETON, graph)
+            difference = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
+            manifest = encode(_manifest(task, mixture, names, graph, release, method, metrics, difference))
+            write_atomically(unfinished / MANIFEST, manifest)
+            _replace(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise StoreError(f"cannot write bundle {folder}: {error}") from error
+    return BundleInfo(digest=digest_of(manifest), max_abs_diff=difference, path=folder)
+
+
+def _check(task: TaskSpec, mixture: Mixture) -> None:
+    gate, m = mixture.gate, len(mixture.candidates)
+    hidden, features = np.shape(gate.hidden_weight)
+    shapes = {
+        "gate.hidden_bias": (gate.hidden_bias, (hidden,)),
+        "gate.out_weight": (gate.out_weight, (m, hidden)),
+        "gate.out_bias": (gate.out_bias, (m,)),
+        "log_prior": (mixture.log_prior, (task.n_classes,)),
+    }
+    for name, (array, shape) in shapes.items():
+        if np.shape(array) != shape:
+            raise ValueError(f"{name} has shape {np.shape(array)}, expected {shape}")
+    if features != parity.n_gate_features(task):
+        raise ValueError(f"the gate takes {features} inputs, the task gives {parity.n_gate_features(task)}")
+    for candidate in mixture.candidates:
+        numbers = (candidate.temperature, candidate.kappa, candidate.energy_mean, candidate.energy_std)
+        if not (all(map(math.isfinite, numbers)) and candidate.temperature > 0 and 0 <= candidate.weight <= 1):
+            raise ValueError(f"candidate {candidate.name}: temperature, kappa, energy or weight out of range")
+    arrays = [gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, mixture.log_prior, mixture.beta]
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ValueError("gate, prior or beta holds a number that is not finite")
+
+
+def _put(path: Path, data: bytes, part: Part) -> None:
+    """Link the part from a bundle beside this one, else write it."""
+    for other in path.parent.parent.glob(f"*/{part.file_name}"):
+        try:
+            if digest_of(other.read_bytes()) == part.digest:
+                os.link(other, path)
+                return
+        except OSError:  # gone meanwhile, or a file system without links
+            continue
+    write_atomically(path, data)
+
+
+def _parity(
+    task: TaskSpec, layout: Layout, mixture: Mixture, graph: bytes, folder: Path, validation: NDArray[np.floating]
+) -> float:
+    x = parity.samples(task, validation)
+    found = parity.run(graph, str(folder), x)[0]
+    return parity.check(found, parity.expected(task, layout, mixture, x)[0])
+
+
+def _manifest(
+    task: TaskSpec,
+    mixture: Mixture,
+    parts: list[Part],
+    graph: bytes,
+    release: int,
+    method: str,
+    metrics: Mapping[str, float],
+    difference: float,
+) -> Manifest:
+    guard = mixture.guard
+    return Manifest(
+        task=task,
+        method=method,
+        release=release,
+        skeleton=Part(digest=digest_of(graph), size_bytes=len(graph)),
+        gate=parts[-1],
+        candidates=tuple(
+            CandidateInfo(
+                role=c.role,
+                name=c.name,
+                part=part,
+                temperature=float(c.temperature),
+                kappa=float(c.kappa),
+                energy_mean=float(c.energy_mean),
+                energy_std=float(c.energy_std),
+                weight=float(c.weight),
+            )
+            for c, part in zip(mixture.candidates, parts[:-1], strict=True)
+        ),
+        fusion=Fusion(
+            beta=float(mixture.beta),
+            energy_clip=None if math.isinf(mixture.energy_clip) else float(mixture.energy_clip),
+            top=mixture.top,
+            guard=guard and GuardInfo(candidate=guard.candidate, temperature=guard.temperature, kappa=guard.kappa),
+        ),
+        metrics={name: float(value) for name, value in metrics.items()},
+        max_abs_diff=difference,
+    )
+
+
+def _replace(unfinished: Path, folder: Path) -> None:
+    """Rename into place, durably. A bundle that is there is moved aside first and then removed."""
+    sync_folder(unfinished)
+    old = None
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
+        os.replace(folder, old / "bundle")
+    os.replace(unfinished, folder)
+    sync_folder(folder.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,101 @@
+"""What a device's mixture is: the values that the exporter turns into a bundle (fedge.md sections 7 to 11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.messages import Role
+from fedge.tensors import Model
+
+Array = NDArray[np.float64]
+
+ENERGY_CLIP: Final = 3.0
+"""Bound of the standardised energy (fedge.md section 9)."""
+MIN_ENERGY_STD: Final = 0.1
+"""Smallest divisor of the standardisation (fedge.md section 9)."""
+GATE_HIDDEN: Final = 16
+"""Hidden units of the gate (scmoe_pfl.md 11.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One model of the mixture and its calibration.
+
+    `temperature` T_k > 0 and `kappa` κ_k >= 0: q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and `energy_std`
+    σ_k: of logsumexp_c l_k over the validation samples; mean 0 and std 1 leave the energy raw. `weight` ω_k >= 0; a
+    candidate of weight 0 has a share only where no other candidate is usable, and serves as the guard's alternative.
+    """
+
+    role: Role
+    name: str
+    model: Model
+    temperature: float = 1.0
+    kappa: float = 0.0
+    energy_mean: float = 0.0
+    energy_std: float = 1.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GateWeights:
+    """The residual gate r(x): linear -> hidden, ReLU, linear -> M, on the pooled and flattened model input (F numbers).
+
+    hidden_weight (H, F), hidden_bias (H,), out_weight (M, H), out_bias (M,); H is 16 (scmoe_pfl.md 11.1). Zero output
+    layers mean r = 0, the untrained gate.
+    """
+
+    hidden_weight: NDArray[np.floating]
+    hidden_bias: NDArray[np.floating]
+    out_weight: NDArray[np.floating]
+    out_bias: NDArray[np.floating]
+
+    @classmethod
+    def untrained(cls, n_features: int, n_candidates: int) -> GateWeights:
+        """r = 0 for every sample."""
+        return cls(
+            hidden_weight=np.zeros((GATE_HIDDEN, n_features)),
+            hidden_bias=np.zeros(GATE_HIDDEN),
+            out_weight=np.zeros((n_candidates, GATE_HIDDEN)),
+            out_bias=np.zeros(n_candidates),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Output ½ mixture + ½ softmax(l/T + κπ) of the candidate with this index (fedge.md section 11)."""
+
+    candidate: int
+    temperature: float = 1.0
+    kappa: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """All that decides a prediction, given the logits.
+
+    Attributes:
+        candidates: M >= 1 models of one architecture, in the order of `Role`.
+        log_prior: π_i, (C,) log class shares of the device.
+        beta: strength of the energy.
+        gate: the residual gate.
+        guard: the alternative that gets half of the output, or None.
+        top: of the global and expert candidates at most so many take part in a sample; private and local always do.
+        energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 is SCMoE-PFL's raw energy.
+    """
+
+    candidates: tuple[Candidate, ...]
+    log_prior: NDArray[np.floating]
+    beta: float
+    gate: GateWeights
+    guard: Guard | None = None
+    top: int = 2
+    energy_clip: float = ENERGY_CLIP
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Indices of the candidates that the top rule chooses from."""
+        return tuple(k for k, c in enumerate(self.candidates) if c.role in {Role.GLOBAL, Role.EXPERT})
