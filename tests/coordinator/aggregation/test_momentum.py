@@ -1,0 +1,70 @@
+"""Server and expert step: fedge.md sections 4, 5 and 16 (server; properties 1 and 2)."""
+
+import numpy as np
+import pytest
+
+from coordinator.aggregation import cluster_averages
+from coordinator.aggregation.momentum import expert_step, server_step
+from fedge.tensors import Layout, Model, TensorInfo
+
+
+def test_worked_server_step():
+    w, mean = np.float32([0, 0]), np.array([1.0, -1.0])
+    step = server_step(w, np.float32([0.2, 0]), mean - w, gamma=0.5)
+    np.testing.assert_allclose(step.v, [1.1, -1], rtol=1e-7)
+    np.testing.assert_allclose(step.w, [1.1, -1], rtol=1e-7)
+    assert not step.diverged
+    assert (step.w.dtype, step.v.dtype) == (np.float32, np.float32)
+
+
+def test_worked_expert_step():
+    layout = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
+    changes = [Model(np.float32(c), np.zeros(0, np.float32), np.zeros(0, np.int64)) for c in ([1, 0], [0, 2])]
+    (mean,) = cluster_averages(changes, [1, 3], [(0, 1)], layout)
+    step = expert_step(np.float32([1, 1]), np.float32([0, 0.4]), mean.params, gamma=0.5)
+    np.testing.assert_allclose(step.v, [0.25, 1.7], rtol=1e-7)
+    np.testing.assert_allclose(step.w, [1.25, 2.7], rtol=1e-7)
+
+
+def test_without_momentum_it_is_fedavg_bit_for_bit():
+    rng = np.random.default_rng(0)
+    w, change = rng.standard_normal(1000).astype(np.float32), rng.standard_normal(1000)
+    for velocity in (None, rng.standard_normal(1000).astype(np.float32)):
+        assert server_step(w, velocity, change, gamma=0.0).w.tobytes() == (w + change).astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("step", [server_step, expert_step])
+def test_a_round_without_answers_changes_nothing(step):
+    w, v = np.float32([1, 2]), np.float32([3, 4])
+    after = step(w, v, None, gamma=0.5)
+    assert (after.w.tobytes(), after.v.tobytes(), after.diverged) == (w.tobytes(), v.tobytes(), False)
+    np.testing.assert_array_equal(step(w, None, None, gamma=0.5).v, [0, 0])
+
+
+def test_divergence_keeps_the_model_and_drops_the_velocity():
+    w, v = np.float32([1, 3e38]), np.float32([1, 3e38])
+    for change in (np.array([0, 3e38]), np.array([np.nan, 0]), np.array([np.inf, 0])):
+        step = server_step(w, v, change, gamma=0.9)
+        assert step.diverged
+        np.testing.assert_array_equal(step.w, w)
+        np.testing.assert_array_equal(step.v, [0, 0])
+
+
+def test_inputs_are_never_modified():
+    w, v, change = np.float32([1, 2]), np.float32([3, 4]), np.array([5.0, 6])
+    server_step(w, v, change, gamma=0.5)
+    np.testing.assert_array_equal(np.concatenate([w, v, change]), [1, 2, 3, 4, 5, 6])
+
+
+def test_momentum_accumulates_to_the_geometric_sum():
+    w, v = np.zeros(1, np.float32), None
+    for _ in range(60):
+        step = server_step(w, v, np.array([1.0]), gamma=0.5)
+        w, v = step.w, step.v
+    assert v == pytest.approx(2.0)  # 1 / (1 - gamma)
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.0, float("nan")])
+def test_gamma_out_of_range_is_refused(gamma):
+    with pytest.raises(ValueError, match="gamma"):
+        server_step(np.zeros(1, np.float32), None, np.zeros(1), gamma=gamma)

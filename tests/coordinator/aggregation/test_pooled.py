@@ -1,0 +1,71 @@
+"""Pooled choices and weights: fedge.md sections 2, 7, 8 and 16."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.aggregation.pooled import pooled_choice, pooled_weights
+
+
+def em(p, u, a, steps=60):
+    """omega of one device, as section 8 has it."""
+    omega = u.copy()
+    for _ in range(steps):
+        r = omega * p / (omega * p).sum(axis=1, keepdims=True)
+        omega = (r.sum(axis=0) + a * u) / (len(p) + a)
+    return omega
+
+
+def test_smallest_total_not_smallest_mean_of_ranks():
+    assert pooled_choice([[1.0, 5.0], [3.0, 0.5], [2.0, 2.0]]) == 0
+    assert pooled_choice([[1.0, 0.0]]) == 1
+
+
+def test_ties_take_the_first_and_better_means_by_more_than_1e_9():
+    assert pooled_choice([[1.0, 1.0, 1.0]]) == 0
+    assert pooled_choice([[1.0, 1.0 - 0.9e-9, 1.0 - 1.1e-9]]) == 2
+    assert pooled_choice([[1.0, 1.0 - 0.9e-9]]) == 0
+
+
+def test_nothing_to_choose_from_is_refused():
+    for nothing in ([], [[]]):
+        with pytest.raises(ValueError, match="choose"):
+            pooled_choice(nothing)
+
+
+def test_worked_weights_of_two_devices():
+    """Section 16: twice omega with a0 = 10 from the pooled u, then u again."""
+    first = np.array([(0.9, 0.5), (0.8, 0.5), (0.2, 0.5)])
+    second = np.array([(0.1, 0.6), (0.3, 0.7)])
+    u = np.array([0.5, 0.5])
+    for a, expected in ((0.001, 0.631400), (5, 0.508261), (20, 0.502163)):
+        assert em(first, u, a)[0] == pytest.approx(expected, abs=5e-7)
+    for _ in range(2):
+        told = [(dict(enumerate(em(p, u, 10.0))), len(p)) for p in (first, second)]
+        u = np.array(list(pooled_weights(told).values()))
+    np.testing.assert_allclose(u, [0.464488, 0.535512], atol=5e-7)
+    assert [em(p, u, 20.0)[0] for p in (first, second)] == pytest.approx([0.467192, 0.438917], abs=5e-7)
+
+
+def test_a_missing_candidate_weighs_nothing_on_its_device():
+    assert pooled_weights([({"a": 1.0}, 1), ({"a": 0.5, "b": 0.5}, 3)]) == {"a": 0.625, "b": 0.375}
+
+
+def test_without_validation_samples_all_devices_count_alike():
+    assert pooled_weights([({"a": 0.2, "b": 0.8}, 0), ({"a": 0.4, "b": 0.6}, 0)]) == pytest.approx({"a": 0.3, "b": 0.7})
+    with pytest.raises(ValueError, match="pool"):
+        pooled_weights([])
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), st.integers(0, 1000)), min_size=1, max_size=6
+    )
+)
+def test_pooled_weights_sum_to_one_and_lie_between_the_devices(devices):
+    told = [({k: w / sum(ws) for k, w in enumerate(ws)}, m) for ws, m in devices]
+    u = pooled_weights(told)
+    assert sum(u.values()) == pytest.approx(1)
+    for k, share in u.items():
+        assert min(omega[k] for omega, _ in told) - 1e-12 <= share <= max(omega[k] for omega, _ in told) + 1e-12
