@@ -28,7 +28,7 @@ BUILT_IN: Final = {
         input_shape=(1, 8, 8),
         model="mlp",
         model_options={"hidden": 32},
-        preprocessing=Preprocessing(scale=16.0),
+        preprocessing=Preprocessing(scale=16.0, mean=0.3053, std=0.3761),
     ),
     "mnist": TaskSpec(
         name="mnist",
