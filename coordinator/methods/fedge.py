@@ -56,7 +56,7 @@ R = TypeVar("R", EnergyFitted, Installed, Profiled, WeightsFitted)
 
 LARGE = 100_000  # parameters above which directions are projected
 PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
-WARM_UP = 3  # rounds with everybody, before profiles exist
+WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
 GAMMA = 0.5  # server momentum, section 4
 RHO = 0.4  # share of the rounds before the trial, section 5
 MAX_CLUSTERS = 8  # K, section 5
