@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+from weakref import WeakValueDictionary
 
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, sync_folder
@@ -41,8 +42,8 @@ Range = tuple[int, int]
 """Bytes [start, end)."""
 Source = Callable[[str], Path | bytes | None]
 """digest -> where its bytes are; None when there is no such blob."""
-TopicOf = Callable[[int], str]
-"""Byte offset -> topic of the chunk that begins there."""
+Key = tuple[str, str]
+"""A blob on its way out: digest, topic filter of its chunks."""
 
 ASK_BYTES: Final = 8 * 1024 * 1024
 """One fetch has at most this much under way: 60 ms at 1 GbE, and far below a broker's queue limit."""
@@ -172,7 +173,7 @@ class Receiving:
         free = Ranges(self._missing)
         for start, end in self._asked:
             free.remove(start, end)
-        chosen = []
+        chosen: list[Range] = []
         for start, end in free:
             if room <= 0 or len(chosen) == MAX_RANGES:
                 break
@@ -203,15 +204,12 @@ class _Outgoing:
 
 
 class Sending:
-    """Which chunk to publish next. Wants that overlap become one chunk while they wait; blobs take turns. No IO.
-
-    A key stands for one blob on one topic.
-    """
+    """Which chunk to publish next. Wants that overlap become one chunk while they wait; blobs take turns. No IO."""
 
     def __init__(self) -> None:
-        self._blobs: OrderedDict[str, _Outgoing] = OrderedDict()
+        self._blobs: OrderedDict[Key, _Outgoing] = OrderedDict()
 
-    def want(self, key: str, ranges: Iterable[Range]) -> bool:
+    def want(self, key: Key, ranges: Iterable[Range]) -> bool:
         """Queue byte ranges; True if some of them were published before and wait for `release`."""
         blob = self._blobs.setdefault(key, _Outgoing())
         for start, end in ranges:
@@ -223,7 +221,7 @@ class Sending:
                 blob.due.add(low, high)
         return bool(blob.held)
 
-    def release(self, key: str) -> None:
+    def release(self, key: Key) -> None:
         """The wait is over: queue what was published before once more, for all who asked meanwhile."""
         blob = self._blobs.get(key)
         if blob is not None:
@@ -231,19 +229,19 @@ class Sending:
                 blob.due.add(start, end)
             blob.held = Ranges()
 
-    def next(self, chunk_bytes: int) -> tuple[str, int, int] | None:
+    def next(self, chunk_bytes: int) -> tuple[Key, int, int] | None:
         """Take the next chunk: key, start, end (at most `chunk_bytes` long); None when nobody waits."""
         for key, blob in self._blobs.items():
             for start, end in blob.due:
-                end = min(end, start + chunk_bytes)
-                blob.due.remove(start, end)
-                blob.published.add(start, end)
+                stop = min(end, start + chunk_bytes)
+                blob.due.remove(start, stop)
+                blob.published.add(start, stop)
                 self._blobs.move_to_end(key)
                 self._forget_old()
-                return key, start, end
+                return key, start, stop
         return None
 
-    def drop(self, key: str) -> None:
+    def drop(self, key: Key) -> None:
         """Forget a blob and all who want it."""
         self._blobs.pop(key, None)
 
@@ -350,7 +348,7 @@ class Receiver:
         self._folder = folder
         self._max_bytes = max_bytes
         self._stall_s = stall_s
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._fetches: set[_Fetch] = set()
         transport.on_connect(self._reconnected)
         _remove_old_parts(folder)
@@ -380,9 +378,6 @@ class Receiver:
                 await self._fetch(ref, chunks, wants, device_id)
             except OSError as error:
                 raise StoreError(f"cannot store blob {ref.digest}: {error}") from error
-            finally:
-                if not lock._waiters:  # noqa: SLF001
-                    self._locks.pop(ref.digest, None)
         return self._folder.path(ref.digest)
 
     async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str) -> None:
@@ -482,29 +477,33 @@ class Sender:
         self._transport = transport
         self._source = source
         self._sending = Sending()
-        self._topics: dict[str, tuple[str, TopicOf]] = {}
         self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._group = asyncio.TaskGroup()
+        self._workers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._work(), name=f"sender {i}") for i in range(SENDER_TASKS)]
+        await self._group.__aenter__()
+        self._workers = [self._group.create_task(self._work(), name=f"sender {i}") for i in range(SENDER_TASKS)]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
+        for task in self._workers:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await self._group.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+            raise first from first.__cause__
 
-    def want(self, digest: str, ranges: Iterable[Range], topic_of: TopicOf) -> None:
+    def want(self, digest: str, ranges: Iterable[Range], *, chunks: str) -> None:
         """Queue byte ranges of a blob for publishing; returns at once.
 
         Args:
             digest: which blob.
             ranges: what a receiver lacks, [start, end).
-            topic_of: byte offset -> topic of the chunk that begins there, such as
-                `lambda offset: topics.model_chunk(digest, offset)`.
+            chunks: topic filter of the chunks as the receiver subscribes to it; the byte offset replaces its last "+".
 
         Raises:
             ProtocolError: `unknown-blob`, or `out-of-range`: a range is empty or reaches beyond the blob.
@@ -517,13 +516,12 @@ class Sender:
         for start, end in ranges:
             if not 0 <= start < end <= size:
                 raise ProtocolError("out-of-range", f"bytes {start} to {end} of {size}")
-        key = topic_of(0)
-        self._topics[key] = (digest, topic_of)
+        key = (digest, chunks)
         if self._sending.want(key, ranges):
             asyncio.get_running_loop().call_later(GATHER_S, self._release, key)
         self._wake.set()
 
-    def _release(self, key: str) -> None:
+    def _release(self, key: Key) -> None:
         self._sending.release(key)
         self._wake.set()
 
@@ -536,12 +534,12 @@ class Sender:
             else:
                 await self._publish(*chunk)
 
-    async def _publish(self, key: str, start: int, end: int) -> None:
-        digest, topic_of = self._topics[key]
+    async def _publish(self, key: Key, start: int, end: int) -> None:
+        digest, chunks = key
         source = self._source(digest)
         try:
             data = await _read(source, start, end)
-            await self._transport.publish(topic_of(start), data)
+            await self._transport.publish(f"{chunks.removesuffix('+')}{start}", data)
         except (OSError, ValueError, TransportError) as error:
             # The blob was collected meanwhile, or the broker refuses it: whoever still needs it will ask again.
             log.warning("event=chunk_failed digest=%s offset=%d reason=%r", digest, start, str(error))

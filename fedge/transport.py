@@ -2,7 +2,7 @@
 
 One `Transport` lives as long as its process; below it, one `_Connection` (one paho client) lives as long as one TCP
 connection. What must outlive a connection is kept by the transport: subscriptions and publishes that the broker has
-not acknowledged. Each (re)connect tries MQTT 5 first and falls back to 3.1.1 where the broker closes on us.
+not acknowledged. MQTT 5 is tried first, and 3.1.1 where the broker does not answer to that.
 
 Delivery is at least once in both directions, and a broker may drop what it likes: whoever uses this repeats what
 matters until it is answered. paho ignores the server's Maximum Packet Size and Receive Maximum, so both are kept here.
@@ -54,6 +54,8 @@ PACKET_OVERHEAD: Final = 1024
 """Kept free of a packet for its header, topic and properties."""
 CONNECT_TIMEOUT_S: Final = 10.0
 """Time for TCP, TLS and CONNACK each: a slow mobile link needs seconds for the TLS handshake alone."""
+SILENCE_S: Final = 2.0
+"""A broker that knows no MQTT 5 may leave our CONNECT without an answer (amqtt does); then 3.1.1 is tried."""
 BACKOFF_BASE_S: Final = 0.25
 BACKOFF_CAP_S: Final = 10.0
 """A restarted broker is found within seconds, and a thousand agents do not come back in one instant (full jitter)."""
@@ -355,10 +357,13 @@ class _Connection:
             raise
         self._watch()
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(SILENCE_S if self.is_v5 else CONNECT_TIMEOUT_S):
                 return await self._connack
-        except BaseException:
+        except TimeoutError as error:
             self.close("no CONNACK")
+            raise _RefusedError("no CONNACK", final=False) from error
+        except BaseException:
+            self.close("refused")
             raise
 
     def _connect(self) -> None:
@@ -573,6 +578,7 @@ class Transport:
         self._subscriptions: dict[str, _Subscription] = {}
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._connection: _Connection | None = None
+        self._protocols = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
         self._was_connected = False
         self._online = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -688,13 +694,17 @@ class Transport:
             await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
 
     async def _connect_once(self) -> _Connection:
+        """Try the protocol that worked last, at first MQTT 5, then the other one."""
+        first, second = self._protocols
         try:
-            return await self._connect_with(MQTTProtocolVersion.MQTTv5)
+            return await self._connect_with(first)
         except _RefusedError as error:
             if error.final:
                 raise
-            log.info("event=fallback protocol=3.1.1 reason=%r", str(error))
-        return await self._connect_with(MQTTProtocolVersion.MQTTv311)
+            log.info("event=fallback client=%s reason=%r", self.client_id, str(error))
+        connection = await self._connect_with(second)
+        self._protocols = (second, first)
+        return connection
 
     async def _connect_with(self, protocol: MQTTProtocolVersion) -> _Connection:
         """One attempt. The first connection of a process starts a clean session: what is queued is not for us."""

@@ -1,0 +1,285 @@
+"""A broker for one machine: Mosquitto where it is installed, otherwise amqtt, as a child process.
+
+Neither outlives us, even when we are killed with -9: the child asks the kernel (Linux: PR_SET_PDEATHSIG) to be killed
+with the thread that started it. It does so in a Python trampoline, `python -m fedge.broker --exec ...`, which then
+becomes Mosquitto or runs amqtt; a hook between fork and exec would not be safe in a process with threads.
+
+amqtt has no MQTT 5, no redelivery and a debug line that formats every payload, for which it has no setting: it is the
+fallback that needs no installation, not a choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import getpass
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import click
+
+from fedge.errors import ConfigError, TransportError
+
+log = logging.getLogger("fedge.broker")
+
+KINDS: Final = ("auto", "mosquitto", "amqtt")
+MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
+"""Announced to clients; chunks are 512 KiB."""
+MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024
+"""For each client. Beyond it Mosquitto drops in silence; a receiver never asks for that much (fedge.transfer)."""
+START_TIMEOUT_S: Final = 20.0
+"""amqtt imports for several seconds on a Raspberry Pi."""
+STOP_TIMEOUT_S: Final = 5.0
+POLL_S: Final = 0.02
+
+_SBIN: Final = ("/usr/sbin", "/usr/local/sbin")
+"""Where distributions put Mosquitto, outside a normal user's PATH."""
+
+
+def mosquitto_path() -> str | None:
+    """The Mosquitto program of this machine, if there is one."""
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(_SBIN))
+
+
+def choose(kind: str) -> str:
+    """Turn "auto" into what this machine has: "mosquitto" or "amqtt".
+
+    Raises:
+        ConfigError: the kind is unknown, or its program is not installed.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown broker {kind!r}; choose one of {', '.join(KINDS)}")
+    if kind == "auto":
+        return "mosquitto" if mosquitto_path() else "amqtt"
+    if kind == "mosquitto" and mosquitto_path() is None:
+        raise ConfigError("mosquitto is not installed (Debian: apt install mosquitto); or choose --kind amqtt")
+    return kind
+
+
+def mosquitto_config(host: str, port: int) -> str:
+    """The configuration that we start Mosquitto with: one listener without passwords, nothing kept on disk."""
+    return "\n".join(
+        (
+            f"listener {port} {host}",
+            "allow_anonymous true",
+            "persistence false",
+            "set_tcp_nodelay true",
+            f"max_packet_size {MAX_PACKET_BYTES}",
+            "max_queued_messages 0",
+            f"max_queued_bytes {MAX_QUEUED_BYTES}",
+            # As root it would change its user, and the kernel then forgets that it should die with us.
+            f"user {getpass.getuser()}",
+            "log_dest stderr",
+            "log_type error",
+            "log_type warning",
+            "",
+        )
+    )
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalBroker:
+    """A broker as a child of this process. Async context manager; may be killed and started again on its port.
+
+    Start it from a thread that lives as long as the broker should (normally the main thread).
+    """
+
+    def __init__(self, kind: str = "auto", *, host: str = "127.0.0.1", port: int = 0, home: Path | None = None) -> None:
+        self.name = choose(kind)
+        self.host = host
+        self.port = port or free_port(host)
+        self._temporary = tempfile.TemporaryDirectory(prefix="fedge-broker-") if home is None else None
+        self._home = Path(self._temporary.name) if self._temporary is not None else home
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start, and wait until it accepts connections; raises as `start`."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the child and wait until it accepts connections.
+
+        Raises:
+            TransportError: it ended or did not listen in time; the text holds the end of its log.
+        """
+        assert self._home is not None
+        self._home.mkdir(parents=True, exist_ok=True)
+        with (self._home / "broker.log").open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command(self._home),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for us; we end the child when all who use it are done
+            )
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await self._accepts():  # noqa: ASYNC110 - nothing tells when another program listens
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise TransportError(f"{self.name} did not listen on {self.host}:{self.port}: {self._log_end()}") from error
+        log.info("event=broker_started kind=%s host=%s port=%d", self.name, self.host, self.port)
+
+    def _command(self, home: Path) -> list[str]:
+        trampoline = [sys.executable, "-m", "fedge.broker"]
+        if self.name == "amqtt":
+            return [*trampoline, "--amqtt", self.host, str(self.port), str(os.getpid())]
+        config = home / "mosquitto.conf"
+        config.write_text(mosquitto_config(self.host, self.port), encoding="utf-8")
+        return [*trampoline, "--exec", str(os.getpid()), mosquitto_path() or "mosquitto", "-c", str(config)]
+
+    async def _accepts(self) -> bool:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._log_end()}")
+        try:
+            _, writer = await asyncio.open_connection(self.host, self.port)
+        except OSError:
+            return False
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return True
+
+    def _log_end(self) -> str:
+        assert self._home is not None
+        lines = (self._home / "broker.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return " | ".join(lines[-3:])
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    async def wait(self) -> int:
+        """Wait until the broker ends by itself; returns its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """Kill -9, as a power cut would; `start` brings it back on the same port, without its memory."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End it cleanly, and by force if it does not go. Does nothing when it does not run."""
+        await self._end(signal.SIGTERM)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(number)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------- the child
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process with the thread that started it (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # sys/prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before we could ask
+            raise SystemExit(1)
+
+
+async def serve_amqtt(host: str, port: int) -> None:
+    """Run amqtt, for everybody and without its logging plugins, until SIGTERM."""
+    from amqtt.broker import Broker
+
+    config = {
+        "listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}},
+        "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
+    }
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = Broker(config)
+    await server.start()
+    await stop.wait()
+    await server.shutdown()
+
+
+def main(arguments: list[str]) -> None:
+    """The child: `--exec PARENT PROGRAM ARGUMENT...` or `--amqtt HOST PORT PARENT`."""
+    match arguments:
+        case ["--exec", parent, program, *rest]:
+            die_with_parent(int(parent))
+            os.execv(program, [program, *rest])  # noqa: S606
+        case ["--amqtt", host, port, parent]:
+            die_with_parent(int(parent))
+            logging.basicConfig(level=logging.ERROR)
+            asyncio.run(serve_amqtt(host, int(port)))
+        case _:
+            raise SystemExit(f"this is a part of `fedge broker`; got {arguments}")
+
+
+# -------------------------------------------------------------------------------------------------- `fedge broker`
+
+
+async def _run(kind: str, host: str, port: int, home: Path | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with LocalBroker(kind, host=host, port=port, home=home) as running:
+        click.echo(f"{running.name} listens on {running.host}:{running.port}; Ctrl-C ends it")
+        stopped, ended = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(running.wait())
+        await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not stop.is_set():
+            raise TransportError(f"{running.name} ended with status {ended.result()}")
+        ended.cancel()
+
+
+@click.command(
+    epilog="\b\nExamples:\n  fedge broker\n  fedge broker --host 0.0.0.0 --port 1884 --kind mosquitto --home ./broker"
+)
+@click.option(
+    "--kind", type=click.Choice(KINDS), default="auto", show_default=True, help="Which broker; auto: the best."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=1883, show_default=True, help="TCP port; 0: a free one.")
+@click.option("--home", type=click.Path(path_type=Path), help="Folder for its configuration and log.")
+def broker(kind: str, host: str, port: int, home: Path | None) -> None:
+    """Run a broker on this machine until Ctrl-C: Mosquitto where it is installed, otherwise amqtt.
+
+    It lets everybody in who can reach the address, so keep it on this machine or on a closed network.
+    """
+    asyncio.run(_run(kind, host, port, home))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

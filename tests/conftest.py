@@ -1,0 +1,31 @@
+"""Fixtures for tests that need a real broker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from fedge.broker import LocalBroker, mosquitto_path
+from tests.support.broker import BROKERS, local_broker
+
+
+@pytest.fixture(params=BROKERS)
+async def broker(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[LocalBroker]:
+    """A fresh broker on a free port, once as Mosquitto (MQTT 5) and once as amqtt (3.1.1); tests may kill it."""
+    if request.param == "amqtt":  # it never answers MQTT 5: no need to wait long for that in each test
+        monkeypatch.setattr("fedge.transport.SILENCE_S", 0.3)
+    async with local_broker(request.param, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def mosquitto(tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    """A fresh Mosquitto, for tests of what only MQTT 5 has; skipped where it is not installed."""
+    if mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    async with local_broker("mosquitto", tmp_path) as running:
+        yield running
