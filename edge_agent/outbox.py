@@ -26,7 +26,7 @@ import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.files import BlobFolder, write_atomically
-from fedge.messages import Ack, BlobRef, Order, Report, Trained, decode, encode
+from fedge.messages import Ack, BlobRef, Order, Report, decode, encode
 from fedge.tensors import digest_of
 
 log = logging.getLogger("fedge.agent")
@@ -173,10 +173,16 @@ class Outbox:
                 self._blobs.remove(digest)
 
 
-def blobs_of(report: Report) -> Iterator[BlobRef]:
-    """The tensors that a report names: only an update leaves the device."""
-    if isinstance(report.result, Trained):
-        yield report.result.update
+def blobs_of(message: object) -> Iterator[BlobRef]:
+    """All tensors that an order or a report names."""
+    if isinstance(message, BlobRef):
+        yield message
+    elif isinstance(message, msgspec.Struct):
+        for field in message.__struct_fields__:
+            yield from blobs_of(getattr(message, field))
+    elif isinstance(message, tuple):
+        for item in message:
+            yield from blobs_of(item)
 
 
 def _read(path: Path, kind: type[M], name_of: Callable[[M], str]) -> M | None:

@@ -1,0 +1,506 @@
+"""The agent on a device: one asyncio loop that carries out what `edge_agent.session` decides.
+
+The loop does all that must never wait long (keep-alive, orders, acknowledgements, serving chunks); one worker thread
+does the training, so that a busy device never looks dead to its broker. torch is imported in that thread by the first
+order that needs it: an idle agent stays small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import shutil
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+import fedge
+from edge_agent import context
+from edge_agent.outbox import Outbox, blobs_of
+from edge_agent.session import (
+    LAST_RESEND_S,
+    MAX_ACKED,
+    Acknowledge,
+    AckReceived,
+    Action,
+    Closing,
+    Connected,
+    Discard,
+    Event,
+    Keep,
+    OrderReceived,
+    Persist,
+    Publish,
+    Run,
+    Session,
+    Stop,
+    Tick,
+    WorkFinished,
+    WorkStopped,
+)
+from fedge.errors import ProtocolError, StoreError, TransportError
+from fedge.files import BlobFolder
+from fedge.messages import (
+    Ack,
+    BlobRef,
+    Capabilities,
+    Context,
+    Declined,
+    Failed,
+    Order,
+    Presence,
+    Report,
+    Result,
+    Status,
+    Want,
+    decode,
+    encode,
+)
+from fedge.topics import Topics
+from fedge.transfer import Receiver, Sender
+from fedge.transport import BrokerSettings, Inbound, Transport, Will
+
+if TYPE_CHECKING:
+    from edge_agent.worker import Outcome
+    from fedge.task import TaskSpec
+
+log = logging.getLogger("fedge.agent")
+
+WILL_DELAY_S: Final = 10
+"""A device that is back within 10 s was never gone: Wi-Fi roaming takes a few seconds."""
+
+GOODBYE_S: Final = 5.0
+"""How long a stopping agent tries to say that it sleeps; after that the last will says that it is gone."""
+
+CACHED_MODELS: Final = 8
+"""Models kept beyond the open orders: the next order of a round often names the same ones."""
+
+MAX_REASON: Final = 1000
+"""`Text` of a message is no longer."""
+
+
+class Works(Protocol):
+    """What carries out orders: `edge_agent.worker.Worker`, or a stand-in in tests and benchmarks."""
+
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+        """Do the work of one order. Raises anything soon after `stop()` became true."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When the device would rather not work. None: no limit; a sensor that the device lacks is never past its limit."""
+
+    min_free_ram_gb: float | None = None
+    max_temperature_c: float | None = None
+    min_battery: float | None = None  # share of a full one
+
+    def excuse(self, now: Context) -> str | None:
+        """Why the device declines work now, or None."""
+        if self.min_free_ram_gb is not None and now.free_ram_gb is not None and now.free_ram_gb < self.min_free_ram_gb:
+            return f"free RAM {now.free_ram_gb:.2f} GB is below {self.min_free_ram_gb:g} GB"
+        if (
+            self.max_temperature_c is not None
+            and now.temperature_c is not None
+            and now.temperature_c > self.max_temperature_c
+        ):
+            return f"temperature {now.temperature_c:.0f} C is above {self.max_temperature_c:g} C"
+        if self.min_battery is not None and now.battery is not None and now.battery < self.min_battery:
+            return f"battery {now.battery:.0%} is below {self.min_battery:.0%}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who the agent is and what it has. n_samples: labelled training samples; n_shared: those not marked sensitive."""
+
+    device_id: str
+    federation: str
+    task: TaskSpec
+    n_samples: int
+    n_shared: int
+
+
+def silent(event: str, fields: dict[str, object]) -> None:
+    """Observe nothing."""
+
+
+class Agent:
+    """One device in one federation. `run` lasts until `stop`.
+
+    Args:
+        identity: who it is.
+        broker: how to reach the broker.
+        home: durable folder: `outbox`, `models` (received); the worker has its own files beside them.
+        make_worker: called once, in the worker thread, when the first order needs it.
+        limits: when to decline.
+        context_interval_s: how often the device says how it is.
+        observe: is told every event, with its fields, on the event loop.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        broker: BrokerSettings,
+        home: Path,
+        make_worker: Callable[[], Works],
+        *,
+        limits: Limits = Limits(),
+        context_interval_s: float = 10.0,
+        observe: Callable[[str, dict[str, object]], None] = silent,
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self._identity = identity
+        self._broker = broker
+        self._home = home
+        self._make_worker = make_worker
+        self._limits = limits
+        self._context_interval_s = context_interval_s
+        self._observe = observe
+        self._topics = Topics(identity.federation)
+        self._incarnation = uuid.uuid4().hex
+        self._worker: Works | None = None
+        self._models = BlobFolder(home / "models")
+        self._stop_work = threading.Event()
+        self._work: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
+        self._something_waits = asyncio.Event()
+        self._end: asyncio.Future[None] | None = None
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    async def run(self) -> None:
+        """Take part until `stop` is called.
+
+        Raises:
+            ConfigError: another agent uses the folder.
+            StoreError: durable state cannot be written; nothing that was accepted is lost.
+            TransportError: the broker refused us for good.
+        """
+        self._end = asyncio.get_running_loop().create_future()
+        with Outbox(self._home / "outbox") as self._outbox, ThreadPoolExecutor(1, "worker") as self._pool:
+            self._session = Session(
+                self._identity.device_id,
+                orders=self._outbox.orders(),
+                reports=self._outbox.reports(),
+                acked=[verdict.order_id for verdict in self._outbox.verdicts],
+            )
+            self._transport = await self._wire()
+            try:
+                async with self._transport, self._sender:
+                    await self._serve()
+            finally:
+                self._halt()
+
+    def stop(self) -> None:
+        """Finish soon: stop training between two batches, say that the device sleeps, return from `run`."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
+
+    async def _wire(self) -> Transport:
+        """Make the transport, with all that it is subscribed to from the first connection on."""
+        me, topics = self._identity.device_id, self._topics
+        will = Will(topics.agent(me, "status"), encode(self._status(Presence.OFFLINE)), delay_s=WILL_DELAY_S)
+        transport = Transport(self._broker, f"{self._identity.federation}-{me}", will=will)
+        self._receiver = Receiver(transport, self._models)
+        self._sender = Sender(transport, self._outbox.blob)
+        await transport.subscribe(topics.agent(me, "orders"), self._on_order)
+        await transport.subscribe(topics.agent(me, "acks"), self._on_ack)
+        await transport.subscribe(topics.coordinator_wants(me), self._on_want)
+        transport.on_connect(self._on_connect)
+        return transport
+
+    async def _serve(self) -> None:
+        """Work until the end, then say good-bye. The end is an exception if a background task failed."""
+        assert self._end is not None
+        self._spawn(self._publish_what_waits())
+        self._spawn(self._tell_context())
+        await self._end
+        self._say("stopping")
+        self._feed(Closing())
+        if self._work is not None:
+            await self._work
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._transport.publish(
+                    self._topics.agent(self._identity.device_id, "status"),
+                    encode(self._status(Presence.SLEEPING)),
+                    retain=True,
+                )
+        self._say("sleeping")
+
+    def _halt(self) -> None:
+        """Leave nothing running behind, however `run` ends."""
+        self._stop_work.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._end is not None and not self._end.done():
+            self._end.set_exception(error)
+
+    # ------------------------------------------------------------------------------------------------- inwards
+
+    async def _on_connect(self) -> None:
+        self._say("online", broker=f"{self._broker.host}:{self._broker.port}", protocol=self._transport.protocol)
+        self._send(self._status(Presence.ONLINE))
+        self._send(self._measure())
+        self._feed(Connected())
+
+    async def _on_order(self, inbound: Inbound) -> None:
+        with self._refusing(inbound):
+            self._feed(OrderReceived(decode(inbound.payload, Order)))
+
+    async def _on_ack(self, inbound: Inbound) -> None:
+        with self._refusing(inbound):
+            self._feed(AckReceived(decode(inbound.payload, Ack)))
+
+    async def _on_want(self, inbound: Inbound) -> None:
+        with self._refusing(inbound):
+            want = decode(inbound.payload, Want)
+            me = self._identity.device_id
+            if want.device_id != me:
+                raise ProtocolError("wrong-device", f"want for {want.device_id}")
+            self._sender.want(want.digest, want.ranges, chunks=self._topics.update_chunk(me, want.digest))
+
+    @contextmanager
+    def _refusing(self, inbound: Inbound) -> Iterator[None]:
+        """Drop what the contract does not allow: one line, one count, no change."""
+        try:
+            yield
+        except ProtocolError as error:
+            self.refused[error.name] += 1
+            self._say("refused", logging.WARNING, name=error.name, topic=inbound.topic, detail=str(error))
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    def _feed(self, event: Event) -> None:
+        """Let the session decide, and do what it says, in its order."""
+        try:
+            for action in self._session.handle(event, time.time()):
+                self._perform(action)
+        finally:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wakeup = self._session.next_wakeup()
+        if wakeup is not None:
+            # At least a moment ahead: the loop's clock and the wall clock do not tick alike. At most LAST_RESEND_S: the
+            # wall clock may be set meanwhile.
+            delay_s = min(max(wakeup - time.time(), 0.01), LAST_RESEND_S)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self._feed(Tick())
+        except StoreError as error:
+            self._fail(error)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Persist(order):
+                self._outbox.persist(order)
+                self._say("order_received", **_about(order), deadline_in_s=round(order.deadline - time.time(), 1))
+            case Run(order):
+                self._stop_work.clear()
+                self._work = self._spawn(self._carry_out(order))
+            case Stop(order_id):
+                self._say("order_stopping", order=order_id)
+                self._stop_work.set()
+                if self._fetching is not None:
+                    self._fetching.cancel()
+            case Keep(report):
+                self._outbox.keep(report)
+                self._say(
+                    "order_done", order=report.order_id, result=_tag(report.result), seconds=round(report.seconds, 3)
+                )
+                self._send(self._measure())
+            case Publish(report):
+                self._send(report)
+            case Acknowledge(ack):
+                self._outbox.acknowledge(ack, remember=MAX_ACKED)
+                self._say("report_acked", order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
+            case Discard(order_id, reason):
+                self._outbox.discard(order_id)
+                self._say("order_discarded", logging.WARNING, order=order_id, reason=reason)
+
+    # ------------------------------------------------------------------------------------------------- working
+
+    async def _carry_out(self, order: Order) -> None:
+        """Do one order from its models to its report; nothing comes of it if it was stopped."""
+        self._say("order_started", **_about(order))
+        began = time.monotonic()
+        try:
+            result = self._refuse_work(order)
+            if result is None and await self._fetch(order):
+                result = await asyncio.get_running_loop().run_in_executor(self._pool, self._execute, order)
+        except ProtocolError as error:
+            result = Failed(reason=str(error)[:MAX_REASON])
+        self._forget_models()
+        if result is None:
+            self._feed(WorkStopped(order.id))
+            return
+        seconds = time.monotonic() - began
+        report = Report(order_id=order.id, device_id=self._identity.device_id, seconds=seconds, result=result)
+        self._feed(WorkFinished(report))
+
+    def _refuse_work(self, order: Order) -> Result | None:
+        """What needs no model and no worker to be answered."""
+        mine = self._identity.task.fingerprint()
+        if order.task_fingerprint != mine:
+            return Failed(reason=f"task: the order is for task {order.task_fingerprint}, this device has {mine}")
+        needed = sum(ref.size_bytes for ref in blobs_of(order) if ref.digest not in self._models)
+        if needed > (free := shutil.disk_usage(self._home).free):
+            return Declined(reason=f"disk: the models need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
+        excuse = self._limits.excuse(self._measure())
+        return None if excuse is None else Declined(reason=excuse)
+
+    async def _fetch(self, order: Order) -> bool:
+        """Bring all models of an order into the folder; False if it was stopped meanwhile."""
+        if self._stop_work.is_set():
+            return False
+        self._fetching = asyncio.create_task(self._fetch_models(order))
+        try:
+            await self._fetching
+        except asyncio.CancelledError:
+            if not self._stop_work.is_set():
+                raise
+            return False
+        finally:
+            self._fetching = None
+        return True
+
+    async def _fetch_models(self, order: Order) -> None:
+        me = self._identity.device_id
+        wants = self._topics.agent(me, "wants")
+        for ref in blobs_of(order):
+            await self._receiver.fetch(ref, chunks=self._topics.model_chunk(ref.digest), wants=wants, device_id=me)
+
+    def _execute(self, order: Order) -> Result | None:
+        """In the worker thread: do the work, make its tensors durable. None: it was stopped."""
+        try:
+            if self._worker is None:
+                self._worker = self._make_worker()
+            outcome = self._worker.execute(order, self._model, stop=self._stop_work.is_set)
+            self._check(order, outcome.result)
+        except StoreError:
+            raise
+        except Exception as error:  # whatever an order or a user's own network does, the agent lives on
+            if self._stop_work.is_set():
+                return None
+            log.exception("event=order_failed order=%s", order.id)
+            return Failed(reason=f"{type(error).__name__}: {error}"[:MAX_REASON])
+        for data in outcome.blobs.values():
+            self._outbox.put_blob(data)
+        return outcome.result
+
+    def _check(self, order: Order, result: Result) -> None:
+        """Refuse here what the coordinator would refuse, such as the NaN of a training that diverged."""
+        report = Report(order_id=order.id, device_id=self._identity.device_id, seconds=0.0, result=result)
+        decode(encode(report), Report)
+
+    def _model(self, ref: BlobRef) -> bytes:
+        return self._models.get(ref.digest)
+
+    def _forget_models(self) -> None:
+        """Delete the models that no open order names, but for the newest few."""
+        needed = {ref.digest for order in self._session.orders for ref in blobs_of(order)}
+        others = sorted(set(self._models) - needed, key=lambda digest: self._models.path(digest).stat().st_mtime_ns)
+        for digest in others[:-CACHED_MODELS]:
+            self._models.remove(digest)
+
+    # ------------------------------------------------------------------------------------------------- outwards
+
+    def _status(self, presence: Presence) -> Status:
+        return Status(
+            device_id=self._identity.device_id,
+            incarnation=self._incarnation,
+            presence=presence,
+            task_fingerprint=self._identity.task.fingerprint(),
+            n_samples=self._identity.n_samples,
+            capabilities=capabilities(),
+        )
+
+    def _measure(self) -> Context:
+        return context.measure(self._identity.device_id, self._identity.n_shared)
+
+    def _send(self, message: Status | Context | Report) -> None:
+        """Queue a message; one that waits under the same key is replaced, so the queue is bounded."""
+        leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
+        key = message.order_id if isinstance(message, Report) else leaf
+        topic = self._topics.agent(self._identity.device_id, leaf)
+        self._outgoing[key] = (topic, encode(message), isinstance(message, Status))
+        self._something_waits.set()
+
+    async def _publish_what_waits(self) -> None:
+        while True:
+            await self._something_waits.wait()
+            self._something_waits.clear()
+            while self._outgoing:
+                topic, payload, retain = self._outgoing.pop(next(iter(self._outgoing)))
+                try:
+                    await self._transport.publish(topic, payload, retain=retain)
+                except (TransportError, ValueError) as error:
+                    # The broker's rules forbid this one; whatever matters is repeated, the operator sees the reason.
+                    self._say("publish_refused", logging.ERROR, topic=topic, detail=str(error))
+
+    async def _tell_context(self) -> None:
+        while True:
+            await asyncio.sleep(self._context_interval_s)
+            if self._transport.connected:
+                self._send(self._measure())
+
+    def _say(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
+        """One log line, and the same to whoever observes."""
+        text = " ".join(f"{key}={value!r}" if " " in str(value) else f"{key}={value}" for key, value in fields.items())
+        log.log(level, "event=%s device=%s %s", event, self._identity.device_id, text)
+        self._observe(event, fields)
+
+
+def capabilities() -> Capabilities:
+    """What this machine can do."""
+    return Capabilities(
+        trains=find_spec("torch") is not None,
+        fedge_version=fedge.__version__,
+        python_version=platform.python_version(),
+        machine=platform.machine(),
+        cpu_count=os.cpu_count() or 1,
+    )
+
+
+def _about(order: Order) -> dict[str, object]:
+    return {"order": order.id, "round": order.round, "action": _tag(order.action)}
+
+
+def _tag(message: msgspec.Struct) -> str:
+    """The name of an action or a result on the wire, such as "train"."""
+    return str(message.__struct_config__.tag)

@@ -1,0 +1,195 @@
+"""`fedge agent`: take part in a federation with the data of this device."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import click
+from msgspec import Meta, Struct
+
+from fedge.config import Secret, resolve, settings_options
+from fedge.errors import ConfigError
+from fedge.transport import BrokerSettings, parse_address
+
+if TYPE_CHECKING:
+    from edge_agent.agent import Agent, Works
+    from fedge.task import TaskSpec
+    from fedge.tasks import DeviceData
+
+INTERRUPTED: Final = 130
+"""Exit code: an agent only ever ends because it was asked to."""
+
+
+class AgentSettings(Struct, frozen=True, kw_only=True):
+    """Section [agent] of the configuration."""
+
+    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
+    federation: Annotated[
+        str,
+        Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation to take part in."),
+    ]
+    id: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z",
+            description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore.",
+        ),
+    ]
+    home: Annotated[
+        Path, Meta(description="Folder of this agent: private model, unfinished orders, bundles. One agent each.")
+    ]
+    task: Annotated[
+        str,
+        Meta(description="digits, mnist, fashion-mnist, image-folder, arrays, a .json, or package.module:Class."),
+    ]
+    data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
+    seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
+    min_free_ram_gb: Annotated[
+        float | None, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})
+    ] = None
+    max_temperature_c: Annotated[
+        float | None, Meta(description="Decline work when hotter, where there is a sensor.", extra={"unit": "C"})
+    ] = None
+    min_battery: Annotated[
+        float | None, Meta(ge=0, le=1, description="Decline work with less charge, on battery.", extra={"unit": "0..1"})
+    ] = None
+    context_interval_s: Annotated[
+        float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
+    ] = 10.0
+    username: Annotated[str | None, Meta(description="At the broker.")] = None
+    password: Annotated[Secret | None, Meta(description="At the broker; better in the environment.")] = None
+    ca_file: Annotated[str | None, Meta(description="Certificate authority of the broker; turns TLS on.")] = None
+    cert_file: Annotated[str | None, Meta(description="Certificate of this device.")] = None
+    key_file: Annotated[str | None, Meta(description="Its private key.")] = None
+    keepalive_s: Annotated[
+        int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
+    ] = 30
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(AgentSettings, "agent")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+def agent(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
+
+    Raw samples, labels, samples marked sensitive and the private model never leave the device (docs/privacy.md).
+    Killed at any moment and started again with the same --home it goes on where it was.
+
+    \b
+    Examples:
+      fedge agent --broker server:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
+      fedge agent --config raspberry_pi.toml --id cam2
+      fedge agent --config raspberry_pi.toml --max-temperature-c 70 --json
+
+    \b
+    Exit codes: 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
+    """  # noqa: D301 - click wants the backspace character itself
+    settings = resolve(AgentSettings, "agent", config, flags)
+    try:
+        asyncio.run(_run(settings, _observer(as_json)))
+    finally:
+        click.echo("", nl=sys.stdout.isatty() and not as_json)
+    return INTERRUPTED
+
+
+def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> Agent:
+    """Make the agent that the settings describe; reads its data, without torch.
+
+    Raises:
+        ConfigError: the task, the data or an address is wrong.
+    """
+    from edge_agent.agent import Agent, Identity, Limits
+    from fedge.tasks import device_data, task_spec
+
+    task = task_spec(settings.task, settings.data)
+    data = device_data(task, settings.data, seed=settings.seed)
+    identity = Identity(settings.id, settings.federation, task, data.n_train, data.n_shared)
+    limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
+    return Agent(
+        identity,
+        broker_of(settings),
+        settings.home,
+        lambda: _make_worker(settings.id, task, data, settings.home),
+        limits=limits,
+        context_interval_s=settings.context_interval_s,
+        observe=observe,
+    )
+
+
+def broker_of(settings: AgentSettings) -> BrokerSettings:
+    """How to reach the broker.
+
+    Raises:
+        ConfigError: the address is none, or a certificate came without what belongs to it.
+    """
+    if settings.ca_file is None and (settings.cert_file or settings.key_file):
+        raise ConfigError("cert_file and key_file need ca_file, the authority that signed the broker's certificate")
+    host, port = parse_address(settings.broker)
+    return BrokerSettings(
+        host,
+        port,
+        settings.username,
+        settings.password,
+        settings.ca_file,
+        settings.cert_file,
+        settings.key_file,
+        settings.keepalive_s,
+    )
+
+
+def _make_worker(device_id: str, task: TaskSpec, data: DeviceData, home: Path) -> Works:
+    """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""
+    import torch
+
+    from edge_agent.worker import Worker
+
+    torch.set_num_threads(1)
+    return Worker(device_id, task, data, home)
+
+
+async def _run(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> None:
+    agent = build(settings, observe)
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        agent.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):  # who asks twice is in a hurry; nothing accepted is lost
+            loop.add_signal_handler(number, os._exit, INTERRUPTED)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    await agent.run()
+
+
+def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
+    from edge_agent.agent import silent
+
+    if as_json:
+        return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
+    return Progress().observe if sys.stdout.isatty() else silent
+
+
+class Progress:
+    """One line that says what the device is doing."""
+
+    def __init__(self) -> None:
+        self._counts = {"order_done": 0, "report_acked": 0, "refused": 0}
+        self._doing = "connecting"
+
+    def observe(self, event: str, fields: dict[str, object]) -> None:
+        """Redraw the line."""
+        if event in self._counts:
+            self._counts[event] += 1
+        if event == "order_started":
+            self._doing = f"round {fields['round']}: {fields['action']}"
+        elif event in {"online", "order_done", "stopping", "sleeping"}:
+            self._doing = "waiting for orders" if event in {"online", "order_done"} else event
+        done, acked, refused = self._counts.values()
+        click.echo(f"\r\x1b[2K{self._doing} | done {done}, acknowledged {acked}, refused {refused}", nl=False)

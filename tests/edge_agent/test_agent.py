@@ -1,0 +1,501 @@
+"""The shell over real brokers: every test has a broker process, an agent and the other side of the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from edge_agent.worker import Outcome
+
+from edge_agent.agent import Agent, Identity, Limits, Works
+from fedge.broker import LocalBroker
+from fedge.errors import ConfigError, StoreError
+from fedge.messages import (
+    Ack,
+    BlobRef,
+    Context,
+    Declined,
+    Failed,
+    Order,
+    Presence,
+    Profile,
+    Trained,
+    Tried,
+    Want,
+    encode,
+)
+from fedge.transport import BrokerSettings
+from tests.support.broker import BROKERS, local_broker
+from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
+
+ME = "pi"
+
+
+@pytest.fixture(params=BROKERS)
+async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    async with local_broker(request.param, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def one_broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    async with local_broker("auto", tmp_path) as running:
+        yield running
+
+
+class Events:
+    """What an agent says, to wait for."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, dict[str, Any]]] = []
+        self._news = asyncio.Condition()
+
+    def observe(self, event: str, fields: dict[str, Any]) -> None:
+        self.all.append((event, fields))
+        self._task = asyncio.get_running_loop().create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.all if event == name]
+
+    async def until(self, name: str, count: int = 1) -> dict[str, Any]:
+        async with asyncio.timeout(WAIT_S), self._news:
+            await self._news.wait_for(lambda: len(self.of(name)) >= count)
+        return self.of(name)[count - 1]
+
+
+def make_agent(
+    broker: LocalBroker, home: Path, worker: Works | Callable[[], Works], events: Events, **options: Any
+) -> Agent:
+    return Agent(
+        Identity(ME, "test", TASK, n_samples=5, n_shared=3),
+        BrokerSettings(broker.host, broker.port),
+        home,
+        worker if callable(worker) else lambda: worker,
+        observe=events.observe,
+        **options,
+    )
+
+
+@asynccontextmanager
+async def running(agent: Agent) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(agent.run())
+    try:
+        yield task
+    finally:
+        agent.stop()
+        async with asyncio.timeout(WAIT_S):
+            await task
+
+
+async def killed(task: asyncio.Task[None]) -> None:
+    """End the loop's part of an agent at once, without a good-bye."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class Blocking(EchoWorker):
+    """Works until it is let go or asked to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = threading.Event()
+        self.go = threading.Event()
+        self.thread = ""
+
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+        self.thread = threading.current_thread().name
+        self.started.set()
+        while not self.go.wait(0.01):
+            if stop():
+                raise InterruptedError
+        return super().execute(order, fetch, stop=stop)
+
+
+class Raising(EchoWorker):
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+        raise ZeroDivisionError("a network of the user's own")
+
+
+class Diverging(EchoWorker):
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+        return Outcome(Tried(delta=float("nan")), {})
+
+
+# ------------------------------------------------------------------------------------------------ the main way
+
+
+async def test_from_order_to_acknowledgement(broker: LocalBroker, tmp_path: Path) -> None:
+    events = Events()
+    agent = make_agent(broker, tmp_path / "home", EchoWorker(), events)
+    async with Peer(broker, tmp_path) as peer, running(agent):
+        await peer.presence(Presence.ONLINE)
+        status = peer.statuses[-1]
+        assert (status.device_id, status.n_samples, status.task_fingerprint) == (ME, 5, TASK.fingerprint())
+        await peer.until(lambda: bool(peer.contexts))
+        assert peer.contexts[0].n_samples == 3
+
+        model = peer.model(200_000)
+        order = order_of(train(model))
+        await peer.send(order)
+        report = await peer.report_of(order)
+        assert isinstance(report.result, Trained)
+        update = await peer.fetch_update(ME, report.result.update)
+        assert update == peer.sent.get(model.digest)[::-1]
+
+        await peer.ack(order)
+        acked = await events.until("report_acked")
+        assert acked["order"] == order.id
+        assert [p.name for p in (tmp_path / "home" / "outbox").rglob("*") if p.is_file() and p.name != "lock"] == [
+            "acked"
+        ]
+        agent.stop()
+        await peer.presence(Presence.SLEEPING)
+
+
+async def test_an_order_that_comes_many_times_is_carried_out_once(one_broker: LocalBroker, tmp_path: Path) -> None:
+    events, worker = Events(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, events)):
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        for _ in range(5):
+            await peer.send(order)
+        await peer.report_of(order)
+        await peer.ack(order)
+        await events.until("report_acked")
+        await peer.send(order)
+        other = order_of(Profile(extractor=peer.model()), "r.1.t.pi")
+        await peer.send(other)
+        await peer.report_of(other)
+        assert worker.done == [order.id, other.id]
+
+
+async def test_a_report_is_repeated_until_it_is_acknowledged(one_broker: LocalBroker, tmp_path: Path) -> None:
+    events, worker = Events(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, events)):
+        await peer.presence(Presence.ONLINE)
+        order = order_of(Profile(extractor=peer.model()))
+        await peer.send(order)
+        await peer.until(lambda: len(peer.reports) >= 2)
+        assert peer.reports[0] == peer.reports[1]
+        assert worker.done == [order.id]
+
+
+async def test_one_model_for_two_orders_is_fetched_once(one_broker: LocalBroker, tmp_path: Path) -> None:
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        model = peer.model(1000)
+        for order in (order_of(Profile(extractor=model), "r.1.a.pi"), order_of(train(model), "r.1.b.pi")):
+            await peer.send(order)
+            await peer.report_of(order)
+        assert peer.wants == {model.digest: 1}
+
+
+# ------------------------------------------------------------------------------------------------ restarts
+
+
+async def test_a_finished_report_survives_the_death_of_its_agent(one_broker: LocalBroker, tmp_path: Path) -> None:
+    events, first, second = Events(), EchoWorker(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer:
+        task = asyncio.create_task(make_agent(one_broker, tmp_path / "home", first, events).run())
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        report = await peer.report_of(order)
+        await killed(task)
+        peer.reports.clear()
+        async with running(make_agent(one_broker, tmp_path / "home", second, Events())):
+            assert await peer.report_of(order) == report
+            assert isinstance(report.result, Trained)
+            await peer.fetch_update(ME, report.result.update)
+        assert (first.done, second.done) == ([order.id], [])
+        assert peer.statuses[0].incarnation != peer.statuses[-1].incarnation
+
+
+async def test_an_unfinished_order_is_carried_out_after_a_restart(one_broker: LocalBroker, tmp_path: Path) -> None:
+    stuck, second = Blocking(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer:
+        task = asyncio.create_task(make_agent(one_broker, tmp_path / "home", stuck, Events()).run())
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await asyncio.to_thread(stuck.started.wait, WAIT_S)
+        await killed(task)
+        async with running(make_agent(one_broker, tmp_path / "home", second, Events())):
+            await peer.report_of(order)
+        assert (stuck.done, second.done) == ([], [order.id])
+
+
+async def test_stopping_interrupts_the_work_and_keeps_the_order(one_broker: LocalBroker, tmp_path: Path) -> None:
+    stuck, events = Blocking(), Events()
+    agent = make_agent(one_broker, tmp_path / "home", stuck, events)
+    async with Peer(one_broker, tmp_path) as peer:
+        async with running(agent):
+            await peer.presence(Presence.ONLINE)
+            order = order_of(train(peer.model()))
+            await peer.send(order)
+            await asyncio.to_thread(stuck.started.wait, WAIT_S)
+            assert stuck.thread != threading.main_thread().name
+        await peer.presence(Presence.SLEEPING)
+        assert peer.reports == []
+        assert (tmp_path / "home" / "outbox" / "orders" / order.id).exists()
+
+
+async def test_a_broker_that_restarts_is_told_all_again(one_broker: LocalBroker, tmp_path: Path) -> None:
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        await one_broker.stop()
+        await one_broker.start()
+        await peer.until(lambda: sum(s.presence is Presence.ONLINE for s in peer.statuses) >= 2)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await peer.report_of(order)
+
+
+# ------------------------------------------------------------------------------------------------ deadlines
+
+
+async def test_work_is_given_up_at_the_deadline(one_broker: LocalBroker, tmp_path: Path) -> None:
+    stuck, events = Blocking(), Events()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", stuck, events)):
+        await peer.presence(Presence.ONLINE)
+        await peer.send(order_of(train(peer.model()), in_s=1.0))
+        gone = await events.until("order_discarded")
+        assert gone["reason"] == "expired"
+        assert peer.reports == []
+        stuck.go.set()
+        order = order_of(train(peer.model()), "r.2.s.pi")
+        await peer.send(order)
+        await peer.report_of(order)
+
+
+async def test_a_model_that_nobody_sends_costs_the_deadline_at_most(one_broker: LocalBroker, tmp_path: Path) -> None:
+    events = Events()
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), events)),
+    ):
+        await peer.presence(Presence.ONLINE)
+        await peer.send(order_of(train(BlobRef(digest="ab" * 32, size_bytes=10)), in_s=1.0))
+        await events.until("order_discarded")
+        assert peer.wants["ab" * 32] >= 1
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("leaf", "payload", "name"),
+    [
+        ("orders", b"", "malformed"),
+        ("orders", b"\xc1 nonsense", "malformed"),
+        ("orders", b"\x00" * 70_000, "oversized"),
+        ("orders", msgspec.msgpack.encode((2, {"type": "order"})), "version"),
+        ("orders", msgspec.msgpack.encode((1, {"type": "order", "id": "../../etc"})), "malformed"),
+        ("orders", encode(Ack(order_id="a", device_id=ME, accepted=True)), "unexpected-type"),
+        ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), device="pi-2")), "wrong-device"),
+        ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), in_s=-1)), "expired"),
+        ("acks", b"\x93", "malformed"),
+        ("acks", encode(Ack(order_id="never", device_id=ME, accepted=True)), "unknown-order"),
+        ("acks", encode(Ack(order_id="never", device_id="pi-2", accepted=True)), "wrong-device"),
+        ("wants", b"{}", "malformed"),
+        ("wants", encode(Want(device_id="pi-2", digest="0" * 64, ranges=((0, 1),))), "wrong-device"),
+        ("wants", encode(Want(device_id=ME, digest="0" * 64, ranges=((0, 1),))), "unknown-blob"),
+    ],
+)
+async def test_bad_input_is_refused_by_name_and_changes_nothing(
+    one_broker: LocalBroker, tmp_path: Path, leaf: str, payload: bytes, name: str
+) -> None:
+    events, worker = Events(), EchoWorker()
+    agent = make_agent(one_broker, tmp_path / "home", worker, events)
+    async with Peer(one_broker, tmp_path) as peer, running(agent):
+        await peer.presence(Presence.ONLINE)
+        topic = peer.topics.coordinator_wants(ME) if leaf == "wants" else peer.topics.agent(ME, leaf)
+        await peer.transport.publish(topic, payload)
+        refusal = await events.until("refused")
+        assert (refusal["name"], refusal["topic"]) == (name, topic)
+        assert agent.refused == {name: 1}
+        assert not list((tmp_path / "home" / "outbox" / "orders").iterdir())
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await peer.report_of(order)
+        assert worker.done == [order.id], "and it goes on as before"
+
+
+async def test_a_private_file_is_served_to_nobody(one_broker: LocalBroker, tmp_path: Path) -> None:
+    """A model that the device received, or any file of its home, is no update of a kept report."""
+    events = Events()
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), events)),
+    ):
+        await peer.presence(Presence.ONLINE)
+        model = peer.model()
+        order = order_of(Profile(extractor=model))
+        await peer.send(order)
+        await peer.report_of(order)
+        assert (tmp_path / "home" / "models" / model.digest).exists()
+        want = Want(device_id=ME, digest=model.digest, ranges=((0, 10),))
+        await peer.transport.publish(peer.topics.coordinator_wants(ME), encode(want))
+        assert (await events.until("refused"))["name"] == "unknown-blob"
+
+
+async def test_an_order_with_other_contents_is_refused(one_broker: LocalBroker, tmp_path: Path) -> None:
+    events, worker = Events(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, events)):
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await peer.report_of(order)
+        await peer.send(later(order, 90.0))
+        await peer.send(msgspec.structs.replace(order, seed=7))
+        assert (await events.until("refused"))["name"] == "order-changed"
+        assert worker.done == [order.id]
+
+
+# ------------------------------------------------------------------------------------------------ cannot or will not
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [(Raising(), "ZeroDivisionError: a network of the user's own"), (Diverging(), "not finite")],
+)
+async def test_work_that_breaks_is_reported_as_failed(
+    one_broker: LocalBroker, tmp_path: Path, worker: EchoWorker, reason: str
+) -> None:
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, Events())):
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        report = await peer.report_of(order)
+        assert isinstance(report.result, Failed)
+        assert reason in report.result.reason
+
+
+async def test_an_order_of_another_task_fails_without_fetching_its_model(
+    one_broker: LocalBroker, tmp_path: Path
+) -> None:
+    worker = EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, Events())):
+        await peer.presence(Presence.ONLINE)
+        order = msgspec.structs.replace(order_of(train(peer.model())), task_fingerprint="f" * 16)
+        await peer.send(order)
+        report = await peer.report_of(order)
+        assert isinstance(report.result, Failed)
+        assert "task" in report.result.reason
+        assert (peer.wants, worker.done) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("limits", "size_bytes", "reason"),
+    [(Limits(min_free_ram_gb=1e6), 10, "free RAM"), (Limits(), 2**40, "disk")],
+)
+async def test_a_device_past_its_limits_declines_with_a_reason(
+    one_broker: LocalBroker, tmp_path: Path, limits: Limits, size_bytes: int, reason: str
+) -> None:
+    worker = EchoWorker()
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", worker, Events(), limits=limits)),
+    ):
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(BlobRef(digest="ab" * 32, size_bytes=size_bytes)))
+        await peer.send(order)
+        report = await peer.report_of(order)
+        assert isinstance(report.result, Declined)
+        assert reason in report.result.reason
+        assert worker.done == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "now", "excuse"),
+    [
+        (Limits(), {"free_ram_gb": 0.0, "temperature_c": 999.0, "battery": 0.0}, None),
+        (Limits(min_free_ram_gb=0.5), {"free_ram_gb": 0.5}, None),
+        (Limits(min_free_ram_gb=0.5), {"free_ram_gb": 0.49}, "free RAM 0.49 GB is below 0.5 GB"),
+        (Limits(max_temperature_c=70), {"temperature_c": 70.0}, None),
+        (Limits(max_temperature_c=70), {"temperature_c": 71.0}, "temperature 71 C is above 70 C"),
+        (Limits(min_battery=0.3), {"battery": 0.3}, None),
+        (Limits(min_battery=0.3), {"battery": 0.1}, "battery 10% is below 30%"),
+        (Limits(min_free_ram_gb=1, max_temperature_c=1, min_battery=1), {}, None),
+    ],
+)
+def test_limits(limits: Limits, now: dict[str, float], excuse: str | None) -> None:
+    assert limits.excuse(Context(device_id=ME, **now)) == excuse
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+async def test_one_agent_for_each_home(one_broker: LocalBroker, tmp_path: Path) -> None:
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        with pytest.raises(ConfigError, match="another agent"):
+            await make_agent(one_broker, tmp_path / "home", EchoWorker(), Events()).run()
+
+
+async def test_a_disk_that_takes_no_more_ends_the_agent(one_broker: LocalBroker, tmp_path: Path) -> None:
+    """The limit on file sizes stands in for a full disk: the kernel refuses the write in the same place."""
+    worker = EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer:
+        model = peer.model(500_000)
+        task = asyncio.create_task(make_agent(one_broker, tmp_path / "home", worker, Events()).run())
+        await peer.presence(Presence.ONLINE)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            await peer.send(order_of(train(model)))
+            async with asyncio.timeout(WAIT_S):
+                with pytest.raises(StoreError):
+                    await task
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert worker.done == []
+        assert (tmp_path / "home" / "outbox" / "orders" / "r.1.s.pi").exists(), "the order waits for a better day"
+
+
+async def test_old_models_are_deleted(one_broker: LocalBroker, tmp_path: Path) -> None:
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        models = [peer.model() for _ in range(12)]
+        for n, model in enumerate(models):
+            order = order_of(Profile(extractor=model), f"r.{n}.s.pi")
+            await peer.send(order)
+            await peer.report_of(order)
+            await peer.ack(order)
+        kept = [model for model in models if (tmp_path / "home" / "models" / model.digest).exists()]
+        assert models[-1] in kept
+        assert len(kept) < 12
+
+
+def test_the_shell_needs_no_torch() -> None:
+    program = (
+        "import sys, edge_agent.agent, edge_agent.cli, fedge.tasks;"
+        "print([m for m in ('torch', 'sklearn', 'onnx', 'onnxruntime', 'scipy') if m in sys.modules])"
+    )
+    seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == "[]"
