@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from fedge.tensors import Floats, Layout, Model
 
-BLOCK = 32_768
-"""Elements of an update that are multiplied once, then added to every cluster, while they are in the CPU's cache."""
+BLOCK = 262_144
+"""Elements of an update that are multiplied once, then added to every cluster, while they are in the CPU's cache.
+
+Measured best of 8 k to 256 k: below, numpy's overhead per call counts."""
 
 
 class WeightedSums:
@@ -45,7 +47,8 @@ class WeightedSums:
         for start in range(0, len(vector), BLOCK):
             block = vector[start : start + BLOCK]
             scaled = self._scaled[: len(block)]
-            np.multiply(block, weight, out=scaled, dtype=np.float64)
+            np.copyto(scaled, block)  # to float64 first: a multiplication that casts takes longer than both
+            np.multiply(scaled, weight, out=scaled)
             for k in clusters:
                 target = self._sums[k, start : start + BLOCK]
                 np.add(target, scaled, out=target)
