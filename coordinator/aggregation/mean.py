@@ -106,7 +106,11 @@ def cluster_averages(
     params = WeightedSums(len(members), layout.n_params)
     buffers = WeightedSums(len(members), n_buffers)
     counters = np.full((len(members), n_counters), np.iinfo(np.int64).min)
-    for i, (model, size, clusters) in enumerate(zip(models, sizes, clusters_of, strict=True)):
+    waiting = list(zip(range(len(sizes)), sizes, clusters_of, strict=True))[::-1]
+    for model in models:
+        if not waiting:
+            raise ValueError(f"there are more models than the {len(sizes)} sizes")
+        i, size, clusters = waiting.pop()
         if model.counters.shape != (n_counters,):
             raise ValueError(f"model {i}: counters have shape {model.counters.shape}, expected {(n_counters,)}")
         try:
@@ -116,6 +120,9 @@ def cluster_averages(
             raise ValueError(f"model {i}: {error}") from error
         for k in clusters if size else ():
             np.maximum(counters[k], model.counters, out=counters[k])
+        del model  # before the next one is decoded: one update is in memory at a time
+    if waiting:
+        raise ValueError(f"there are fewer models than the {len(sizes)} sizes")
     totals = [sum(sizes[i] for i in of_cluster) for of_cluster in members]
     return tuple(
         None if p is None or b is None else Average(p, b, c, n)
