@@ -51,23 +51,27 @@ class AgentSettings(Struct, frozen=True, kw_only=True):
     ]
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
     seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
-    min_free_ram_gb: Annotated[
-        float | None, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})
-    ] = None
-    max_temperature_c: Annotated[
-        float | None, Meta(description="Decline work when hotter, where there is a sensor.", extra={"unit": "C"})
-    ] = None
-    min_battery: Annotated[
-        float | None, Meta(ge=0, le=1, description="Decline work with less charge, on battery.", extra={"unit": "0..1"})
-    ] = None
+    min_free_ram_gb: (
+        Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
+    ) = None
+    max_temperature_c: (
+        Annotated[float, Meta(description="Decline work when hotter, where there is a sensor.", extra={"unit": "C"})]
+        | None
+    ) = None
+    min_battery: (
+        Annotated[
+            float, Meta(ge=0, le=1, description="Decline work with less charge, on battery.", extra={"unit": "0..1"})
+        ]
+        | None
+    ) = None
     context_interval_s: Annotated[
         float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
     ] = 10.0
-    username: Annotated[str | None, Meta(description="At the broker.")] = None
-    password: Annotated[Secret | None, Meta(description="At the broker; better in the environment.")] = None
-    ca_file: Annotated[str | None, Meta(description="Certificate authority of the broker; turns TLS on.")] = None
-    cert_file: Annotated[str | None, Meta(description="Certificate of this device.")] = None
-    key_file: Annotated[str | None, Meta(description="Its private key.")] = None
+    username: Annotated[str, Meta(description="At the broker.")] | None = None
+    password: Annotated[Secret, Meta(description="At the broker; better in the environment.")] | None = None
+    ca_file: Annotated[str, Meta(description="Certificate authority of the broker; turns TLS on.")] | None = None
+    cert_file: Annotated[str, Meta(description="Certificate of this device.")] | None = None
+    key_file: Annotated[str, Meta(description="Its private key.")] | None = None
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30

@@ -1,0 +1,194 @@
+"""`fedge agent` as its users meet it: help, settings, examples, and the process between start and SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from edge_agent.agent import silent
+from edge_agent.cli import AgentSettings, agent, broker_of, build
+from fedge.broker import LocalBroker
+from fedge.config import describe, resolve
+from fedge.errors import ConfigError
+from fedge.messages import Failed, Presence, Profile
+from fedge.tasks import device_data, task_spec
+from fedge.transport import parse_address
+from tests.support.broker import local_broker
+from tests.support.peer import WAIT_S, Peer, order_of
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "cam1.npz"
+    np.savez(path, x=rng.integers(0, 17, (40, 8, 8)).astype(np.float32), y=np.arange(40) % 10)
+    return path
+
+
+def flags(data: Path, home: Path) -> dict[str, object]:
+    return {
+        "broker": "localhost",
+        "federation": "test",
+        "id": "cam1",
+        "home": home,
+        "task": "digits",
+        "data": data,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- help, settings
+
+
+def test_help_shows_every_setting_and_examples() -> None:
+    text = CliRunner().invoke(agent, ["--help"]).output
+    for setting in describe(AgentSettings, "agent"):
+        assert setting.flag in text
+        assert setting.help, setting.name
+    assert "  fedge agent --config raspberry_pi.toml --id cam2\n" in text, "examples keep their lines"
+
+
+def test_the_example_configuration_is_right() -> None:
+    settings = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})
+    assert settings.max_temperature_c == 75
+    broker = broker_of(settings)
+    assert (broker.host, broker.port, broker.keepalive_s) == ("edge-server.local", 8883, 60)
+    assert broker.cert_file is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"id": None}, "id is missing"),
+        ({"id": "cam 1"}, "id"),
+        ({"id": "../cam1"}, "id"),
+        ({"federation": "a/b"}, "federation"),
+        ({"min_battery": 1.5}, "min_battery|min-battery"),
+        ({"task": "digit"}, "unknown task digit"),
+        ({"data": Path("nowhere.npz")}, "nowhere.npz"),
+        ({"broker": "host:port"}, "HOST:PORT"),
+        ({"cert_file": "c.pem"}, "ca_file"),
+    ],
+)
+def test_a_wrong_setting_is_named(data: Path, tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), silent)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("pi", ("pi", 1883)), ("10.0.0.7:99", ("10.0.0.7", 99)), ("[::1]:8883", ("::1", 8883)), ("[::1]", ("::1", 1883))],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", ":1883", "pi:", "pi:0", "pi:65536", "pi:x", "::1", "mqtt://pi", "pi 1"])
+def test_wrong_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        parse_address(text)
+
+
+def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:
+    settings = resolve(AgentSettings, "agent", None, flags(data, tmp_path) | {"password": "hunter2"})
+    assert "hunter2" not in repr(settings)
+    assert "hunter2" not in repr(broker_of(settings))
+
+
+# ---------------------------------------------------------------------------------------------------- custom_task.py
+
+
+def test_the_custom_task_of_the_examples_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from fedge.models import build as build_network
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "m7.npz", **{state: rng.normal(size=64 * 20 + 5) for state in ("healthy", "worn", "broken")})
+    task = task_spec("custom_task:Vibration")
+    data = device_data(task, tmp_path / "m7.npz", seed=0)
+    assert (data.n_train, len(data.y_val), data.x_train.shape[1:]) == (48, 12, (1, 64))
+    assert set(data.y_train[data.sensitive]) == {2}
+    assert set(data.shared[1]) == {0, 1}
+    logits = build_network(task)(torch.from_numpy(data.x_train))
+    assert logits.shape == (48, 3)
+    assert task_spec("custom_task:Vibration").fingerprint() == task.fingerprint()
+
+
+# ---------------------------------------------------------------------------------------------------- the process
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    async with local_broker("auto", tmp_path) as running:
+        yield running
+
+
+@asynccontextmanager
+async def agent_process(broker: LocalBroker, home: Path, data: Path, *more: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fedge.cli", "agent", "--broker", f"{broker.host}:{broker.port}"),
+        *("--federation", "test", "--id", "cam1", "--home", str(home), "--task", "digits", "--data", str(data)),
+        *("--json", *more),
+        stdout=PIPE,
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_from_start_to_a_clean_stop(
+    broker: LocalBroker, tmp_path: Path, data: Path, number: signal.Signals
+) -> None:
+    async with Peer(broker, tmp_path) as peer, agent_process(broker, tmp_path / "home", data) as process:
+        await peer.presence(Presence.ONLINE)
+        process.send_signal(number)
+        async with asyncio.timeout(WAIT_S):
+            out, _ = await process.communicate()
+        await peer.presence(Presence.SLEEPING)
+        assert process.returncode == 130
+        assert [json.loads(line)["event"] for line in out.splitlines()] == ["online", "stopping", "sleeping"]
+
+
+async def test_an_idle_agent_is_small_and_a_working_one_answers(
+    broker: LocalBroker, tmp_path: Path, data: Path
+) -> None:
+    async with Peer(broker, tmp_path) as peer, agent_process(broker, tmp_path / "home", data) as process:
+        await peer.presence(Presence.ONLINE)
+        maps = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)
+        assert "numpy" in maps
+        assert "torch" not in maps
+        bad = order_of(Profile(extractor=peer.model()), device="cam1")
+        await peer.send(bad)
+        report = await peer.report_of(bad)
+        assert isinstance(report.result, Failed), "another task"
+
+
+async def test_a_wrong_configuration_ends_with_2(tmp_path: Path, data: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fedge.cli", "agent", "--id", "cam 1", "--data", str(data)),
+        stderr=PIPE,
+        cwd=ROOT,
+    )
+    async with asyncio.timeout(WAIT_S):
+        _, text = await process.communicate()
+    assert process.returncode == 2
+    assert text.decode().startswith("error: ")
