@@ -69,3 +69,8 @@ class Background:
 def mean_accuracy(devices: Sequence[DeviceOutcome]) -> dict[str, float]:
     """Mean over devices, each counting the same."""
     return {name: float(np.mean([device.accuracy[name] for device in devices])) for name in METHODS}
+
+
+def megabytes(size_bytes: int) -> str:
+    """Bytes for people, in units of 10^6."""
+    return f"{size_bytes / 1e6:.1f} MB"

@@ -81,7 +81,7 @@ def cluster_map(outcome: Outcome, background: Background) -> str:
             ring = CLUSTERS[background.groups[device_id] % N_COLOURS]
             axes.scatter(x, y, s=300, facecolors=SURFACE, edgecolors=ring, linewidths=2, clip_on=False)
             axes.scatter(x, y, s=170, facecolors=fill, edgecolors="none", clip_on=False)
-            label = re.findall(r"\d+|$", device_id)[-2:][0] or device_id  # its number: a dot is small
+            label = "".join(re.findall(r"\d+$", device_id)) or device_id  # its number: a dot is small
             axes.annotate(label, (x, y), ha="center", va="center", fontsize=7, color=SURFACE, weight="bold")
         axes.set_xticklabels([])
         axes.set_yticklabels([])

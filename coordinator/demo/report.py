@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from coordinator.demo import plots
-from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome
+from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome, megabytes
 from fedge.files import write_atomically
 
 
@@ -53,11 +53,6 @@ def lead(outcome: Outcome, background: Background) -> str:
         "Accuracies are on each device's own test samples, which no choice has seen; those of the personalised mixture "
         "come from ONNX Runtime in a process without PyTorch."
     )
-
-
-def megabytes(size_bytes: int) -> str:
-    """Bytes for people, in units of 10^6."""
-    return f"{size_bytes / 1e6:.1f} MB"
 
 
 def points(gain: float) -> str:

@@ -1,55 +1,10 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.report import lead, render, write_report
-
-
-def an_outcome(**changes: object) -> Outcome:
-    devices = tuple(
-        DeviceOutcome(
-            id=f"device-{i:02d}",
-            n_train=80 + i,
-            n_test=30,
-            experts=(i % 2,),
-            accuracy={name: 0.5 + 0.1 * j - 0.01 * i for j, name in enumerate(METHODS)},
-            bundle=f"/bundles/{i}",
-            max_abs_diff_torch_onnx=1.5e-7,
-        )
-        for i in range(4)
-    )
-    values: dict[str, object] = {
-        "task": "digits",
-        "partition": "groups",
-        "agents": 4,
-        "rounds": 6,
-        "seed": 3,
-        "broker": "mosquitto",
-        "wall_s": 12.25,
-        "bytes_up": 1_500_000,
-        "bytes_down": 2_500_000,
-        "clusters": {"0": ("device-00", "device-02"), "1": ("device-01", "device-03")},
-        "selection": {f"device-{i:02d}": 6 - i for i in range(4)},
-        "split": True,
-        "accuracy": mean_accuracy(devices),
-        "devices": devices,
-    }
-    return Outcome(**(values | changes))  # type: ignore[arg-type]
-
-
-def a_background(**changes: object) -> Background:
-    directions = np.array([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6], [0.6, 0.8]])
-    values: dict[str, object] = {
-        "method": "fedge",
-        "accuracy_by_round": {"personalised": [(1, 0.1), (2, 0.6)], "fedavg": [(1, 0.1), (2, 0.4)]},
-        "ids": tuple(f"device-{i:02d}" for i in range(4)),
-        "similarity": directions @ directions.T,
-        "groups": {f"device-{i:02d}": i % 2 for i in range(4)},
-    }
-    return Background(**(values | changes))  # type: ignore[arg-type]
+from tests.support.demo import a_background, an_outcome
 
 
 def test_the_report_needs_nothing_from_outside() -> None:
@@ -63,8 +18,8 @@ def test_the_report_needs_nothing_from_outside() -> None:
 def test_it_holds_every_figure_of_every_device() -> None:
     html = render(an_outcome(), a_background())
     for row in (
-        "<td>device-00</td><td>80</td><td>30</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
-        "<td>device-03</td><td>83</td><td>30</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
+        "<td>camera-00</td><td>80</td><td>30</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
+        "<td>camera-03</td><td>83</td><td>30</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
     ):
         assert row in html
     assert "<td>Personalised</td><td>88.5 %</td>" in html
@@ -89,7 +44,7 @@ def test_what_comes_from_a_user_is_text_not_markup() -> None:
 
 
 def test_a_method_without_updates_to_compare_has_no_map() -> None:
-    outcome = an_outcome(split=False, clusters={}, selection={"device-00": 1})
+    outcome = an_outcome(split=False, clusters={}, selection={"camera-00": 1})
     html = render(outcome, a_background(similarity=None, ids=()))
     assert html.count("<svg") == 3
     assert "compares no updates" in html

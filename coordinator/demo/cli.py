@@ -1,0 +1,129 @@
+"""`fedge demo`: a whole federation on this machine, and what it brings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.demo.outcome import METHODS, Outcome, megabytes
+from coordinator.demo.progress import Watch
+from coordinator.demo.run import DemoSettings, run
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+
+TASKS = ("digits", "mnist", "fashion-mnist", "image-folder", "arrays")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--agents", type=click.IntRange(1, 200), default=12, help="Devices, one process each.")
+@click.option("--rounds", type=click.IntRange(1), default=30, help="Rounds of training.")
+@click.option("--task", type=click.Choice(TASKS), default="digits", help="What is learned.")
+@click.option(
+    "--data", type=click.Path(exists=True, path_type=Path), help="Folder or file with the samples; digits need none."
+)
+@click.option(
+    "--partition",
+    type=click.Choice(["groups", "dirichlet"]),
+    default="groups",
+    help="groups: cameras mounted at 0, 90 or 180 degrees, label skew within; dirichlet: label skew alone.",
+)
+@click.option(
+    "--alpha", type=click.FloatRange(0, min_open=True), default=1.0, help="Label skew; the smaller, the stronger."
+)
+@click.option(
+    "--sensitive", type=click.FloatRange(0, 1), default=0.3, help="Share of samples that no upload may learn from."
+)
+@click.option("--method", type=click.Choice(["fedge", "fedavg"]), default="fedge", help="How the federation learns.")
+@click.option("--broker", default="auto", metavar="auto|mosquitto|amqtt|HOST:PORT", help="A local broker, or yours.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of partition, first model and training.")
+@click.option(
+    "--participation", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of devices per round."
+)
+@click.option(
+    "--samples", type=click.IntRange(1), help="Use so many samples.  [default: all; 4000 of the large image sets]"
+)
+@click.option("--out", type=click.Path(path_type=Path), help="New folder for everything.  [default: fedge-demo-TIME]")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+def demo(out: Path | None, json_file: Path | None, **flags: Any) -> None:
+    r"""Run a whole federation on this machine and show what it brings.
+
+    Starts a broker, a coordinator and one agent process per device; they profile, cluster, select, train and write a
+    bundle for each device. Then every bundle is run by ONNX Runtime on its device's own unseen test samples, and
+    compared with simpler ways to learn that had the same budget.
+
+    \b
+    Examples:
+      fedge demo
+      fedge demo --partition dirichlet --alpha 0.3 --seed 1
+      fedge demo --task mnist --data ~/mnist --agents 20
+      fedge demo --task image-folder --data photos.zip --rounds 60
+      fedge demo --broker mosquitto --json figures.json --out try-1
+
+    \b
+    Exit codes: 0 every device has a bundle and it ran, 1 a process failed (the end of its log is shown),
+    2 wrong usage, 3 the broker does not start, 130 stopped by Ctrl-C.
+    """
+    folder = new_folder(out)
+    settings = DemoSettings(out=folder, **flags)
+    console = Console(stderr=True)
+    with Watch(console) as watch:
+        outcome, background = asyncio.run(run(settings, watch))
+        watch.phase("drawing the report")
+        from coordinator.demo.report import write_report  # matplotlib, which nothing else needs
+
+        write_report(folder / "report.html", outcome, background)
+    figures = msgspec.json.format(msgspec.json.encode(outcome), indent=2)
+    for file in filter(None, (folder / "figures.json", json_file)):
+        write_atomically(file, figures)
+    Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False)
+    click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
+
+
+def new_folder(out: Path | None) -> Path:
+    """The folder of this demo, made.
+
+    Raises:
+        ConfigError: it holds something already: old state must not be mixed with new.
+    """
+    folder = (out or Path(time.strftime("fedge-demo-%Y%m%d-%H%M%S"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: choose a new folder with --out, or remove it")
+    return folder
+
+
+def table_of(outcome: Outcome) -> Table:
+    """The final table: a line per device, and the mean."""
+    table = Table(title="Accuracy on each device's own test samples, in percent", title_justify="left")
+    for name in ("device", "train", "test", "experts", *METHODS.values()):
+        table.add_column(name, justify="left" if name in {"device", "experts"} else "right")
+    for device in outcome.devices:
+        table.add_row(
+            device.id,
+            str(device.n_train),
+            str(device.n_test),
+            " ".join(map(str, device.experts)) or "–",
+            *(f"{100 * device.accuracy[name]:.1f}" for name in METHODS),
+        )
+    table.add_section()
+    table.add_row("mean", "", "", "", *(f"{100 * outcome.accuracy[name]:.1f}" for name in METHODS), style="bold")
+    return table
+
+
+def summary_of(outcome: Outcome) -> str:
+    """Clusters, selection, bytes and time in a few lines."""
+    lines = [
+        f"split into experts: {'yes' if outcome.split else 'no'}",
+        *(f"cluster {k}: {', '.join(members)}" for k, members in outcome.clusters.items()),
+        "rounds taken part: " + ", ".join(f"{i} {count}" for i, count in outcome.selection.items()),
+        f"broker {outcome.broker}: {megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down; "
+        f"{outcome.wall_s:.0f} s in all",
+    ]
+    return "\n".join(lines)

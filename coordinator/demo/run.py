@@ -1,0 +1,327 @@
+"""One demo from the samples to the figures: real processes around a real broker, then the comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
+from coordinator.demo.processes import Child, Children, ProcessError, tail
+from coordinator.demo.progress import Watch
+from coordinator.methods import MethodSettings, RoundSummary
+from fedge import bundle
+from fedge.broker import LocalBroker
+from fedge.messages import Role
+from fedge.preprocess import apply
+from fedge.task import TaskSpec
+from fedge.tasks import Share, partition, pool, share_data, write_share, write_task
+from fedge.tensors import digest_of, flatten, from_bytes
+from fedge.transport import parse_address
+
+POLL_S: Final = 0.2
+DEADLINE_S: Final = 240
+"""Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
+PARALLEL_INFERENCE: Final = 2
+LIMITS: Final = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
+"""Samples of the large sets that are used unless the user says otherwise: a demo takes minutes, not hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """What is asked for, see `fedge demo --help`. `samples` None: all, of large sets `LIMITS`."""
+
+    out: Path
+    agents: int = 12
+    rounds: int = 30
+    task: str = "digits"
+    data: Path | None = None
+    partition: Literal["groups", "dirichlet"] = "groups"
+    alpha: float = 1.0
+    sensitive: float = 0.3
+    method: str = "fedge"
+    broker: str = "auto"
+    seed: int = 0
+    participation: float = 1.0
+    samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cameras:
+    """The simulated devices: what each has, by id, and the task they share."""
+
+    task: TaskSpec
+    shares: dict[str, Share]
+
+
+async def run(settings: DemoSettings, watch: Watch) -> tuple[Outcome, Background]:
+    """Run the federation, the baselines and the inference; everything that was started has ended when it returns.
+
+    Raises:
+        ConfigError: the data, the partition or the broker cannot be had as asked for.
+        ProcessError: a process failed, or a device ended without a bundle.
+        TransportError: the broker does not start.
+    """
+    began = time.monotonic()
+    watch.phase("dealing out the samples")
+    cameras = deal(settings)
+    with Children(settings.out / "logs") as children:
+        async with broker_of(settings) as (address, broker_name):
+            summary = await federate(settings, cameras, address, children, watch)
+        bundles = installed_bundles(settings, cameras, summary)
+        simple = await compare(settings, cameras, summary, bundles, watch)
+        personalised = await infer(settings, cameras, bundles, children, watch)
+    accuracy = {i: simple.accuracy[i] | {"personalised": personalised[i]} for i in cameras.shares}
+    devices = tuple(
+        DeviceOutcome(
+            id=i,
+            n_train=len(share.y_train),
+            n_test=len(share.y_test),
+            experts=tuple(int(k) for k, members in summary["clusters"].items() if i in members),
+            accuracy=accuracy[i],
+            bundle=str(bundles[i]),
+            max_abs_diff_torch_onnx=manifest_of(bundles[i]).max_abs_diff,
+        )
+        for i, share in cameras.shares.items()
+    )
+    outcome = Outcome(
+        task=settings.task,
+        partition=settings.partition,
+        agents=settings.agents,
+        rounds=settings.rounds,
+        seed=settings.seed,
+        broker=broker_name,
+        wall_s=round(time.monotonic() - began, 1),
+        bytes_up=summary["bytes_up"],
+        bytes_down=summary["bytes_down"],
+        clusters={k: tuple(members) for k, members in summary["clusters"].items()},
+        selection=dict.fromkeys(cameras.shares, 0) | summary["selection"],
+        split=summary["split"],
+        accuracy=mean_accuracy(devices),
+        devices=devices,
+    )
+    return outcome, background_of(settings, cameras, summary, simple.curve)
+
+
+# ------------------------------------------------------------------------------------------------------- the data
+
+
+def deal(settings: DemoSettings) -> Cameras:
+    """Deal the samples out; every device gets a folder with its data, and apart from that its test samples.
+
+    Raises:
+        ConfigError: there are no such data, or too few.
+    """
+    limit = settings.samples or LIMITS.get(settings.task)
+    samples = pool(settings.task, settings.data, seed=settings.seed, limit=limit)
+    shares = partition(
+        samples,
+        settings.agents,
+        how=settings.partition,
+        alpha=settings.alpha,
+        sensitive=settings.sensitive,
+        seed=settings.seed,
+    )
+    width = len(str(settings.agents - 1))
+    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)})
+    write_task(cameras.task, settings.out / "task.json")
+    for device_id, share in cameras.shares.items():
+        without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])
+        write_share(without_test, settings.out / device_id / "data.npz")
+        np.savez(settings.out / device_id / "test.npz", x=share.x_test)
+    return cameras
+
+
+# ------------------------------------------------------------------------------------------------ the federation
+
+
+@contextlib.asynccontextmanager
+async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
+    """Address and name of the broker: one of our own, or the user's."""
+    if ":" in settings.broker:
+        parse_address(settings.broker)
+        yield settings.broker, settings.broker
+    else:
+        async with LocalBroker(settings.broker, home=settings.out / "broker") as broker:
+            yield f"{broker.host}:{broker.port}", broker.name
+
+
+async def federate(
+    settings: DemoSettings, cameras: Cameras, address: str, children: Children, watch: Watch
+) -> dict[str, Any]:
+    """Run coordinator and agents until the coordinator is done, and return its summary."""
+    watch.phase(f"{settings.method} over {address}", settings.rounds)
+    common = ["--broker", address, "--federation", f"demo-{secrets.token_hex(4)}"]
+    common += ["--task", str(settings.out / "task.json")]
+    home = settings.out / "coordinator"
+    coordinator = children.start(
+        "coordinator",
+        ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings)],
+    )
+    agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings.out / i)]) for i in cameras.shares]
+    await follow(coordinator, agents, home, settings, watch)
+    children.stop(agents)
+    summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
+    return summary
+
+
+def _coordinator_flags(settings: DemoSettings) -> list[str]:
+    flags = {
+        "method": settings.method,
+        "rounds": settings.rounds,
+        "devices": settings.agents,
+        "participation": settings.participation,
+        "deadline-s": DEADLINE_S,
+        "seed": settings.seed,
+    }
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
+def _agent_flags(folder: Path) -> list[str]:
+    return ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
+
+
+async def follow(coordinator: Child, agents: list[Child], home: Path, settings: DemoSettings, watch: Watch) -> None:
+    """Show how far the coordinator is until it ends.
+
+    Raises:
+        ProcessError: it failed, or an agent ended before it.
+    """
+    while coordinator.running:
+        for agent in agents:
+            agent.require()
+        await asyncio.sleep(POLL_S)
+    coordinator.require(0)
+
+
+def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, Path]:
+    """The bundle that each device wrote, found by the digest that it reported.
+
+    Raises:
+        ProcessError: a device has none; the text holds the end of its log.
+    """
+    bundles: dict[str, Path] = {}
+    for device_id in cameras.shares:
+        digest = summary["installed"].get(device_id, {}).get("bundle_digest")
+        manifests = (settings.out / device_id / "home" / "bundles").glob(f"*/{bundle.MANIFEST}")
+        found = [path.parent for path in manifests if digest_of(path.read_bytes()) == digest]
+        if not found:
+            log = settings.out / "logs" / f"{device_id}.log"
+            raise ProcessError(f"{device_id} ended without a bundle; {log} ends with:\n{tail(log)}")
+        bundles[device_id] = found[0]
+    return bundles
+
+
+def manifest_of(folder: Path) -> bundle.Manifest:
+    """The manifest of a bundle."""
+    return bundle.decode((folder / bundle.MANIFEST).read_bytes())
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Test accuracies by device and name, but for the personalised one; FedAvg's validation accuracy by round."""
+
+    accuracy: dict[str, dict[str, float]]
+    curve: list[tuple[int, float]]
+
+
+async def compare(
+    settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any], bundles: Mapping[str, Path], watch: Watch
+) -> Comparison:
+    """Train the baselines and measure them, and each device's best shared model, on its test samples."""
+    watch.phase("baselines with the same budget")
+    import torch
+
+    from coordinator.demo import baselines
+
+    torch.set_num_threads(1)
+    simple = await baselines.learn(
+        cameras.task,
+        {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
+        MethodSettings(rounds=settings.rounds, participation=settings.participation, seed=settings.seed),
+        summary["selection"],
+        settings.out / "baselines",
+    )
+    judge = baselines.Judge(cameras.task, simple.layout)
+    accuracy: dict[str, dict[str, float]] = {}
+    for device_id, share in cameras.shares.items():
+        models = {
+            "local_only": simple.local_only[device_id],
+            "fedavg": simple.fedavg,
+            "fedavg_finetuned": simple.fedavg_finetuned[device_id],
+            "best_expert": flatten(from_bytes(best_expert(bundles[device_id])), simple.layout),
+        }
+        x = apply(cameras.task, share.x_test)
+        accuracy[device_id] = {name: judge.accuracy(model, x, share.y_test) for name, model in models.items()}
+    return Comparison(accuracy, curve_of(simple.history))
+
+
+def best_expert(folder: Path) -> bytes:
+    """The tensors of the expert that the device chose by validation; of the global model where there are no experts."""
+    candidates = {candidate.role: candidate for candidate in manifest_of(folder).candidates}
+    chosen = candidates.get(Role.EXPERT) or candidates[Role.GLOBAL]
+    return (folder / chosen.part.file_name).read_bytes()
+
+
+async def infer(
+    settings: DemoSettings, cameras: Cameras, bundles: Mapping[str, Path], children: Children, watch: Watch
+) -> dict[str, float]:
+    """Test accuracy of each bundle as ONNX Runtime has it: `fedge infer` sees inputs, never labels, nor torch."""
+    watch.phase("inference by ONNX Runtime", len(bundles))
+    free = asyncio.Semaphore(PARALLEL_INFERENCE)
+    accuracy: dict[str, float] = {}
+
+    async def one(device_id: str) -> None:
+        async with free:
+            test = settings.out / device_id / "test.npz"
+            child = children.start(f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"])
+            while child.running:  # noqa: ASYNC110 - a process has no event
+                await asyncio.sleep(POLL_S / 4)
+        child.require(0)
+        predicted = predictions(child.output)
+        accuracy[device_id] = float(np.mean(predicted == cameras.shares[device_id].y_test))
+        watch.update(len(accuracy), f"{len(accuracy)} of {len(bundles)} devices")
+
+    await asyncio.gather(*(one(device_id) for device_id in bundles))
+    return accuracy
+
+
+def predictions(output: Path) -> NDArray[np.int64]:
+    """Class indices that `fedge infer --json` printed."""
+    raise NotImplementedError
+
+
+def background_of(
+    settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any], fedavg: list[tuple[int, float]]
+) -> Background:
+    """What only the report shows."""
+    trial = summary.get("trial")
+    return Background(
+        method=settings.method,
+        accuracy_by_round={
+            "personalised": curve_of(msgspec.convert(summary["history"], tuple[RoundSummary, ...])),
+            "fedavg": fedavg,
+        },
+        ids=tuple(trial["ids"]) if trial else (),
+        similarity=np.array(trial["similarity"]) if trial else None,
+        groups={device_id: share.group for device_id, share in cameras.shares.items()},
+    )
+
+
+def curve_of(history: Iterable[RoundSummary]) -> list[tuple[int, float]]:
+    """Accuracy by round, without the rounds that nobody measured."""
+    return [(line.round, line.accuracy) for line in history if line.accuracy is not None]

@@ -1,0 +1,80 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.demo.cli import demo, new_folder, summary_of
+from coordinator.demo.outcome import METHODS
+from fedge.errors import ConfigError
+from tests.support.demo import an_outcome
+
+
+def test_help_shows_examples_and_exit_codes() -> None:
+    text = CliRunner().invoke(demo, ["--help"]).output
+    assert "fedge demo --task mnist" in text
+    assert "Exit codes: 0" in text
+    for flag in ("--agents", "--rounds", "--partition", "--sensitive", "--broker", "--participation", "--samples"):
+        assert flag in text
+
+
+def test_help_needs_neither_torch_nor_matplotlib() -> None:
+    script = "import sys, coordinator.demo.cli; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--task", "digit"], "digit"),
+        (["--agents", "0"], "--agents"),
+        (["--alpha", "0"], "--alpha"),
+        (["--participation", "0"], "--participation"),
+        (["--sensitive", "1.5"], "--sensitive"),
+        (["--data", "/no/such/place"], "--data"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], words: str) -> None:
+    result = CliRunner().invoke(demo, flags)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_too_few_samples_for_so_many_devices_is_an_error_of_the_user(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fedge.cli", "demo", "--agents", "12", "--samples", "100", "--out", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert ran.returncode == 2
+    assert "error: 100 samples are too few for 12 devices" in ran.stderr
+
+
+def test_old_results_are_not_mixed_with_new(tmp_path: Path) -> None:
+    assert new_folder(tmp_path / "a" / "b").is_dir()
+    (tmp_path / "a" / "b" / "file").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        new_folder(tmp_path / "a" / "b")
+
+
+def test_the_json_has_exactly_the_promised_keys() -> None:
+    import msgspec
+
+    figures = json.loads(msgspec.json.encode(an_outcome()))
+    assert list(figures) == [
+        *("task", "partition", "agents", "rounds", "seed", "broker", "wall_s", "bytes_up", "bytes_down"),
+        *("clusters", "selection", "split", "accuracy", "devices"),
+    ]
+    assert list(figures["accuracy"]) == list(METHODS)
+    keys = ["id", "n_train", "n_test", "experts", "accuracy", "bundle", "max_abs_diff_torch_onnx"]
+    assert list(figures["devices"][0]) == keys
+
+
+def test_the_summary_names_clusters_selection_and_bytes() -> None:
+    text = summary_of(an_outcome())
+    assert "split into experts: yes" in text
+    assert "cluster 1: camera-01, camera-03" in text
+    assert "camera-00 6, camera-01 5" in text
+    assert "1.5 MB up, 2.5 MB down" in text
