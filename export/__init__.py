@@ -1,4 +1,4 @@
-"""From a device's mixture in torch to a bundle that ONNX Runtime runs (design: *Bundle*; `fedge.bundle` for the format)."""
+"""From a device's mixture in torch to a bundle that ONNX Runtime runs (the format: `fedge.bundle`)."""
 
 from export.bundle import BundleInfo, write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture

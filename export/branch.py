@@ -106,7 +106,7 @@ def _cached(key: str) -> Iterator[Path]:
 
 def _read(file: Path) -> bytes | None:
     import onnx
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
         data = file.read_bytes()
@@ -167,7 +167,7 @@ def _torchscript(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelPro
     torch.onnx.export(
         module,
         (sample,),
-        buffer,
+        buffer,  # type: ignore[arg-type]
         dynamo=False,
         do_constant_folding=False,
         training=torch.onnx.TrainingMode.PRESERVE,
@@ -198,6 +198,8 @@ def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray], *, complete: 
     from onnx import numpy_helper
 
     if model.functions:
+        import onnx.inliner
+
         model = onnx.inliner.inline_local_functions(model)
     used = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer if i.name in tensors}
     changed = [name for name, value in used.items() if not np.array_equal(value, tensors[name])]

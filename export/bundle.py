@@ -73,7 +73,7 @@ def write_bundle(
         ConfigError: the network cannot be expressed in ONNX.
         StoreError: the disk is full or the folder cannot be written.
     """
-    _check(task, mixture)
+    _check(task, mixture, metrics)
     parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
     parts.append(to_bytes(gate_tensors(mixture)))
     graph = skeleton(task, mixture, parts[0], parts[-1])
@@ -96,7 +96,7 @@ def write_bundle(
     return BundleInfo(digest=digest_of(manifest), max_abs_diff=difference, path=folder)
 
 
-def _check(task: TaskSpec, mixture: Mixture) -> None:
+def _check(task: TaskSpec, mixture: Mixture, metrics: Mapping[str, float]) -> None:
     gate, m = mixture.gate, len(mixture.candidates)
     hidden, features = np.shape(gate.hidden_weight)
     shapes = {
@@ -114,9 +114,11 @@ def _check(task: TaskSpec, mixture: Mixture) -> None:
         numbers = (candidate.temperature, candidate.kappa, candidate.energy_mean, candidate.energy_std)
         if not (all(map(math.isfinite, numbers)) and candidate.temperature > 0 and 0 <= candidate.weight <= 1):
             raise ValueError(f"candidate {candidate.name}: temperature, kappa, energy or weight out of range")
-    arrays = [gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, mixture.log_prior, mixture.beta]
-    if not all(np.isfinite(array).all() for array in arrays):
+    gate_arrays = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, mixture.log_prior)
+    if not all(np.isfinite(array).all() for array in gate_arrays) or not math.isfinite(mixture.beta):
         raise ValueError("gate, prior or beta holds a number that is not finite")
+    if not all(map(math.isfinite, metrics.values())):
+        raise ValueError("a metric is not finite")
 
 
 def _put(path: Path, data: bytes, part: Part) -> None:
@@ -149,7 +151,10 @@ def _manifest(
     metrics: Mapping[str, float],
     difference: float,
 ) -> Manifest:
-    guard = mixture.guard
+    guard = None
+    if mixture.guard is not None:
+        temperature, kappa = float(mixture.guard.temperature), float(mixture.guard.kappa)
+        guard = GuardInfo(candidate=mixture.guard.candidate, temperature=temperature, kappa=kappa)
     return Manifest(
         task=task,
         method=method,
@@ -173,7 +178,7 @@ def _manifest(
             beta=float(mixture.beta),
             energy_clip=None if math.isinf(mixture.energy_clip) else float(mixture.energy_clip),
             top=mixture.top,
-            guard=guard and GuardInfo(candidate=guard.candidate, temperature=guard.temperature, kappa=guard.kappa),
+            guard=guard,
         ),
         metrics={name: float(value) for name, value in metrics.items()},
         max_abs_diff=difference,
@@ -186,8 +191,8 @@ def _replace(unfinished: Path, folder: Path) -> None:
     old = None
     if folder.exists():
         old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
-        os.replace(folder, old / "bundle")
-    os.replace(unfinished, folder)
+        folder.rename(old / "bundle")
+    unfinished.rename(folder)
     sync_folder(folder.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)

@@ -8,13 +8,12 @@ and, when there are more of them than places, on which candidates are experts; n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.branch import IR_VERSION, LOGITS, OPSET, branch
+from export.branch import IR_VERSION, LOGITS, branch
 from export.mixture import MIN_ENERGY_STD, Mixture
 from export.reference import ZERO_WEIGHT
 from fedge.bundle import INPUT, OUTPUTS, slot
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 LOWEST: Final = np.float32(-3e38)
 """Score of a candidate that is dropped: below every other, and finite, so that a softmax over such scores is too."""
-
-Tensors = Mapping[str, NDArray[np.generic]]
 
 
 def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
@@ -55,7 +52,9 @@ def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
         "guard.share": [0.5 if guard else 0.0],
     }
     order = [*range(len(candidates)), guard.candidate if guard else 0]
-    return {"order": np.array(order, np.int64)} | {name: np.array(value, np.float32) for name, value in floats.items()}
+    tensors: dict[str, NDArray[np.generic]] = {name: np.array(value, np.float32) for name, value in floats.items()}
+    tensors["order"] = np.array(order, np.int64)
+    return tensors
 
 
 def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part: bytes) -> bytes:
@@ -175,12 +174,12 @@ class _Graph:
         others = self._op("Where", expert, self._const(LOWEST), score)
         return self._op("ScatterElements", others, where, best, axis=1)
 
-    def _op(self, kind: str, *inputs: str, out: str = "", **attributes: object) -> str:
+    def _op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
         name = out or self._name()
         self._add(kind, list(inputs), [name], **attributes)
         return name
 
-    def _add(self, kind: str, inputs: list[str], outputs: list[str], **attributes: object) -> None:
+    def _add(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> None:
         import onnx
 
         self.nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}", **attributes))

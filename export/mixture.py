@@ -25,9 +25,10 @@ GATE_HIDDEN: Final = 16
 class Candidate:
     """One model of the mixture and its calibration.
 
-    `temperature` T_k > 0 and `kappa` κ_k >= 0: q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and `energy_std`
-    σ_k: of logsumexp_c l_k over the validation samples; mean 0 and std 1 leave the energy raw. `weight` ω_k >= 0; a
-    candidate of weight 0 has a share only where no other candidate is usable, and serves as the guard's alternative.
+    `temperature` T_k > 0 and `kappa` κ_k >= 0: q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and
+    `energy_std` σ_k: of logsumexp_c l_k over the validation samples; mean 0 and std 1 leave the energy raw.
+    `weight` ω_k in [0, 1]; a candidate of weight 0 has a share only where no other candidate is usable, and serves as
+    the guard's alternative.
     """
 
     role: Role
@@ -55,7 +56,7 @@ class GateWeights:
 
     @classmethod
     def untrained(cls, n_features: int, n_candidates: int) -> GateWeights:
-        """r = 0 for every sample."""
+        """The gate before training: r = 0 for every sample."""
         return cls(
             hidden_weight=np.zeros((GATE_HIDDEN, n_features)),
             hidden_bias=np.zeros(GATE_HIDDEN),
@@ -84,7 +85,8 @@ class Mixture:
         gate: the residual gate.
         guard: the alternative that gets half of the output, or None.
         top: of the global and expert candidates at most so many take part in a sample; private and local always do.
-        energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 is SCMoE-PFL's raw energy.
+        energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 is
+            SCMoE-PFL's raw energy.
     """
 
     candidates: tuple[Candidate, ...]

@@ -1,4 +1,4 @@
-"""Does ONNX Runtime predict with a bundle's graph what torch and the formula predict? (`export.reference`)"""
+"""Does ONNX Runtime predict what torch and the formula of `export.reference` predict?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samples(task: TaskSpec, validation: NDArray[np.floating]) -> NDArray[np.floa
 
 def n_gate_features(task: TaskSpec) -> int:
     """F, the number of inputs of the gate."""
-    return gate_features(np.zeros((1, *task.input_shape)), gate_pool(task.input_shape)).shape[1]
+    return int(gate_features(np.zeros((1, *task.input_shape)), gate_pool(task.input_shape)).size)
 
 
 def logits_of(task: TaskSpec, layout: Layout, models: Sequence[Model], x: NDArray[np.float32]) -> NDArray[np.float32]:

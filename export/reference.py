@@ -35,7 +35,7 @@ def reference(
     weights = _weights(mixture, np.where(usable, scores, -np.inf))
     temperature = [c.temperature for c in mixture.candidates]
     kappa = [c.kappa for c in mixture.candidates]
-    q = np.stack([_probabilities(l, t, k, mixture) for l, t, k in zip(clean, temperature, kappa, strict=True)])
+    q = np.stack([_probabilities(row, t, k, mixture) for row, t, k in zip(clean, temperature, kappa, strict=True)])
     p = np.einsum("nm,mnc->nc", weights, q)
     p[~usable.any(axis=1)] = 1.0 / p.shape[1]
     if mixture.guard is not None:
@@ -52,9 +52,9 @@ def gate_scores(gate: GateWeights, features: NDArray[np.floating]) -> Array:
     return scores
 
 
-def gate_features(x: NDArray[np.floating], kernel: tuple[int, int]) -> Array:
-    """The gate's inputs (n, F): means over the windows of `kernel` (incomplete ones at the border left out), flattened."""
-    x = np.asarray(x, np.float64)
+def gate_features(inputs: NDArray[np.floating], kernel: tuple[int, int]) -> Array:
+    """The gate's inputs (n, F): means over the complete windows of `kernel`, flattened."""
+    x: Array = inputs.astype(np.float64)
     if kernel != (1, 1):
         n, channels, height, width = x.shape
         rows, columns = height // kernel[0], width // kernel[1]
@@ -87,7 +87,7 @@ def _weights(mixture: Mixture, scores: Array) -> Array:
 
 
 def _probabilities(logits: Array, temperature: float, kappa: float, mixture: Mixture) -> Array:
-    """exp q_k = softmax(l / T + κ π), (n, C)."""
+    """The candidate's exp q_k = softmax(l / T + κ π), (n, C)."""
     z = logits / temperature + kappa * np.asarray(mixture.log_prior, np.float64)
     z = np.exp(z - z.max(axis=1, keepdims=True))
     p: Array = z / z.sum(axis=1, keepdims=True)

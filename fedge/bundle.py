@@ -9,12 +9,22 @@ A bundle is a folder that holds
 The skeleton is the same for all devices of an architecture and number of candidates, so it cannot name files by what
 they hold: it names *slots*. Slot names are as long as file names, so that the reader puts the files' names into the
 serialised graph by replacing bytes (`with_parts`), and a new expert is one new file.
+
+`read` verifies every byte against the manifest before anything else may see it, in this order: the manifest (schema,
+version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header that
+describes exactly its data). Not checked: who made the manifest. Until releases are signed, a folder is as trustworthy
+as whoever may write to it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -29,6 +39,9 @@ SKELETON: Final = "skeleton.onnx"
 INPUT: Final = "x"
 OUTPUTS: Final = ("probabilities", "weights", "energies")
 MAX_MANIFEST_BYTES: Final = 1 << 20
+MAX_SKELETON_BYTES: Final = 1 << 26
+MAX_HEADER_BYTES: Final = 1 << 24
+_ITEM_BYTES: Final = {"F32": 4, "I64": 8}
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -147,3 +160,81 @@ def with_parts(skeleton: bytes, parts: Sequence[Part]) -> bytes:
     for index, part in enumerate(parts):
         skeleton = skeleton.replace(slot(index).encode(), part.file_name.encode())
     return skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A verified bundle: its manifest, the SHA-256 of that, the graph with its parts' names, and their folder."""
+
+    manifest: Manifest
+    digest: str
+    graph: bytes
+    folder: Path
+
+
+def read(folder: Path) -> Bundle:
+    """Verify a bundle.
+
+    Raises:
+        UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.
+    """
+    data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
+    manifest = decode(data)
+    skeleton = _bytes(folder / SKELETON, MAX_SKELETON_BYTES)
+    if (len(skeleton), _sha256(skeleton)) != (manifest.skeleton.size_bytes, manifest.skeleton.digest):
+        raise UpdateRejected(f"{folder / SKELETON} is not the one of the manifest")
+    for part in manifest.parts:
+        _verify(folder / part.file_name, part)
+    return Bundle(manifest, _sha256(data), with_parts(skeleton, manifest.parts), folder)
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    """Read a plain file of at most `limit` bytes."""
+    _require_plain(path)
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise UpdateRejected(f"{path} is larger than {limit} bytes")
+    return data
+
+
+def _verify(path: Path, part: Part) -> None:
+    _require_plain(path)
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size != part.size_bytes:
+            raise UpdateRejected(f"{path} has {size} bytes, the manifest says {part.size_bytes}")
+        file.seek(0)
+        if hashlib.file_digest(file, "sha256").hexdigest() != part.digest:
+            raise UpdateRejected(f"{path} does not hash to its name")
+        file.seek(0)
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
+            raise UpdateRejected(f"{path}: header of {header_bytes} bytes")
+        header = file.read(header_bytes)
+    try:
+        _require_tight(json.loads(header), size - 8 - header_bytes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UpdateRejected(f"{path}: malformed safetensors header: {error}") from error
+
+
+def _require_plain(path: Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise UpdateRejected(f"{path} is missing or not a plain file")
+
+
+def _require_tight(header: dict[str, Any], n_bytes: int) -> None:
+    """The tensors follow each other without gap or overlap, from 0 to `n_bytes`, each as long as its shape says."""
+    end = 0
+    for tensor in sorted(header.values(), key=lambda tensor: tensor["data_offsets"]):
+        start, stop = tensor["data_offsets"]
+        expected = math.prod(tensor["shape"], start=_ITEM_BYTES[tensor["dtype"]])
+        if start != end or stop - start != expected:
+            raise ValueError(f"a tensor lies at [{start}, {stop}) where {expected} bytes from {end} belong")
+        end = stop
+    if end != n_bytes:
+        raise ValueError(f"tensors end at {end}, data at {n_bytes}")
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,152 @@
+"""`fedge infer`: predict with a bundle from the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.runtime import Prediction, Runtime, load
+from fedge.errors import ConfigError
+from fedge.preprocess import load_image
+
+MAX_ROWS = 20
+"""Samples of one input that the table shows; --json has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """All predictions for one input: as in `Prediction`, and the wall time of each call in ms."""
+
+    index: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    energies: NDArray[np.float32]
+    calls_ms: NDArray[np.float64]
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Samples in one call.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Predict so often, to measure latency."
+)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of ONNX Runtime.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per input, a line each.")
+def infer(bundle: Path, inputs: tuple[Path, ...], batch: int, repeat: int, threads: int, *, as_json: bool) -> None:
+    """Predict with an installed bundle; needs no torch.
+
+    INPUT is a PNG or JPEG picture, an .npy array (one sample or a batch), or an .npz file with x and, if the accuracy
+    is wanted, the class numbers y.
+
+    \b
+    Examples:
+      fedge infer bundles/3 photo.png
+      fedge infer bundles/3 test.npz --json
+      fedge infer bundles/3 sample.npy --repeat 1000
+    """  # noqa: D301 - click needs the character itself
+    runtime = load(bundle, threads)
+    for path in inputs:
+        x, y = _read(runtime, path)
+        answers = _predict(runtime, x, batch, repeat)
+        if as_json:
+            click.echo(msgspec.json.encode(_record(runtime, path, answers, y)).decode())
+        else:
+            click.echo("\n".join(_table(runtime, path, answers, y)))
+
+
+def _read(runtime: Runtime, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Raw samples (n, ...) and, where there are any, class numbers (n,)."""
+    if path.suffix.lower() in {".png", ".jpg", ".jpeg"}:
+        return load_image(runtime.task, path)[np.newaxis], None
+    if path.suffix.lower() not in {".npy", ".npz"}:
+        raise ConfigError(f"cannot read {path}: use .png, .jpg, .npy or .npz")
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return runtime.as_batch(loaded), None
+        with loaded:
+            x = runtime.as_batch(loaded["x"])
+            y = loaded.get("y")
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if y is not None and y.shape != x.shape[:1]:
+        raise ConfigError(f"{path}: y has the shape {y.shape}, x has {len(x)} samples")
+    return x, y
+
+
+def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> Answers:
+    if len(x) == 0:
+        raise ConfigError("the input holds no sample")
+    calls: list[float] = []
+    for _ in range(repeat):
+        predictions = list(_batches(runtime, x, batch))
+        calls.extend(prediction.latency_ms for prediction in predictions)
+    return Answers(
+        index=np.concatenate([p.class_index for p in predictions]),
+        probabilities=np.concatenate([p.probabilities for p in predictions]),
+        weights=np.concatenate([p.weights for p in predictions]),
+        energies=np.concatenate([p.energies for p in predictions]),
+        calls_ms=np.array(calls),
+    )
+
+
+def _batches(runtime: Runtime, x: NDArray[Any], batch: int) -> Iterator[Prediction]:
+    for start in range(0, len(x), batch):
+        yield runtime.predict(x[start : start + batch])
+
+
+def _record(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | None) -> dict[str, Any]:
+    names = [candidate.name for candidate in runtime.manifest.candidates]
+    n = len(answers.index)
+    return {
+        "input": str(path),
+        "bundle": runtime.digest,
+        "n": n,
+        "accuracy": None if y is None else float((answers.index == y).mean()),
+        "predictions": answers.index.tolist(),
+        "class_names": [runtime.task.classes[i] for i in answers.index],
+        "probability": answers.probabilities.max(axis=1).tolist(),
+        "weights": dict(zip(names, answers.weights.mean(axis=0).tolist(), strict=True)),
+        "energies": dict(zip(names, _mean_energies(answers), strict=True)),
+        "latency_ms": float(np.median(answers.calls_ms)),
+        "latency_p99_ms": float(np.percentile(answers.calls_ms, 99)),
+        "imported_torch": "torch" in sys.modules,
+    }
+
+
+def _mean_energies(answers: Answers) -> list[float | None]:
+    """Mean over the samples on which a candidate was usable; None where it never was."""
+    usable = np.isfinite(answers.energies)
+    total = np.where(usable, answers.energies, 0).sum(axis=0)
+    return [float(t / n) if n else None for t, n in zip(total, usable.sum(axis=0), strict=True)]
+
+
+def _table(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | None) -> Iterator[str]:
+    """One line per sample: class, probability, and weight and energy of each candidate."""
+    names = [candidate.name for candidate in runtime.manifest.candidates]
+    width = max(len("class"), *map(len, runtime.task.classes))
+    n = len(answers.index)
+    yield f"{path}: {n} sample{'s' if n > 1 else ''}"
+    yield f"  {'class':<{width}}  probability  " + "  ".join(f"{name[:18]:>18}" for name in names)
+    for i in range(min(n, MAX_ROWS)):
+        index = answers.index[i]
+        mixed = zip(answers.weights[i], answers.energies[i], strict=True)
+        yield (
+            f"  {runtime.task.classes[index]:<{width}}  {answers.probabilities[i, index]:>11.4f}  "
+            + "  ".join(f"{f'{weight:.3f} ({energy:+.2f})':>18}" for weight, energy in mixed)
+        )
+    if n > MAX_ROWS:
+        yield f"  ... and {n - MAX_ROWS} more (--json shows all)"
+    if y is not None:
+        yield f"  accuracy {(answers.index == y).mean():.4f}"
+    median, worst = np.median(answers.calls_ms), np.percentile(answers.calls_ms, 99)
+    yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
