@@ -294,9 +294,7 @@ class Failed(_Message, frozen=True, kw_only=True, tag="failed"):
     reason: Text
 
 
-Result = (
-    Trained | Profiled | Tried | CandidatesFitted | WeightsFitted | EnergyFitted | Installed | Declined | Failed
-)
+Result = Trained | Profiled | Tried | CandidatesFitted | WeightsFitted | EnergyFitted | Installed | Declined | Failed
 
 
 class Report(_Message, frozen=True, kw_only=True, tag="report"):
@@ -369,13 +367,13 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
         raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed")
     try:
         version, body = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", str(error)) from error
     if version != PROTOCOL_VERSION:
         raise ProtocolError("version", f"peer speaks version {version}, we speak {PROTOCOL_VERSION}")
     try:
         message = _body_decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", str(error)) from error
     if not isinstance(message, kind):
         raise ProtocolError("unexpected-type", f"{type(message).__name__} where {kind.__name__} belongs")
@@ -392,4 +390,3 @@ def _all_finite(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_all_finite(item) for item in value)
     return True
-

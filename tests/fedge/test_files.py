@@ -1,0 +1,89 @@
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from fedge.errors import StoreError
+from fedge.files import BlobFolder, write_atomically
+from fedge.tensors import digest_of
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_writes_and_replaces(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "state"
+    write_atomically(file, b"old")
+    write_atomically(file, memoryview(b"new"))
+    assert file.read_bytes() == b"new"
+    assert names_in(file.parent) == ["state"]
+
+
+def test_a_failed_write_keeps_the_old_bytes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    write_atomically(file, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(file, "text")  # type: ignore[arg-type]
+    assert file.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["state"]
+
+
+def test_what_cannot_be_written_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot write"):
+        write_atomically(tmp_path / "file" / "below", b"x")
+
+
+def test_a_full_disk_is_a_store_error_and_keeps_the_old_bytes(tmp_path: Path) -> None:
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from fedge.errors import StoreError
+from fedge.files import write_atomically
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_atomically(Path(sys.argv[1]), bytes(5000))
+except StoreError:
+    sys.exit(7)
+"""
+    file = tmp_path / "state"
+    write_atomically(file, b"old")
+    assert subprocess.run([sys.executable, "-c", code, str(file)], check=False).returncode == 7
+    assert file.read_bytes() == b"old"
+    assert names_in(tmp_path) == ["state"]
+
+
+def test_readers_see_the_old_or_the_new_bytes_never_a_part(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    versions = [bytes([i]) * 20_000 for i in range(40)]
+    write_atomically(file, versions[0])
+    writer = threading.Thread(target=lambda: [write_atomically(file, v) for v in versions])
+    writer.start()
+    while writer.is_alive():
+        assert file.read_bytes() in versions
+    writer.join()
+
+
+def test_blobs_are_named_by_their_content(tmp_path: Path) -> None:
+    folder = BlobFolder(tmp_path / "blobs")
+    digest = folder.put(b"weights")
+    assert digest == digest_of(b"weights") == folder.put(b"weights")
+    assert digest in folder
+    assert folder.get(digest) == b"weights"
+    assert list(folder) == [digest]
+    folder.remove(digest)
+    folder.remove(digest)
+    assert digest not in folder
+    with pytest.raises(StoreError, match=digest):
+        folder.get(digest)
+
+
+def test_unfinished_files_are_no_blobs(tmp_path: Path) -> None:
+    folder = BlobFolder(tmp_path)
+    (tmp_path / ".tmp-x").write_bytes(b"")
+    (tmp_path / ("a" * 64 + ".part")).write_bytes(b"")
+    assert list(folder) == []

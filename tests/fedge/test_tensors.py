@@ -1,0 +1,173 @@
+import hashlib
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fedge.errors import ProtocolError
+from fedge.tensors import Layout, Model, TensorInfo, Tensors, digest_of, flatten, from_bytes, to_bytes, unflatten
+
+LAYOUT = Layout(
+    tensors=(
+        TensorInfo(name="w", shape=(2, 3)),
+        TensorInfo(name="mean", shape=(3,), kind="buffer"),
+        TensorInfo(name="b", shape=(3,)),
+        TensorInfo(name="count", shape=(), kind="counter"),
+    )
+)
+
+
+def tensors() -> Tensors:
+    return {
+        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.array([6, 7, 8], dtype=np.float32),
+        "mean": np.array([0.5, 1.5, 2.5], dtype=np.float32),
+        "count": np.array(9, dtype=np.int64),
+    }
+
+
+def test_sizes_by_hand() -> None:
+    assert LAYOUT.n_params == 2 * 3 + 3
+    assert [t.size for t in LAYOUT.tensors] == [6, 3, 3, 1]
+    assert [t.name for t in LAYOUT.of_kind("param")] == ["w", "b"]
+
+
+def test_flatten_joins_each_kind_in_the_layouts_order() -> None:
+    model = flatten(tensors(), LAYOUT)
+    assert model.params.tolist() == list(range(9))
+    assert model.params.dtype == np.float32
+    assert model.buffers.tolist() == [0.5, 1.5, 2.5]
+    assert model.counters.tolist() == [9]
+    assert model.counters.dtype == np.int64
+
+
+def test_unflatten_is_the_inverse_and_gives_views() -> None:
+    model = flatten(tensors(), LAYOUT)
+    back = unflatten(model, LAYOUT)
+    assert back.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert back[name].shape == tensor.shape
+        assert np.array_equal(back[name], tensor)
+    model.params[0] = 100
+    assert back["w"][0, 0] == 100
+
+
+def test_flatten_leaves_its_inputs_alone() -> None:
+    given_tensors = tensors()
+    flatten(given_tensors, LAYOUT).params[:] = -1
+    assert all(np.array_equal(given_tensors[name], tensor) for name, tensor in tensors().items())
+
+
+def test_a_layout_of_parameters_alone() -> None:
+    layout = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
+    model = flatten({"w": np.ones(2, np.float32)}, layout)
+    assert (model.buffers.shape, model.counters.shape) == ((0,), (0,))
+    assert (model.buffers.dtype, model.counters.dtype) == (np.float32, np.int64)
+
+
+BAD = {
+    "missing": {"w": None},
+    "unknown": {"extra": np.zeros(1, np.float32)},
+    "shape": {"w": np.zeros((3, 2), np.float32)},
+    "rank": {"w": np.zeros(6, np.float32)},
+    "float64": {"b": np.zeros(3, np.float64)},
+    "integer parameter": {"b": np.zeros(3, np.int64)},
+    "float counter": {"count": np.array(9, np.float32)},
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, np.ndarray | None]) -> None:
+    changed = {name: tensor for name, tensor in (tensors() | change).items() if tensor is not None}
+    with pytest.raises(ProtocolError) as caught:
+        flatten(changed, LAYOUT)
+    assert caught.value.name == "layout"
+
+
+@pytest.mark.parametrize("name", ["w", "b", "mean"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    changed = tensors()
+    changed[name].flat[-1] = value
+    with pytest.raises(ProtocolError) as caught:
+        flatten(changed, LAYOUT)
+    assert caught.value.name == "not-finite"
+
+
+def test_equal_tensors_give_equal_bytes_in_any_order_of_insertion() -> None:
+    reverse = dict(reversed(tensors().items()))
+    assert to_bytes(reverse) == to_bytes(tensors())
+
+
+def test_bytes_are_safetensors_with_the_shapes_kept() -> None:
+    data = to_bytes({"fortran": np.asfortranarray(tensors()["w"]), "scalar": np.array(9, dtype=np.int64)})
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    assert header["fortran"]["shape"] == [2, 3]
+    assert header["scalar"] == {"dtype": "I64", "shape": [], "data_offsets": header["scalar"]["data_offsets"]}
+    assert np.array_equal(from_bytes(data)["fortran"], tensors()["w"])
+
+
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=8), hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_side=4)))
+)
+@settings(max_examples=100, deadline=None)
+def test_round_trip_through_bytes(arrays: dict[str, np.ndarray]) -> None:
+    back = from_bytes(to_bytes(arrays)) if "__metadata__" not in arrays else arrays
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert back[name].shape == array.shape
+        assert back[name].tobytes() == array.tobytes()
+
+
+def test_every_prefix_is_refused() -> None:
+    data = to_bytes(tensors())
+    for end in range(len(data)):
+        with pytest.raises(ProtocolError) as caught:
+            from_bytes(data[:end])
+        assert caught.value.name == "malformed"
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_raise_nothing_but_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        from_bytes(data)
+
+
+def safetensors_of(header: object, payload: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + payload
+
+
+MALFORMED = {
+    "header longer than the file": struct.pack("<Q", 2**62) + b"{}",
+    "header no JSON": struct.pack("<Q", 2) + b"{x",
+    "offsets beyond the end": safetensors_of({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, b"\0" * 4),
+    "shape beyond the data": safetensors_of({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "shape overflows": safetensors_of({"w": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "unknown type": safetensors_of({"w": {"dtype": "O64", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8),
+    "a type numpy lacks": safetensors_of({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, b"\0"),
+    "a hole": safetensors_of({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_files_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        from_bytes(data)
+    assert caught.value.name == "malformed"
+
+
+def test_digest_is_sha256_of_any_buffer() -> None:
+    assert digest_of(b"fedge") == hashlib.sha256(b"fedge").hexdigest() == digest_of(memoryview(b"fedge"))
+
+
+def test_models_are_frozen() -> None:
+    model = Model(np.zeros(1, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
+    with pytest.raises(AttributeError):
+        model.params = model.buffers  # type: ignore[misc]
