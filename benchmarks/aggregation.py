@@ -4,7 +4,8 @@ Claim: streaming K = 5 cluster means over updates, each read once, run at no les
 numpy streaming sum of the same updates into one float64 total (`total += update`, no weights, one cluster), and need
 memory for the experts alone.
 
-Rates are GB of float32 updates per second; medians of runs in turn (one of each rival, then again), one thread. Rivals:
+Rates are GB of float32 updates per second; medians of runs in turn (one of each rival in shuffled
+order, then again), one thread. Rivals:
   copy          np.copyto of each update: what memory gives
   sum32         total32 += update                  one cluster, float32, no weights
   sum64         total64 += update                  one cluster, float64, no weights: the claim's rival
@@ -25,6 +26,7 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 import tracemalloc
@@ -104,8 +106,10 @@ class Case:
 def measure(case: Case, repeats: int) -> dict[str, float]:
     """Median GB/s of each rival."""
     seconds: dict[str, list[float]] = {name: [] for name in case.rivals()}
+    rng = random.Random(0)
     for _ in range(repeats + 1):
-        for name, run in case.rivals().items():
+        # In shuffled order: who comes after a rival that used little memory pays for fresh pages.
+        for name, run in rng.sample(sorted(case.rivals().items()), len(seconds)):
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)

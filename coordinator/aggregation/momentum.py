@@ -24,12 +24,13 @@ class Step:
 
 
 def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None, *, gamma: float) -> Step:
-    """Move the global model: v <- gamma v + change;  w <- w + v.
+    """Move the global model or an expert: v <- gamma v + change;  w <- w + v.
 
     Args:
-        w: model, (d,) float32, finite.
+        w: model, (d,) float32, finite; e_k for an expert.
         v: velocity, (d,); None is zero.
-        change: sum of (n_i / sum n) W_i, less w, (d,); None: nobody answered, and nothing changes.
+        change: sum of (n_i / sum n) Delta_i, (d,); None: nobody answered, and nothing changes. Delta_i = W_i - its own
+            start. An expert's members may have started from other experts: hence changes are averaged, not models.
         gamma: momentum, in [0, 1).
 
     Returns:
@@ -49,13 +50,3 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None
     if not (np.isfinite(new).all() and np.isfinite(kept).all()):
         return Step(w, np.zeros_like(w), diverged=True)
     return Step(new, kept)
-
-
-def expert_step(e: Floats, v: Floats | None, change: NDArray[np.floating] | None, *, gamma: float) -> Step:
-    """Move an expert: v_k <- gamma v_k + sum of (n_i / sum n) Delta_i;  e_k <- e_k + v_k.
-
-    `change`: that sum over the members that answered, (d,); None: nobody did, the expert stays. Delta_i is a member's
-    change from its own start, which may have been another expert: hence changes are averaged, not models. The rest is
-    as in `server_step`.
-    """
-    return server_step(e, v, change, gamma=gamma)

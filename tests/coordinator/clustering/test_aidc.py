@@ -1,6 +1,9 @@
 """AIDC: worked numbers and properties of fedepc.md sections 4, 8.1 and 10."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from sklearn.metrics import adjusted_rand_score
 
 from coordinator.clustering import aidc
 from coordinator.clustering.aidc import Place, Thresholds
+
+ROOT = Path(__file__).parents[3]
 
 profile_sets = arrays(
     np.float64,
@@ -148,6 +153,16 @@ def test_entropy_is_zero_where_nothing_is_uncertain_and_at_most_one():
 
 
 # ---------------------------------------------------------------------------------------------------------- DBSCAN
+
+
+def test_scikit_learn_is_loaded_by_the_first_clustering_only():
+    """It takes 100 MB of the coordinator's memory."""
+    code = (
+        "import sys, coordinator.clustering.aidc, coordinator.clustering.mctc, coordinator.selection.ccmab\n"
+        "import coordinator.aggregation\n"
+        "sys.exit(bool({'sklearn', 'scipy', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def slow_dbscan(d, eps, min_points):
