@@ -1,4 +1,4 @@
-"""What simpler ways to learn reach with the same budget: the same worker, in this process, without a network.
+"""What simpler ways to learn reach with the same budget: the same training code, in this process, without a network.
 
 Every choice is made on validation samples. Personal parts may use all training samples of their device; what would be
 uploaded uses only those that are not marked sensitive.
@@ -7,29 +7,28 @@ uploaded uses only those that are not marked sensitive.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
-import torch
 from edge_agent.worker import Worker
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, RoundSummary, accepted, blobs_of
+from coordinator.methods import MethodSettings, RoundSummary, blobs_of
 from coordinator.methods.fedavg import FedAvg
-from fedge.messages import Codec, Start, Train
-from fedge.models import build, initial, load
+from edge_agent.training import Network, Trainer, mean_loss
+from fedge.messages import Sgd
+from fedge.models import initial
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, unflatten
 
-FINE_TUNING_STEPS: Final = (10, 20, 40, 80)
-"""Checkpoints of the fine-tuned baseline, fedge.md section 15.1; 0 steps, FedAvg's own model, competes as well."""
+CHECKPOINTS: Final = (0, 10, 20, 40, 80)
+"""Steps of fine-tuning that compete on validation samples, fedge.md section 15.1; 0 is FedAvg's own model."""
 WITHOUT_VALIDATION: Final = 40
 """Steps where a device has nothing to choose by, fedge.md section 6."""
 
@@ -38,7 +37,6 @@ WITHOUT_VALIDATION: Final = 40
 class Baselines:
     """Models of the baselines, by device id where every device has its own; `history` is FedAvg's."""
 
-    layout: Layout
     fedavg: Model
     local_only: dict[str, Model]
     fedavg_finetuned: dict[str, Model]
@@ -62,22 +60,19 @@ async def learn(
         home: scratch folder of the workers.
     """
     layout, first = initial(task, settings.seed)
-    shared = {i: Worker(i, task, own, home / "shared" / i) for i, own in data.items()}
-    fleet = SimulatedFleet(task, layout, shared, seed=settings.seed)
+    workers = {i: Worker(i, task, own, home / i) for i, own in data.items()}
+    fleet = SimulatedFleet(task, layout, workers, seed=settings.seed)
     global_model, history = await fedavg(fleet, layout, first, settings)
-
-    unmarked = {i: replace(own, sensitive=np.zeros_like(own.sensitive)) for i, own in data.items()}
-    alone = {i: Worker(i, task, own, home / "alone" / i) for i, own in unmarked.items()}
-    private = SimulatedFleet(task, layout, alone, seed=settings.seed)
-    budget = {i: settings.sgd.steps * participations.get(i, 0) for i in data}
-    local = await trained(private, layout, first, "local", budget, settings)
-    checkpoints = [dict.fromkeys(data, global_model)]
-    for steps in FINE_TUNING_STEPS:
-        tuned = await trained(private, layout, global_model, f"tune-{steps}", dict.fromkeys(data, steps), settings)
-        checkpoints.append(tuned)
-    judge = Judge(task, layout)
-    finetuned = {i: judge.best([models[i] for models in checkpoints], own) for i, own in data.items()}
-    return Baselines(layout, global_model, local, finetuned, history)
+    network = Network(task)
+    local: dict[str, Model] = {}
+    tuned: dict[str, Model] = {}
+    for number, (device_id, own) in enumerate(sorted(data.items())):
+        rng = np.random.default_rng([settings.seed, number])
+        steps = settings.sgd.steps * participations.get(device_id, 0)
+        local[device_id] = trained(network, first, own, settings.sgd, steps, rng)
+        tuned[device_id] = fine_tuned(network, global_model, own, settings.sgd, rng)
+        await asyncio.sleep(0)  # lets Ctrl-C in
+    return Baselines(global_model, local, tuned, history)
 
 
 async def fedavg(
@@ -90,49 +85,32 @@ async def fedavg(
         fleet.round = state.round + 1
         state = await method.round(state, fleet)
         fleet.keep_only(set(blobs_of(state)))
-        await asyncio.sleep(0)  # lets Ctrl-C in
+        await asyncio.sleep(0)
     return fleet.get(state.model, layout), state.history
 
 
-async def trained(
-    fleet: SimulatedFleet, layout: Layout, start: Model, step: str, n_steps: Mapping[str, int], settings: MethodSettings
-) -> dict[str, Model]:
-    """Each device's own copy of `start` after so many steps of SGD on what its worker may use."""
-    ref = fleet.put(unflatten(start, layout))
-    models = dict.fromkeys(n_steps, start)
-    for device_id, steps in n_steps.items():
-        sgd = msgspec.structs.replace(settings.sgd, steps=steps)
-        order = Train(starts=(Start(model=ref),), sgd=sgd, codec=Codec.FLOAT32)
-        for update in accepted(await fleet.run(step, {device_id: order})).values():
-            change = fleet.get(update.update, layout)
-            models[device_id] = replace(change, params=start.params + change.params)
-        await asyncio.sleep(0)
-    return models
+def trained(network: Network, start: Model, data: DeviceData, sgd: Sgd, steps: int, rng: np.random.Generator) -> Model:
+    """A model after so many steps on all training samples of a device."""
+    network.load(start)
+    Trainer(network, data.x_train, data.y_train, sgd, rng).run(steps)
+    return network.dump()
 
 
-class Judge:
-    """Measures models of one task on labelled samples, with torch."""
+def fine_tuned(network: Network, start: Model, data: DeviceData, sgd: Sgd, rng: np.random.Generator) -> Model:
+    """The checkpoint with the smallest validation loss, the earliest on a tie (early stopping)."""
+    if not len(data.y_val):
+        return trained(network, start, data, sgd, WITHOUT_VALIDATION, rng)
+    network.load(start)
+    trainer = Trainer(network, data.x_train, data.y_train, sgd, rng)
+    best, smallest = start, mean_loss(network, data.x_val, data.y_val)
+    for before, after in pairwise(CHECKPOINTS):
+        trainer.run(after - before)
+        loss = mean_loss(network, data.x_val, data.y_val)
+        if loss < smallest:
+            best, smallest = network.dump(), loss
+    return best
 
-    def __init__(self, task: TaskSpec, layout: Layout) -> None:
-        self._module = build(task).eval()
-        self._layout = layout
 
-    def accuracy(self, model: Model, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
-        """Share of right answers; x: model inputs (n, *input_shape), n >= 1."""
-        return float((self._logits(model, x).argmax(dim=1).numpy() == y).mean())
-
-    def loss(self, model: Model, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
-        """Mean cross-entropy in nats."""
-        return float(functional.cross_entropy(self._logits(model, x), torch.from_numpy(y)))
-
-    def best(self, checkpoints: Sequence[Model], data: DeviceData) -> Model:
-        """The checkpoint with the smallest validation loss, the earliest on a tie (early stopping)."""
-        if not len(data.y_val):
-            return checkpoints[1 + FINE_TUNING_STEPS.index(WITHOUT_VALIDATION)]
-        return min(checkpoints, key=lambda model: self.loss(model, data.x_val, data.y_val))
-
-    def _logits(self, model: Model, x: NDArray[np.float32]) -> torch.Tensor:
-        load(self._module, model, self._layout)
-        with torch.no_grad():
-            logits: torch.Tensor = self._module(torch.from_numpy(x))
-        return logits
+def accuracy(network: Network, model: Model, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
+    """Share of right answers; x: model inputs (n, *input_shape), n >= 1."""
+    return float((network.logits(model, x).argmax(axis=1) == y).mean())

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
@@ -247,6 +246,7 @@ async def compare(
     import torch
 
     from coordinator.demo import baselines
+    from edge_agent.training import Network
 
     torch.set_num_threads(1)
     simple = await baselines.learn(
@@ -256,17 +256,19 @@ async def compare(
         summary["selection"],
         settings.out / "baselines",
     )
-    judge = baselines.Judge(cameras.task, simple.layout)
+    network = Network(cameras.task)
     accuracy: dict[str, dict[str, float]] = {}
     for device_id, share in cameras.shares.items():
         models = {
             "local_only": simple.local_only[device_id],
             "fedavg": simple.fedavg,
             "fedavg_finetuned": simple.fedavg_finetuned[device_id],
-            "best_expert": flatten(from_bytes(best_expert(bundles[device_id])), simple.layout),
+            "best_expert": flatten(from_bytes(best_expert(bundles[device_id])), network.layout),
         }
         x = apply(cameras.task, share.x_test)
-        accuracy[device_id] = {name: judge.accuracy(model, x, share.y_test) for name, model in models.items()}
+        accuracy[device_id] = {
+            name: baselines.accuracy(network, model, x, share.y_test) for name, model in models.items()
+        }
     return Comparison(accuracy, curve_of(simple.history))
 
 
@@ -292,17 +294,14 @@ async def infer(
             while child.running:  # noqa: ASYNC110 - a process has no event
                 await asyncio.sleep(POLL_S / 4)
         child.require(0)
-        predicted = predictions(child.output)
-        accuracy[device_id] = float(np.mean(predicted == cameras.shares[device_id].y_test))
+        answer = json.loads(child.output.read_bytes())
+        if answer["imported_torch"]:
+            raise ProcessError(f"{child.name} imported torch: the figures are not those of an inference-only device")
+        accuracy[device_id] = float(np.mean(np.array(answer["predictions"]) == cameras.shares[device_id].y_test))
         watch.update(len(accuracy), f"{len(accuracy)} of {len(bundles)} devices")
 
     await asyncio.gather(*(one(device_id) for device_id in bundles))
     return accuracy
-
-
-def predictions(output: Path) -> NDArray[np.int64]:
-    """Class indices that `fedge infer --json` printed."""
-    raise NotImplementedError
 
 
 def background_of(

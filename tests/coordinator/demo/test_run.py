@@ -1,0 +1,89 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.demo.processes import ProcessError
+from coordinator.demo.run import DemoSettings, broker_of, curve_of, deal, installed_bundles
+from coordinator.methods import RoundSummary
+from fedge.errors import ConfigError
+from fedge.tasks import device_data, task_spec
+from fedge.tensors import digest_of
+
+
+def test_a_device_gets_its_training_data_and_never_its_test_samples(tmp_path: Path) -> None:
+    cameras = deal(DemoSettings(out=tmp_path, agents=3, samples=200, sensitive=0.5))
+    assert list(cameras.shares) == ["camera-0", "camera-1", "camera-2"]
+    assert task_spec(str(tmp_path / "task.json")) == cameras.task
+    for device_id, share in cameras.shares.items():
+        own = device_data(cameras.task, tmp_path / device_id / "data.npz", seed=0)
+        assert (len(own.y_train), len(own.y_val)) == (len(share.y_train), len(share.y_val))
+        assert own.sensitive.sum() == share.sensitive.sum() > 0
+        with np.load(tmp_path / device_id / "data.npz") as stored:
+            assert len(stored["y"]) == len(share.y_train) + len(share.y_val)
+        with np.load(tmp_path / device_id / "test.npz") as test:
+            assert list(test) == ["x"], "inference gets no labels"
+            assert np.array_equal(test["x"], share.x_test)
+
+
+def test_the_same_seed_deals_the_same_samples(tmp_path: Path) -> None:
+    one = deal(DemoSettings(out=tmp_path / "a", agents=3, samples=200, seed=5))
+    two = deal(DemoSettings(out=tmp_path / "b", agents=3, samples=200, seed=5))
+    other = deal(DemoSettings(out=tmp_path / "c", agents=3, samples=200, seed=6))
+    assert all(np.array_equal(one.shares[i].y_test, two.shares[i].y_test) for i in one.shares)
+    assert any(not np.array_equal(one.shares[i].y_test, other.shares[i].y_test) for i in one.shares)
+
+
+def test_a_bundle_is_found_by_its_digest(tmp_path: Path) -> None:
+    settings = DemoSettings(out=tmp_path, agents=2, samples=100)
+    cameras = deal(settings)
+    summary = {"installed": {}}
+    for device_id in cameras.shares:
+        for release in ("1", "2"):
+            folder = tmp_path / device_id / "home" / "bundles" / release
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").write_text(json.dumps([device_id, release]))
+        summary["installed"][device_id] = {"bundle_digest": digest_of(json.dumps([device_id, "2"]).encode())}
+    found = installed_bundles(settings, cameras, summary)
+    assert found == {i: tmp_path / i / "home" / "bundles" / "2" for i in cameras.shares}
+
+
+def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> None:
+    settings = DemoSettings(out=tmp_path, agents=2, samples=100)
+    cameras = deal(settings)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "camera-0.log").write_text("event=order_failed out of memory")
+    with pytest.raises(ProcessError, match=r"camera-0 ended without a bundle(.|\n)*out of memory"):
+        installed_bundles(settings, cameras, {"installed": {}})
+
+
+async def test_a_broker_of_the_users_own_is_only_named() -> None:
+    async with broker_of(DemoSettings(out=Path(), broker="broker.local:1884")) as (address, name):
+        assert address == name == "broker.local:1884"
+
+
+async def test_a_wrong_address_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        async with broker_of(DemoSettings(out=Path(), broker="broker.local:port")):
+            pass
+
+
+async def test_our_own_broker_runs_and_ends(tmp_path: Path) -> None:
+    import asyncio
+
+    async with broker_of(DemoSettings(out=tmp_path)) as (address, name):
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.close()
+        assert name in {"mosquitto", "amqtt"}
+    with pytest.raises(OSError, match=r"."):
+        await asyncio.open_connection(host, int(port))
+
+
+def test_rounds_that_nobody_measured_are_left_out() -> None:
+    lines = [
+        RoundSummary(round=1, asked=2, answered=2, accuracy=0.5, loss=1.0),
+        RoundSummary(round=2, asked=2, answered=0, accuracy=None, loss=None),
+    ]
+    assert curve_of(lines) == [(1, 0.5)]
