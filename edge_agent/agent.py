@@ -28,7 +28,7 @@ import msgspec
 
 import fedge
 from edge_agent import context
-from edge_agent.outbox import Outbox, blobs_of
+from edge_agent.outbox import Outbox
 from edge_agent.session import (
     LAST_RESEND_S,
     MAX_ACKED,
@@ -65,6 +65,7 @@ from fedge.messages import (
     Result,
     Status,
     Want,
+    blobs_of,
     decode,
     encode,
 )

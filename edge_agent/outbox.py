@@ -17,7 +17,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,7 +26,7 @@ import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.files import BlobFolder, write_atomically
-from fedge.messages import Ack, BlobRef, Order, Report, decode, encode
+from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 from fedge.tensors import digest_of
 
 log = logging.getLogger("fedge.agent")
@@ -171,18 +171,6 @@ class Outbox:
         with self._blob_lock:
             for digest in set(self._blobs) - named - self._unreported:
                 self._blobs.remove(digest)
-
-
-def blobs_of(message: object) -> Iterator[BlobRef]:
-    """All tensors that an order or a report names."""
-    if isinstance(message, BlobRef):
-        yield message
-    elif isinstance(message, msgspec.Struct):
-        for field in message.__struct_fields__:
-            yield from blobs_of(getattr(message, field))
-    elif isinstance(message, tuple):
-        for item in message:
-            yield from blobs_of(item)
 
 
 def _read(path: Path, kind: type[M], name_of: Callable[[M], str]) -> M | None:

@@ -41,7 +41,7 @@ class ProtocolError(FedgeError):
         self.name = name
 
 
-class UpdateRejected(FedgeError):
+class UpdateRejected(FedgeError):  # noqa: N818 - what it is, not that it is an error
     """A bundle or one of its parts is not what its manifest says. Nothing was installed."""
 
     exit_code = 5

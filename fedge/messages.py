@@ -10,6 +10,7 @@ Which message travels on which topic: `fedge.topics`. What each one reveals: doc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Final, TypeVar
 
@@ -390,3 +391,18 @@ def _all_finite(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_all_finite(item) for item in value)
     return True
+
+
+def blobs_of(value: object) -> Iterator[BlobRef]:
+    """All tensors that a message, or any other value made of structs and containers, names."""
+    if isinstance(value, BlobRef):
+        yield value
+    elif isinstance(value, Struct):
+        for field in value.__struct_fields__:
+            yield from blobs_of(getattr(value, field))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from blobs_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from blobs_of(item)

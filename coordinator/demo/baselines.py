@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from edge_agent.worker import Worker
 from numpy.typing import NDArray
 
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, RoundSummary, blobs_of
+from coordinator.methods import MethodSettings, RoundSummary
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.training import Network, Trainer, mean_loss
-from fedge.messages import Sgd
+from edge_agent.worker import Worker
+from fedge.messages import Sgd, blobs_of
 from fedge.models import initial
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
@@ -84,7 +84,7 @@ async def fedavg(
     while state.round < settings.rounds:
         fleet.round = state.round + 1
         state = await method.round(state, fleet)
-        fleet.keep_only(set(blobs_of(state)))
+        fleet.keep_only({ref.digest for ref in blobs_of(state)})
         await asyncio.sleep(0)
     return fleet.get(state.model, layout), state.history
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
-from edge_agent.worker import Worker
 from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, order_for
-from coordinator.methods import Method, S, blobs_of
+from coordinator.methods import Method, S
+from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Action, BlobRef, Codec, Context
+from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes
 
@@ -101,6 +101,6 @@ async def run(
     while not method.done(state):
         fleet.round = state.round + 1
         state = await method.round(state, fleet)
-        fleet.keep_only(set(blobs_of(state)))
+        fleet.keep_only({ref.digest for ref in blobs_of(state)})
         on_round(method.summary(state))
     return state

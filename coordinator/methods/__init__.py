@@ -7,7 +7,7 @@ come from (seed, round), so a round that is run again after a crash writes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -156,18 +156,3 @@ def load(data: bytes, kind: type[S]) -> S:
         return arrays[str(key)]
 
     return msgspec.msgpack.decode(plain, type=kind, dec_hook=give_back)
-
-
-def blobs_of(value: object) -> Iterator[str]:
-    """Digests of all stored tensors that a state refers to."""
-    if isinstance(value, BlobRef):
-        yield value.digest
-    elif isinstance(value, Struct):
-        for field in value.__struct_fields__:
-            yield from blobs_of(getattr(value, field))
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from blobs_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from blobs_of(item)

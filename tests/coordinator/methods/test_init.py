@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.methods import MethodSettings, blobs_of, dump, load, make, round_rng
+from coordinator.methods import MethodSettings, dump, load, make, round_rng
 from coordinator.methods.fedge import FedgeState, LastUpdate, Moving, TrialOutcome
 from coordinator.selection import ccmab
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef
+from fedge.messages import BlobRef, blobs_of
 from fedge.tensors import Layout, TensorInfo
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
@@ -57,7 +57,7 @@ def test_a_state_survives_the_way_to_bytes_and_back() -> None:
 
 
 def test_every_stored_tensor_of_a_state_is_found() -> None:
-    assert {digest[0] for digest in blobs_of(state())} == set("012345")
+    assert {ref.digest[0] for ref in blobs_of(state())} == set("012345")
 
 
 def test_an_unknown_method_names_the_known_ones() -> None:

@@ -1,0 +1,77 @@
+"""Whether a result answers its action: what the schema cannot say. Tensors are checked when they are decoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fedge.errors import ProtocolError
+from fedge.messages import (
+    Action,
+    CandidatesFitted,
+    Declined,
+    EnergyFitted,
+    Failed,
+    FitCandidates,
+    FitEnergy,
+    FitGate,
+    FitWeights,
+    Install,
+    Installed,
+    Profile,
+    Profiled,
+    Result,
+    Role,
+    Train,
+    Trained,
+    Trial,
+    Tried,
+    WeightsFitted,
+)
+
+ANSWERS: Mapping[type[Action], type[Result]] = {
+    Train: Trained,
+    Profile: Profiled,
+    Trial: Tried,
+    FitCandidates: CandidatesFitted,
+    FitWeights: WeightsFitted,
+    FitEnergy: EnergyFitted,
+    FitGate: Installed,
+    Install: Installed,
+}
+
+
+def check(action: Action, result: Result) -> None:
+    """Refuse a result that does not answer the action.
+
+    Raises:
+        ProtocolError: `wrong-result`.
+    """
+    if isinstance(result, Declined | Failed):
+        return
+    if not isinstance(result, ANSWERS[type(action)]):
+        raise ProtocolError("wrong-result", f"{type(result).__name__} does not answer {type(action).__name__}")
+    match action, result:
+        case Train(), Trained():
+            _require(result.n_samples > 0, "an update from no samples")
+            _require(result.update.codec is action.codec, f"codec {result.update.codec} instead of {action.codec}")
+            _require(result.cluster in {start.cluster for start in action.starts}, "a start that was not offered")
+        case FitCandidates(), CandidatesFitted():
+            offered = {start.cluster for start in action.experts} | {-1}
+            _require(result.cluster in offered, "an expert that was not offered")
+            _require(Role.GLOBAL in result.losses, "no losses of the global model")
+        case FitWeights(), WeightsFitted():
+            _require(len(result.weights) == len(action.pooled), "another number of weights than pooled means")
+            for weights, pooled in zip(result.weights, action.pooled, strict=True):
+                _require(set(weights) <= set(pooled), "weights of candidates that are not in the pool")
+                _require(math.isclose(sum(weights.values()), 1, abs_tol=1e-6), "weights that do not sum to 1")
+        case FitEnergy(), EnergyFitted():
+            n = len(action.pooled)
+            _require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")
+        case _:
+            pass
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ProtocolError("wrong-result", otherwise)

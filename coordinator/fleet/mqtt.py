@@ -1,0 +1,348 @@
+"""The devices of a federation over MQTT: one asyncio loop around `coordinator.fleet.orders` and the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.fleet import Answer, Device, order_for
+from coordinator.fleet.checks import check
+from coordinator.fleet.orders import (
+    Accept,
+    Check,
+    Checked,
+    Desk,
+    DeviceAppeared,
+    Event,
+    Expire,
+    Reject,
+    ReportReceived,
+    Send,
+    Tell,
+    Tick,
+    verdict,
+)
+from coordinator.fleet.orders import Action as DeskAction
+from coordinator.registry import Registry
+from coordinator.store import Entry, Store
+from coordinator.store import Status as OrderStatus
+from fedge import codec
+from fedge.errors import ProtocolError, StoreError
+from fedge.messages import (
+    Ack,
+    Action,
+    BlobRef,
+    Codec,
+    Context,
+    Order,
+    Report,
+    Status,
+    Trained,
+    Want,
+    blobs_of,
+    decode,
+    encode,
+)
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, Tensors, from_bytes
+from fedge.topics import Topics
+from fedge.transfer import Receiver, Sender
+from fedge.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.coordinator")
+
+SLACK_BYTES: Final = 1 << 20
+"""What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
+
+
+class MqttFleet:
+    """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
+
+    Args:
+        broker: how to reach the broker.
+        store: durable state; accepted reports and snapshots are kept there.
+        federation: name of the federation.
+        task: what is learned.
+        layout: of the model.
+        seed: of the federation; all devices' random numbers come from it.
+        deadline_s: time that the devices have for one step.
+        observe: is told what happens, for people to look at.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerSettings,
+        store: Store,
+        *,
+        federation: str,
+        task: TaskSpec,
+        layout: Layout,
+        seed: int,
+        deadline_s: float,
+        observe: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self.registry = Registry(task.fingerprint())
+        self.refused: Counter[str] = Counter()
+        self._store = store
+        self._federation = federation
+        self._task = task
+        self._layout = layout
+        self._seed = seed
+        self._deadline_s = deadline_s
+        self._observe = observe
+        self._topics = Topics(federation)
+        self._transport = Transport(broker, f"{federation}-coordinator")
+        bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
+        self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound)
+        self._sender = Sender(self._transport, self._model_file)
+        self._offered: set[str] = set()
+        self._traffic = (0, 0)
+        self._round = 0
+        self._devices: tuple[Device, ...] = ()
+        self._desk = Desk(())
+        self._something_happened = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._failure = asyncio.get_running_loop().create_future()
+        topics = self._topics
+        await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
+        await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
+        await self._transport.subscribe(topics.agent("+", "reports"), self._guard(self._on_report))
+        await self._transport.subscribe(topics.agent("+", "wants"), self._guard(self._on_want))
+        await self._transport.__aenter__()
+        await self._sender.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sender.__aexit__(kind, error, trace)
+        await self._transport.__aexit__(kind, error, trace)
+
+    # -------------------------------------------------------------------------------------- what a method may ask for
+
+    async def begin(self, number: int, at_least: int) -> None:
+        """Begin a round: take the snapshot of who can be asked, once `at_least` devices can; or the stored one."""
+        devices = self._store.snapshot(number)
+        if devices is None:
+            devices = await self._or_failure(self.registry.wait_for(at_least))
+            self._store.begin_round(number, devices, time.time())
+        self._round, self._devices = number, devices
+        self._observe("round_begun", {"round": number, "devices": len(devices)})
+
+    def devices(self) -> tuple[Device, ...]:
+        """The snapshot."""
+        return self._devices
+
+    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """Write the orders, send those that are open, wait for their reports or the deadline."""
+        deadline = time.time() + self._deadline_s
+        entries = self._store.write_orders(
+            order_for(
+                self._federation, self._seed, self._round, step, device, self._task, actions[device], deadline=deadline
+            )
+            for device in sorted(actions)
+        )
+        still_open = [
+            msgspec.structs.replace(entry.order, deadline=deadline)
+            for entry in entries.values()
+            if entry.status is OrderStatus.OPEN
+        ]
+        self._offered = {ref.digest for action in actions.values() for ref in blobs_of(action)}
+        self._desk = Desk(still_open)
+        self._feed(Tick())
+        while not self._desk.done:
+            wakeup = self._desk.next_wakeup()
+            delay = None if wakeup is None else max(wakeup - time.time(), 0.01)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._or_failure(self._something_happened.wait())
+            self._something_happened.clear()
+            self._feed(Tick())
+        return {device: _answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()}
+
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
+        """Keep tensors durably."""
+        data = codec.encode(tensors, codec_)
+        return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data), codec=codec_)
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """Decode a model or an accepted update."""
+        return codec.decode(self._store.blobs.get(ref.digest), ref.codec, layout)
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors that were `put`."""
+        return from_bytes(self._store.blobs.get(ref.digest))
+
+    def take_traffic(self) -> dict[str, int]:
+        """Payload bytes up and down since the last call."""
+        up, down = self._transport.bytes_received, self._transport.bytes_sent
+        before_up, before_down = self._traffic
+        self._traffic = (up, down)
+        return {"bytes_up": up - before_up, "bytes_down": down - before_down}
+
+    # ------------------------------------------------------------------------------------------------------- inwards
+
+    def _guard(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Coroutine[Any, Any, None]]:
+        """Drop what the contract does not allow: one line, one count, no change. A failed write ends the process."""
+
+        async def guarded(inbound: Inbound) -> None:
+            device = self._topics.parts(inbound.topic)[1]
+            try:
+                handle(device, inbound)
+            except ProtocolError as error:
+                self._refuse(error, inbound.topic, device)
+            except StoreError as error:
+                self._fail(error)
+
+        return guarded
+
+    def _refuse(self, error: ProtocolError, topic: str, device: str) -> None:
+        self.refused[error.name] += 1
+        log.warning("event=refused name=%s device=%s topic=%s detail=%r", error.name, device, topic, str(error))
+        self._store.count(f"refused.{error.name}")
+
+    def _on_status(self, device: str, inbound: Inbound) -> None:
+        if not inbound.payload:  # a retained status that was cleared
+            return
+        if self.registry.on_status(device, decode(inbound.payload, Status)):
+            self._observe("device", {"device": device, "presence": "online"})
+            self._feed(DeviceAppeared(device))
+
+    def _on_context(self, device: str, inbound: Inbound) -> None:
+        self.registry.on_context(device, decode(inbound.payload, Context))
+
+    def _on_want(self, device: str, inbound: Inbound) -> None:
+        want = decode(inbound.payload, Want)
+        if want.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
+        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest))
+
+    def _on_report(self, device: str, inbound: Inbound) -> None:
+        report = decode(inbound.payload, Report)
+        if report.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
+        if self._desk.phase(report.order_id) is not None:
+            self._feed(ReportReceived(report))
+        else:
+            self._answer_late(report)
+
+    def _answer_late(self, report: Report) -> None:
+        """A report for an order of an earlier step: the verdict once more. For one that never was: none is open."""
+        entry = self._store.entry(report.order_id)
+        if entry is None:
+            self._perform(
+                Tell(Ack(order_id=report.order_id, device_id=report.device_id, accepted=False, reason="unknown-order"))
+            )
+            raise ProtocolError("unknown-order", report.order_id)
+        if entry.order.device_id != report.device_id:
+            raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {entry.order.device_id}")
+        if entry.status is not OrderStatus.OPEN:
+            accepted = entry.status is OrderStatus.ACCEPTED
+            self._perform(Tell(verdict(entry.order, accepted=accepted, reason=entry.reason)))
+
+    # ------------------------------------------------------------------------------------------------------- deciding
+
+    def _feed(self, event: Event) -> None:
+        for action in self._desk.handle(event, time.time()):
+            self._perform(action)
+        self._something_happened.set()
+
+    def _perform(self, action: DeskAction) -> None:
+        match action:
+            case Send(order):
+                self._send(order)
+            case Check(order, report):
+                self._spawn(self._check(order, report))
+            case Accept(report):
+                self._store.accept(report, time.time())
+                kind = type(report.result).__name__
+                self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
+            case Reject(order_id, reason):
+                self._store.reject(order_id, reason, time.time())
+                log.warning("event=report_rejected order=%s reason=%r", order_id, reason)
+            case Expire(order_id):
+                self._store.expire(order_id, time.time())
+                log.warning("event=order_expired order=%s", order_id)
+            case Tell(ack):
+                self._publish(self._topics.agent(ack.device_id, "acks"), encode(ack), expires_in_s=3600)
+
+    def _send(self, order: Order) -> None:
+        left_s = max(int(order.deadline - time.time()), 1)
+        log.info("event=order_sent order=%s device=%s", order.id, order.device_id)
+        self._publish(self._topics.agent(order.device_id, "orders"), encode(order), expires_in_s=left_s)
+
+    def _publish(self, topic: str, payload: bytes, *, expires_in_s: int) -> None:
+        self._spawn(self._transport.publish(topic, payload, expires_in_s=expires_in_s))
+
+    async def _check(self, order: Order, report: Report) -> None:
+        """Fetch the update that a report names, and see that it is one."""
+        try:
+            check(order.action, report.result)
+            if isinstance(report.result, Trained):
+                ref, device = report.result.update, order.device_id
+                await self._receiver.fetch(
+                    ref,
+                    chunks=self._topics.update_chunk(device, ref.digest),
+                    wants=self._topics.coordinator_wants(device),
+                    device_id=device,
+                )
+                await asyncio.to_thread(self.get, ref, self._layout)
+        except ProtocolError as error:
+            self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
+            self._feed(Checked(order.id, str(error)))
+        else:
+            self._feed(Checked(order.id))
+
+    def _model_file(self, digest: str) -> Path | None:
+        """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""
+        return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
+
+    # --------------------------------------------------------------------------------------------------------- tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _or_failure(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for something, or for the failure of a background task, which is raised."""
+        assert self._failure is not None
+        waiting = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+
+def _answer(device: str, entry: Entry | None) -> Answer:
+    report = entry.report if entry else None
+    return Answer(device, report.result if report else None, report.seconds if report else 0.0)

@@ -1,0 +1,159 @@
+"""The coordinator at work: the durable loop around a method.
+
+A round is run, its state is committed, and what no state needs any more is deleted. After a crash the last committed
+state is loaded and the round under way is run again; the fleet returns what was already accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.methods import Method, MethodSettings, State, dump, load, make
+from coordinator.store import Store
+from fedge.codec import encode
+from fedge.config import Secret
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+from fedge.initial import initial_in_subprocess
+from fedge.messages import BlobRef, Codec, Sgd, blobs_of
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, unflatten
+from fedge.transport import BrokerSettings, parse_address
+
+log = logging.getLogger("fedge.coordinator")
+
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+class CoordinatorSettings(Struct, frozen=True, kw_only=True):
+    """Section [coordinator] of the configuration."""
+
+    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
+    federation: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation.")
+    ]
+    home: Annotated[Path, Meta(description="Folder of the durable state. One coordinator each.")]
+    task: Annotated[str, Meta(description="digits, mnist, fashion-mnist, a .json, or package.module:Class.")]
+    method: Annotated[str, Meta(description="fedge or fedavg.")] = "fedge"
+    rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
+    devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
+    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices that train in a round.")] = 1.0
+    deadline_s: Annotated[float, Meta(gt=0, description="Time for one step of a round.", extra={"unit": "s"})] = 60.0
+    min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
+    seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
+    local_steps: Annotated[int, Meta(ge=1, description="SGD steps per participation.")] = 10
+    batch_size: Annotated[int, Meta(ge=1, description="Samples per step.")] = 32
+    learning_rate: Annotated[float, Meta(gt=0, description="Of the devices' SGD.")] = 0.05
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
+    codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    username: Annotated[str | None, Meta(description="At the broker.")] = None
+    password: Annotated[Secret | None, Meta(description="At the broker; better in the environment.")] = None
+    ca_file: Annotated[str | None, Meta(description="Certificate authority of the broker; turns TLS on.")] = None
+    cert_file: Annotated[str | None, Meta(description="Certificate of the coordinator.")] = None
+    key_file: Annotated[str | None, Meta(description="Its private key.")] = None
+
+    def for_method(self) -> MethodSettings:
+        """What the method needs to know."""
+        sgd = Sgd(
+            steps=self.local_steps,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+        )
+        return MethodSettings(
+            rounds=self.rounds,
+            participation=self.participation,
+            min_reports=self.min_reports,
+            seed=self.seed,
+            sgd=sgd,
+            codec=self.codec,
+        )
+
+    def for_broker(self) -> BrokerSettings:
+        """How to reach the broker."""
+        host, port = parse_address(self.broker)
+        return BrokerSettings(host, port, self.username, self.password, self.ca_file, self.cert_file, self.key_file)
+
+
+def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[Layout, BlobRef]:
+    """Layout and initial model, made once in a federation's life.
+
+    Raises:
+        ConfigError: the folder belongs to a federation with other settings.
+    """
+    identity = json.dumps([settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds])
+    if (kept := store.remember("identity", identity)) != identity:
+        raise ConfigError(f"{settings.home} holds another federation: {kept}, not {identity}; use another --home")
+    known = store.recall("start")
+    if known is None:
+        layout, model = initial_in_subprocess(task, settings.seed)
+        data = encode(unflatten(model, layout), Codec.FLOAT32)
+        ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
+        known = store.remember("start", msgspec.json.encode((layout, ref)).decode())
+    return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
+
+
+async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer) -> dict[str, Any]:
+    """Run a federation to its end, from where it is; returns its summary, which is also HOME/summary.json.
+
+    Raises:
+        ConfigError: the folder belongs to another federation.
+        StoreError: durable state cannot be written; nothing that was accepted is lost.
+        TransportError: the broker refused us for good.
+    """
+    began = time.monotonic()
+    layout, model = start(settings, task, store)
+    method: Method[Any] = make(settings.method, settings.for_method())
+    saved = store.state()
+    state = method.initial(layout, model) if saved is None else load(saved, type(method.initial(layout, model)))
+    fleet = MqttFleet(
+        settings.for_broker(),
+        store,
+        federation=settings.federation,
+        task=task,
+        layout=layout,
+        seed=settings.seed,
+        deadline_s=settings.deadline_s,
+        observe=observe,
+    )
+    async with fleet:
+        while not method.done(state):
+            number = state.round + 1
+            await fleet.begin(number, settings.devices if number == 1 else 1)
+            state = await method.round(state, fleet)
+            commit(store, fleet, number, state, time.monotonic() - began)
+            began = time.monotonic()
+            observe("round_done", write_summary(settings, method, state, store))
+    return write_summary(settings, method, state, store)
+
+
+def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:
+    """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
+    traffic = fleet.take_traffic()
+    store.commit_round(number, dump(state), time.time(), {**traffic, "milliseconds": round(1000 * seconds)})
+    store.keep_only({ref.digest for ref in blobs_of(state)})
+
+
+def write_summary(settings: CoordinatorSettings, method: Method[Any], state: State, store: Store) -> dict[str, Any]:
+    """HOME/summary.json: what the method says, and what the transport and the store counted."""
+    counters = store.counters()
+    summary = {
+        "federation": settings.federation,
+        "seed": settings.seed,
+        **method.summary(state),
+        "bytes_up": counters.get("bytes_up", 0),
+        "bytes_down": counters.get("bytes_down", 0),
+        "wall_s": counters.get("milliseconds", 0) / 1000,
+        "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
+    }
+    write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
+    return summary

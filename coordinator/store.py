@@ -1,0 +1,233 @@
+"""The coordinator's truth: SQLite in WAL mode for what happened, a content-addressed folder for tensors.
+
+One event is one transaction: the state change, and what keeps it from happening twice. Whatever is published is
+published after its commit. A failed write stops the process (`StoreError`): going on would lose an accepted update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.fleet import Device
+from fedge.errors import ConfigError, StoreError
+from fedge.files import BlobFolder
+from fedge.messages import Order, Report
+
+MIGRATIONS = Path(__file__).with_name("migrations")
+
+
+class Status(StrEnum):
+    """Where an order stands for good; OPEN: it may still be answered."""
+
+    OPEN = "open"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """An order and what came of it."""
+
+    order: Order
+    status: Status
+    reason: str = ""
+    report: Report | None = None
+
+
+class Store:
+    """One federation's durable state in one folder. Not for two processes at once: the second is refused."""
+
+    def __init__(self, home: Path) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(home / "lock")
+        with _guarded():
+            self._db = sqlite3.connect(home / "store.db", isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            migrate(self._db)
+        self.blobs = BlobFolder(home / "blobs")
+
+    def close(self) -> None:
+        """Close the database and let another process have the folder."""
+        self._db.close()
+        self._lock.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with _guarded():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    # -------------------------------------------------------------------------------------------------------- rounds
+
+    def begin_round(self, number: int, devices: Iterable[Device], now: float) -> None:
+        """Begin a round with these devices, which stay the round's devices for good."""
+        snapshot = msgspec.msgpack.encode(list(devices))
+        with self._transaction() as db:
+            db.execute("INSERT INTO rounds (round, devices, begun_at) VALUES (?, ?, ?)", (number, snapshot, now))
+
+    def snapshot(self, number: int) -> tuple[Device, ...] | None:
+        """The devices of a round that has begun; None: it has not."""
+        with _guarded():
+            row = self._db.execute("SELECT devices FROM rounds WHERE round = ?", (number,)).fetchone()
+        return None if row is None else msgspec.msgpack.decode(row[0], type=tuple[Device, ...])
+
+    def commit_round(self, number: int, state: bytes, now: float, counted: Mapping[str, int]) -> None:
+        """The round is done, this is the method's state, and so much is to be counted; all or nothing."""
+        with self._transaction() as db:
+            db.execute("UPDATE rounds SET done_at = ? WHERE round = ?", (now, number))
+            db.execute("INSERT INTO states (round, body) VALUES (?, ?)", (number, state))
+            db.execute("DELETE FROM states WHERE round < ?", (number,))
+            for name, by in counted.items():
+                _count(db, name, by)
+
+    def state(self) -> bytes | None:
+        """The method's state after the last round that was committed; None before the first."""
+        with _guarded():
+            row = self._db.execute("SELECT body FROM states ORDER BY round DESC LIMIT 1").fetchone()
+        return None if row is None else row[0]
+
+    # -------------------------------------------------------------------------------------------------------- orders
+
+    def write_orders(self, orders: Iterable[Order]) -> dict[str, Entry]:
+        """Write orders that are not there yet; all of them as they stand, by device id."""
+        entries = {}
+        with self._transaction() as db:
+            for order in orders:
+                db.execute(
+                    "INSERT OR IGNORE INTO orders (id, round, step, device_id, body, status) VALUES (?, ?, ?, ?, ?, ?)",
+                    (order.id, order.round, order.step, order.device_id, msgspec.msgpack.encode(order), Status.OPEN),
+                )
+                entries[order.device_id] = _entry(
+                    db.execute("SELECT body, status, reason, report FROM orders WHERE id = ?", (order.id,)).fetchone()
+                )
+        return entries
+
+    def entry(self, order_id: str) -> Entry | None:
+        """An order and what came of it; None: there never was such an order."""
+        with _guarded():
+            row = self._db.execute(
+                "SELECT body, status, reason, report FROM orders WHERE id = ?", (order_id,)
+            ).fetchone()
+        return None if row is None else _entry(row)
+
+    def entries(self, number: int) -> tuple[Entry, ...]:
+        """All orders of a round, by step and device id."""
+        with _guarded():
+            rows = self._db.execute(
+                "SELECT body, status, reason, report FROM orders WHERE round = ? ORDER BY step, device_id", (number,)
+            ).fetchall()
+        return tuple(_entry(row) for row in rows)
+
+    def accept(self, report: Report, now: float) -> bool:
+        """Record the report of an open order; False, and nothing changed, if it is not open any more."""
+        body = msgspec.msgpack.encode(report)
+        return self._close(report.order_id, Status.ACCEPTED, "", body, now)
+
+    def reject(self, order_id: str, reason: str, now: float) -> bool:
+        """Close an open order whose report is not acceptable; False if it is not open any more."""
+        return self._close(order_id, Status.REJECTED, reason, None, now)
+
+    def expire(self, order_id: str, now: float) -> bool:
+        """Close an open order that nobody answered in time; False if it is not open any more."""
+        return self._close(order_id, Status.EXPIRED, "no report before the deadline", None, now)
+
+    def _close(self, order_id: str, status: Status, reason: str, report: bytes | None, now: float) -> bool:
+        with self._transaction() as db:
+            cursor = db.execute(
+                "UPDATE orders SET status = ?, reason = ?, report = ?, closed_at = ? WHERE id = ? AND status = ?",
+                (status, reason[:1000], report, now, order_id, Status.OPEN),
+            )
+            return cursor.rowcount == 1
+
+    # ------------------------------------------------------------------------------------------------------ the rest
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        with self._transaction() as db:
+            _count(db, name, by)
+
+    def counters(self) -> dict[str, int]:
+        """All counters, by name."""
+        with _guarded():
+            return dict(self._db.execute("SELECT name, value FROM counters ORDER BY name").fetchall())
+
+    def remember(self, name: str, value: str) -> str:
+        """Keep a value for good; what was kept before wins and is returned."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
+            (stored,) = db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return str(stored)
+
+    def recall(self, name: str) -> str | None:
+        """A value that was kept; None: there is none."""
+        with _guarded():
+            row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def keep_only(self, digests: Collection[str]) -> None:
+        """Delete all other tensors."""
+        for digest in [digest for digest in self.blobs if digest not in digests]:
+            self.blobs.remove(digest)
+
+
+def _count(db: sqlite3.Connection, name: str, by: int) -> None:
+    db.execute(
+        "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value", (name, by)
+    )
+
+
+def _entry(row: tuple[bytes, str, str, bytes | None]) -> Entry:
+    body, status, reason, report = row
+    return Entry(
+        order=msgspec.msgpack.decode(body, type=Order),
+        status=Status(status),
+        reason=reason,
+        report=None if report is None else msgspec.msgpack.decode(report, type=Report),
+    )
+
+
+def migrate(db: sqlite3.Connection) -> None:
+    """Bring the schema up to date; each migration and its record are one transaction."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    scripts = sorted(MIGRATIONS.glob("*.sql"))
+    if version > len(scripts):
+        raise StoreError(f"the store has schema {version}, this fedge knows {len(scripts)}: update fedge")
+    for number, script in enumerate(scripts[version:], start=version + 1):
+        db.executescript(f"BEGIN IMMEDIATE;\n{script.read_text()}\nPRAGMA user_version = {number};\nCOMMIT;")
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"the store cannot be read or written: {error}") from error
+
+
+def _locked(path: Path) -> IO[str]:
+    handle = path.open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        handle.close()
+        raise ConfigError(f"another coordinator works in {path.parent}; stop it, or use another --home") from error
+    handle.write(str(os.getpid()))
+    handle.flush()
+    return handle
