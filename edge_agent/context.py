@@ -1,0 +1,46 @@
+"""What a device is like now, as psutil sees it: the context that selection and the person at the console look at."""
+
+from __future__ import annotations
+
+import psutil
+
+from fedge.messages import Context
+
+
+def measure(device_id: str, n_samples: int) -> Context:
+    """Read all sensors; None where the device has no such sensor. n_samples: those whose model may be uploaded."""
+    return Context(
+        device_id=device_id,
+        cpu_ghz=_cpu_ghz(),
+        load=psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
+        free_ram_gb=psutil.virtual_memory().available / 1e9,
+        free_disk_gb=psutil.disk_usage(".").free / 1e9,
+        battery=_battery(),
+        temperature_c=_temperature_c(),
+        n_samples=n_samples,
+    )
+
+
+def _cpu_ghz() -> float | None:
+    """Present clock rate; containers and some boards hide it."""
+    try:
+        frequency = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return None
+    return float(frequency.current) / 1e3 if frequency is not None and frequency.current > 0 else None
+
+
+def _battery() -> float | None:
+    """Charge as a share of full; None on mains."""
+    read = getattr(psutil, "sensors_battery", None)
+    battery = read() if read is not None else None
+    if battery is None or battery.power_plugged:
+        return None
+    return min(max(float(battery.percent) / 100, 0.0), 1.0)
+
+
+def _temperature_c() -> float | None:
+    """The hottest sensor: it is what makes a device throttle."""
+    read = getattr(psutil, "sensors_temperatures", None)
+    sensors = read() if read is not None else {}
+    return max((float(entry.current) for entries in sensors.values() for entry in entries), default=None)

@@ -1,0 +1,93 @@
+"""The residual gate r(x): what the weights of the candidates gain or lose with the input (fedge.md section 9).
+
+linear -> 16, ReLU, linear -> M, the last layer zero at the start, trained on the validation samples alone through the
+mixture's formula. Images are seen as means over at most 8 x 8 windows, other inputs standardised; the standardisation
+is folded into the first layer, so that the bundle's gate takes inputs as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edge_agent.mixture import Array
+from edge_agent.training import tensor
+from export.mixture import GATE_HIDDEN, GateWeights
+from export.reference import gate_features
+from fedge.task import gate_pool
+
+MIN_SAMPLES: Final = 10
+"""With fewer validation samples the gate is not trained."""
+STEPS: Final = 150
+LEARNING_RATE: Final = 0.02
+DECAY: Final = 0.03
+_SMALLEST_SPREAD: Final = 0.1
+"""Of the mean spread: an input that hardly varies here must not be blown up where it does."""
+
+
+def features(x: NDArray[np.floating]) -> Array:
+    """The gate's inputs (n, F) of model inputs (n, *input_shape)."""
+    return gate_features(x, gate_pool(x.shape[1:]))
+
+
+def train_gate(x: NDArray[np.floating], log_p: Array, scores: Array, *, seed: int) -> GateWeights:
+    """Fit the gate by full-batch Adam to -mean log p_y + 0.03 * ||gate parameters||^2.
+
+    Args:
+        x: (m, *input_shape) model inputs of the validation samples; m < 10: the untrained gate.
+        log_p: (m, M) log q_k of the true classes; a candidate that is not finite is dropped for the sample.
+        scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
+        seed: of the first layer's weights.
+    """
+    inputs = features(x)
+    usable = np.isfinite(log_p)
+    rows = usable.any(axis=1)
+    if len(x) < MIN_SAMPLES or not rows.any():
+        return GateWeights.untrained(inputs.shape[1], log_p.shape[1])
+    mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
+    network = _network(inputs.shape[1], log_p.shape[1], seed)
+    _fit(
+        network,
+        tensor(((inputs - mean) / scale)[rows].astype(np.float32)),
+        tensor(np.where(usable, log_p, -np.inf)[rows].astype(np.float32)),
+        tensor(np.where(usable, scores, -np.inf)[rows].astype(np.float32)),
+    )
+    hidden_weight, hidden_bias, out_weight, out_bias = (p.detach().double().numpy() for p in network.parameters())
+    folded = hidden_weight / scale
+    return GateWeights(
+        hidden_weight=folded,
+        hidden_bias=hidden_bias - folded @ np.broadcast_to(mean, inputs.shape[1]),
+        out_weight=out_weight,
+        out_bias=out_bias,
+    )
+
+
+def _standardisation(inputs: Array) -> tuple[Array, Array]:
+    """Mean and scale per input, (F,) each."""
+    spread = inputs.std(axis=0)
+    return inputs.mean(axis=0), np.maximum(spread, _SMALLEST_SPREAD * spread.mean() or 1.0)
+
+
+def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(n_inputs, GATE_HIDDEN), nn.ReLU(), nn.Linear(GATE_HIDDEN, n_candidates))
+    for parameter in network[2].parameters():
+        nn.init.zeros_(parameter)
+    return network
+
+
+def _fit(network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor) -> None:
+    parameters = list(network.parameters())
+    optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        log_alpha = torch.log_softmax(scores + network(inputs), dim=1)
+        likelihood = torch.logsumexp(log_alpha + log_p, dim=1).mean()
+        decay = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+        optimiser.zero_grad()
+        (DECAY * decay - likelihood).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()

@@ -1,0 +1,89 @@
+"""Models that never leave the device: private, local, last fit on all labelled data (fedge.md sections 6 and 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent.mixture import BASE_CHECKPOINT, TIE, choose_steps, log_prior, total_loss
+from edge_agent.training import Network, Trainer, never
+from fedge.messages import Calibration, Sgd
+from fedge.tensors import Model
+
+CHECKPOINTS: Final = (20, 40, 80, 160)
+"""Steps after which the private model is looked at; 40 unless validation clearly asks for another."""
+
+Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
+_PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
+
+
+def fit_private(
+    network: Network,
+    start: Model,
+    training: Samples,
+    validation: Samples,
+    sgd: Sgd,
+    rng: np.random.Generator,
+    stop: Callable[[], bool] = never,
+) -> tuple[Model, int]:
+    """Fine-tune `start` on all training samples (n >= 1); the model of the chosen checkpoint and its number of steps.
+
+    The training ends early when two checkpoints in a row are worse than the best before them, and without validation
+    samples after 40 steps.
+    """
+    network.load(start)
+    trainer = Trainer(network, *training, sgd, rng)
+    if not len(validation[1]):
+        trainer.run(CHECKPOINTS[BASE_CHECKPOINT], stop)
+        return network.dump(), CHECKPOINTS[BASE_CHECKPOINT]
+    kept: list[Model] = []
+    log_likelihoods: list[float] = []
+    for before, steps in zip((0, *CHECKPOINTS), CHECKPOINTS, strict=False):
+        trainer.run(steps - before, stop)
+        kept.append(network.dump())
+        log_likelihoods.append(log_likelihood(network, kept[-1], validation))
+        if _overfits(log_likelihoods):
+            break
+    chosen = choose_steps(log_likelihoods)
+    return kept[chosen], CHECKPOINTS[chosen]
+
+
+def log_likelihood(network: Network, model: Model, samples: Samples) -> float:
+    """Total log-likelihood of n >= 1 samples, without prior and temperature."""
+    logits = network.logits(model, samples[0])
+    return -total_loss(logits, samples[1], log_prior(np.zeros(logits.shape[1], np.int64)), _PLAIN)
+
+
+def fit(
+    network: Network,
+    start: Model,
+    training: Samples,
+    sgd: Sgd,
+    steps: int,
+    rng: np.random.Generator,
+    stop: Callable[[], bool] = never,
+) -> Model:
+    """Train `start` on n >= 1 samples for some steps: the local model, and the fits with the validation samples."""
+    network.load(start)
+    Trainer(network, *training, sgd, rng).run(steps, stop)
+    return network.dump()
+
+
+def mean_model(first: Model, second: Model) -> Model:
+    """Mean of two parameter vectors and of their buffers; counters by maximum (section 10)."""
+    return Model(
+        params=(0.5 * first.params + 0.5 * second.params).astype(np.float32),
+        buffers=(0.5 * first.buffers + 0.5 * second.buffers).astype(np.float32),
+        counters=np.maximum(first.counters, second.counters),
+    )
+
+
+def _overfits(log_likelihoods: list[float]) -> bool:
+    """Whether the last two values are worse than the best one before them."""
+    if len(log_likelihoods) < 3:
+        return False
+    best = max(log_likelihoods[:-2])
+    return all(value < best - TIE for value in log_likelihoods[-2:])

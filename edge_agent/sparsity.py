@@ -1,0 +1,113 @@
+"""SPRE: the ReLU-sparsity profile of a device (fedepc.md section 3, Eq. 1-2).
+
+The profile is taken at the last ReLU before the output layer. Equality with zero is exact, so activations whose zero is
+not exact (GELU, SiLU, leaky ReLU and the like) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edge_agent.training import CHUNK, tensor
+from fedge.divergence import divergence
+from fedge.errors import ConfigError
+
+_EXACT: Final = (nn.ReLU, nn.ReLU6)
+_INEXACT: Final = (
+    nn.GELU,
+    nn.SiLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.CELU,
+    nn.SELU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Mish,
+    nn.Softplus,
+    nn.Hardswish,
+    nn.Tanh,
+    nn.Sigmoid,
+)
+MAX_UNITS: Final = 4096
+"""A message carries no longer profile."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityProfile:
+    """`shares`: (q,) share of exact zeros per unit or channel; `halves`: D_raw of even and odd samples, or None."""
+
+    shares: NDArray[np.float64]
+    halves: float | None
+
+
+def sparsity_profile(module: nn.Module, x: NDArray[np.float32]) -> SparsityProfile:
+    """Profile of n >= 1 inputs (n, ...); the module is put into evaluation mode. One forward pass.
+
+    Raises:
+        ConfigError: the network's last activation is no ReLU module, or has more than 4096 units.
+        ValueError: an activation is not finite.
+    """
+    module.eval()
+    inputs = tensor(x)
+    even, odd = 0.0, 0.0
+    with torch.inference_mode():
+        layer = last_activation(module, inputs[:1])
+        for start in range(0, len(x), CHUNK):  # CHUNK is even: a chunk's even samples are even in the whole
+            zeros = _zeros(module, layer, inputs[start : start + CHUNK])
+            even, odd = even + zeros[::2].sum(axis=0), odd + zeros[1::2].sum(axis=0)
+    n = len(x)
+    if n < 2:
+        return SparsityProfile(shares=np.asarray(even), halves=None)
+    halves = divergence(even / ((n + 1) // 2), odd / (n // 2))
+    return SparsityProfile(shares=np.asarray((even + odd) / n), halves=float(halves))
+
+
+def last_activation(module: nn.Module, x: Tensor) -> nn.Module:
+    """The ReLU module that ran last in a forward pass.
+
+    Raises:
+        ConfigError: there is none, or an activation without exact zeros ran after it.
+    """
+    ran: list[nn.Module] = []
+    with _listening([m for m in module.modules() if isinstance(m, _EXACT + _INEXACT)], lambda m, _: ran.append(m)):
+        module(x)
+    if not ran:
+        raise ConfigError("a sparsity profile needs a torch.nn.ReLU module in the network")
+    if not isinstance(ran[-1], _EXACT):
+        raise ConfigError(f"the zeros of {type(ran[-1]).__name__} are not exact: a sparsity profile needs ReLU")
+    return ran[-1]
+
+
+def _zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64]:
+    """Share of zeros per sample and unit, (n, q)."""
+    seen: list[Tensor] = []
+
+    def look(_: nn.Module, output: Tensor) -> None:
+        if not torch.isfinite(output).all():
+            raise ValueError("an activation is not finite")
+        seen.append((output == 0).to(torch.float64).reshape(*output.shape[:2], -1).mean(dim=2))
+
+    with _listening([layer], look):
+        module(x)
+    shares = seen[-1].numpy()  # a module that is used several times: its last use
+    if shares.shape[1] > MAX_UNITS:
+        raise ConfigError(f"the last ReLU has {shares.shape[1]} units, a profile at most {MAX_UNITS}")
+    return np.asarray(shares)
+
+
+@contextmanager
+def _listening(layers: list[nn.Module], hear: Any) -> Iterator[None]:
+    handles = [layer.register_forward_hook(lambda m, _, output: hear(m, output)) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

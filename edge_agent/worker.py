@@ -1,0 +1,528 @@
+"""The worker of a device: carries out one order at a time; no network, no threads, no clock.
+
+Everything random comes from the order's seed, so the same order done twice gives the same bytes. What never leaves the
+device (private and local model, choice of the expert) is kept under `home/candidates`, written before the report is
+handed out: `FitWeights` after a power cut finds what `FitCandidates` made.
+
+What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the few numbers of `fedge.messages`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from edge_agent import gate, mixture, private_model
+from edge_agent.mixture import BETAS, Array
+from edge_agent.private_model import Samples
+from edge_agent.sparsity import sparsity_profile
+from edge_agent.training import Network, Trainer, loss_and_gradient_norm, mean_loss, never
+from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, write_bundle
+from fedge import codec
+from fedge.errors import FedgeError, StoreError
+from fedge.files import BlobFolder, write_atomically
+from fedge.messages import (
+    BlobRef,
+    Calibration,
+    CandidatesFitted,
+    Declined,
+    EnergyFitted,
+    Failed,
+    FitCandidates,
+    FitEnergy,
+    FitGate,
+    FitWeights,
+    Install,
+    Installed,
+    Order,
+    Profile,
+    Profiled,
+    Result,
+    Role,
+    Sgd,
+    Start,
+    Train,
+    Trained,
+    Trial,
+    Tried,
+    WeightsFitted,
+)
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData
+from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
+
+Fetch = Callable[[BlobRef], bytes]
+Stop = Callable[[], bool]
+
+PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
+WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
+_PRIVATE, _LOCAL, _GATE, _FINAL_PRIVATE, _FINAL_LOCAL = range(5)  # streams of random numbers within an order
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an order. `blobs`: digest -> bytes of what the result refers to."""
+
+    result: Result
+    blobs: dict[str, bytes]
+
+
+class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `FitCandidates` left for the orders after it; models by digest."""
+
+    models: dict[Role, str]
+    private_start: str
+    private_steps: int
+    initial: str
+    local_steps: int
+    cluster: int
+
+
+class _FailedError(Exception):
+    """The order cannot be done; the text goes into the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The candidates that an order is about, in the order of `Role`: roles and calibrations (M), models, validation."""
+
+    roles: tuple[Role, ...]
+    models: tuple[Model, ...]
+    calibrations: tuple[Calibration, ...]
+    log_q: Array  # (M, m, C)
+    log_p: Array  # (m, M), of the true classes
+    energies: Array  # (m, M), standardised
+    energy_mean: Array
+    energy_std: Array
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        return tuple(k for k, role in enumerate(self.roles) if role in {Role.GLOBAL, Role.EXPERT})
+
+
+class Worker:
+    """One device's learning.
+
+    Args:
+        device_id: for the texts of failures.
+        task: what is learned.
+        data: the device's samples; they stay here.
+        home: durable folder; `candidates` and `bundles` are the worker's.
+    """
+
+    def __init__(self, device_id: str, task: TaskSpec, data: DeviceData, home: Path) -> None:
+        self.device_id = device_id
+        self.task = task
+        self.data = data
+        self._home = home
+        self._network = Network(task)
+        self._prior = mixture.log_prior(data.class_counts(task.n_classes))
+
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never) -> Outcome:
+        """Carry out an order.
+
+        Args:
+            order: what to do.
+            fetch: the bytes of a blob that the order names.
+            stop: checked between batches.
+
+        Returns:
+            `Failed` where the order or its blobs are unfit, `Declined` where there are no data for it.
+
+        Raises:
+            StoppedError: `stop()` was true.
+            StoreError: the disk is full or broken.
+        """
+        with torch.random.fork_rng(devices=[]):  # dropout in a user's network
+            torch.manual_seed(order.seed)
+            try:
+                return self._execute(order, fetch, stop)
+            except StoreError:
+                raise
+            except (FedgeError, _FailedError, ValueError) as error:
+                return Outcome(Failed(reason=f"{self.device_id}: {error}"[:1000]), {})
+
+    def _execute(self, order: Order, fetch: Fetch, stop: Stop) -> Outcome:
+        result: Result
+        match order.action:
+            case Train() as action:
+                return self._train(action, fetch, order.seed, stop)
+            case Profile() as action:
+                result = self._profile(action, fetch)
+            case Trial() as action:
+                result = self._try(action, fetch)
+            case FitCandidates() as action:
+                result = self._fit_candidates(action, fetch, order.seed, stop)
+            case FitWeights() as action:
+                result = self._fit_weights(action)
+            case FitEnergy() as action:
+                result = self._fit_energy(action)
+            case FitGate() as action:
+                result = self._fit_gate(action, order.seed, stop)
+            case Install() as action:
+                result = self._install(action, fetch)
+        return Outcome(result, {})
+
+    @property
+    def _validation(self) -> Samples:
+        return self.data.x_val, self.data.y_val
+
+    def _model(self, ref: BlobRef, fetch: Fetch) -> Model:
+        return codec.decode(fetch(ref), ref.codec, self._network.layout)
+
+    # ----------------------------------------------------------------------------------------- section 4: shared rounds
+
+    def _train(self, action: Train, fetch: Fetch, seed: int, stop: Stop) -> Outcome:
+        if not self.data.n_shared:
+            return Outcome(Declined(reason="no shareable samples"), {})
+        x, y = self.data.shared
+        start, chosen = self._best_start(action.starts, fetch)
+        val_accuracy = self._accuracy(start)
+        network = self._network
+        network.load(start)
+        loss_before, gradient_norm = loss_and_gradient_norm(network, x, y)
+        Trainer(network, x, y, action.sgd, np.random.default_rng(seed)).run(action.sgd.steps, stop)
+        trained = network.dump()
+        loss_after = mean_loss(network, x, y)
+        if not all(map(math.isfinite, (loss_before, loss_after, gradient_norm))):
+            raise _FailedError("training diverged")
+        update = Model(trained.params - start.params, trained.buffers, trained.counters)
+        exact = {info.name for info in network.layout.of_kind("buffer")}
+        data = codec.encode(unflatten(update, network.layout), action.codec, exact)
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
+        result = Trained(
+            update=ref,
+            n_samples=len(y),
+            cluster=chosen.cluster,
+            loss_before=loss_before,
+            loss_after=loss_after,
+            gradient_norm=gradient_norm,
+            val_accuracy=val_accuracy,
+        )
+        return Outcome(result, {ref.digest: data})
+
+    def _best_start(self, starts: tuple[Start, ...], fetch: Fetch) -> tuple[Model, Start]:
+        """The start with the smallest validation loss with prior, the first on a tie (section 5)."""
+        found = [self._model(start.model, fetch) for start in starts]
+        if len(found) == 1:
+            return found[0], starts[0]
+        samples = self._validation if len(self.data.y_val) else self.data.shared  # without both: the first
+        best = mixture.first_best([-self._loss(model, samples) for model in found])
+        return found[best], starts[best]
+
+    def _loss(self, model: Model, samples: Samples) -> float:
+        """Sum of losses with T = 1, kappa = 1 and the prior of the training samples."""
+        x, y = samples
+        return mixture.total_loss(self._logits(model, x), y, self._prior, WITH_PRIOR)
+
+    def _logits(self, model: Model, x: NDArray[np.float32]) -> Array:
+        return self._network.logits(model, x).reshape(len(x), self.task.n_classes)
+
+    def _accuracy(self, model: Model) -> float | None:
+        if not len(self.data.y_val):
+            return None
+        return float((self._logits(model, self.data.x_val).argmax(axis=1) == self.data.y_val).mean())
+
+    # --------------------------------------------------------------------------------- sections 1, 5: profile and trial
+
+    def _profile(self, action: Profile, fetch: Fetch) -> Result:
+        if not self.data.n_shared:
+            return Declined(reason="no shareable samples")
+        x, _ = self.data.shared
+        self._network.load(self._model(action.extractor, fetch))
+        found = sparsity_profile(self._network.module, x)
+        return Profiled(profile=tuple(found.shares.tolist()), halves=found.halves, n_samples=len(x))
+
+    def _try(self, action: Trial, fetch: Fetch) -> Tried:
+        m = len(self.data.y_val)
+        if not m:
+            return Tried(delta=None)
+        shared, expert = (
+            self._loss(self._model(ref, fetch), self._validation) for ref in (action.global_model, action.expert)
+        )
+        return Tried(delta=(shared - expert) / m)
+
+    # ---------------------------------------------------------------------------------------- sections 6, 7: candidates
+
+    def _fit_candidates(self, action: FitCandidates, fetch: Fetch, seed: int, stop: Stop) -> CandidatesFitted:
+        network, data = self._network, self.data
+        training = (data.x_train, data.y_train)
+        models = {Role.GLOBAL: self._model(action.global_model, fetch)}
+        start, cluster = models[Role.GLOBAL], -1
+        if action.experts:
+            start, chosen = self._best_start(action.experts, fetch)
+            models[Role.EXPERT], cluster = start, chosen.cluster
+        initial = self._model(action.initial_model, fetch)
+        private_steps = 0
+        if data.n_train >= 2:
+            rng = _rng(seed, _PRIVATE)
+            models[Role.PRIVATE], private_steps = private_model.fit_private(
+                network, start, training, self._validation, action.sgd, rng, stop
+            )
+            if action.local_steps:
+                rng = _rng(seed, _LOCAL)
+                models[Role.LOCAL] = private_model.fit(
+                    network, initial, training, action.sgd, action.local_steps, rng, stop
+                )
+        self._keep(models, start, private_steps, initial, action.local_steps, cluster)
+        losses = {
+            role: mixture.grid_losses(self._logits(models[role], data.x_val), data.y_val, self._prior, role)
+            for role in Role
+            if role in models
+        }
+        return CandidatesFitted(losses=losses, n_validation=len(data.y_val), cluster=cluster)
+
+    def _keep(
+        self,
+        models: Mapping[Role, Model],
+        private_start: Model,
+        private_steps: int,
+        initial: Model,
+        local_steps: int,
+        cluster: int,
+    ) -> None:
+        """Make the candidates durable: first the tensors, then the file that names them, then the old ones go."""
+        folder = BlobFolder(self._home / "candidates")
+
+        def put(model: Model) -> str:
+            return folder.put(to_bytes(unflatten(model, self._network.layout)))
+
+        kept = Kept(
+            models={role: put(model) for role, model in models.items()},
+            private_start=put(private_start),
+            private_steps=private_steps,
+            initial=put(initial),
+            local_steps=local_steps,
+            cluster=cluster,
+        )
+        write_atomically(self._home / "candidates" / "state.json", msgspec.json.encode(kept))
+        for digest in set(folder) - {*kept.models.values(), kept.private_start, kept.initial}:
+            folder.remove(digest)
+
+    def _kept(self) -> Kept:
+        path = self._home / "candidates" / "state.json"
+        if not path.exists():
+            raise _FailedError("no candidates: FitCandidates was not done here")
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Kept)
+        except (OSError, msgspec.DecodeError) as error:
+            raise StoreError(f"{path} cannot be read: {error}") from error
+
+    def _kept_model(self, digest: str) -> Model:
+        data = BlobFolder(self._home / "candidates").get(digest)
+        return flatten(from_bytes(data), self._network.layout)
+
+    def _candidates(self, calibration: Mapping[Role, Calibration]) -> _Candidates:
+        """The kept candidates that `calibration` names, on the validation samples."""
+        kept = self._kept()
+        roles = tuple(role for role in Role if role in kept.models and role in calibration)
+        if not roles:
+            raise _FailedError(f"the order names {sorted(calibration)}, this device has {sorted(kept.models)}")
+        models = tuple(self._kept_model(kept.models[role]) for role in roles)
+        logits = np.stack([self._logits(model, self.data.x_val) for model in models])
+        calibrations = tuple(calibration[role] for role in roles)
+        log_q = np.stack([mixture.calibrated(l_k, self._prior, c) for l_k, c in zip(logits, calibrations, strict=True)])
+        raw = mixture.raw_energies(logits)
+        mean, std = mixture.energy_statistics(raw)
+        return _Candidates(
+            roles=roles,
+            models=models,
+            calibrations=calibrations,
+            log_q=log_q,
+            log_p=mixture.of_labels(log_q, self.data.y_val).T,
+            energies=mixture.standardised(raw, mean, std),
+            energy_mean=mean,
+            energy_std=std,
+        )
+
+    # -------------------------------------------------------------------------------- sections 8, 9: weights and energy
+
+    def _fit_weights(self, action: FitWeights) -> WeightsFitted:
+        weights = []
+        for pooled in action.pooled:
+            found = self._candidates(_only(action.calibration, pooled))
+            own = mixture.em_weights(found.log_p, mixture.spread(pooled, found.roles), action.shrinkage)
+            weights.append({role: min(float(w), 1.0) for role, w in zip(found.roles, own, strict=True)})
+        return WeightsFitted(weights=tuple(weights), n_validation=len(self.data.y_val))
+
+    def _fit_energy(self, action: FitEnergy) -> EnergyFitted:
+        pooled_losses: list[float] = []
+        beta_losses: list[tuple[float, float, float]] = []
+        for pooled in action.pooled:
+            found = self._candidates(_only(action.calibration, pooled))
+            u = mixture.spread(pooled, found.roles)
+            own = mixture.em_weights(found.log_p, u, action.shrinkage)
+            pooled_losses.append(self._mixture_loss(found, u, 0.0))
+            plain, half, full = (self._mixture_loss(found, own, beta) for beta in BETAS)
+            beta_losses.append((plain, half, full))
+        return EnergyFitted(
+            pooled_losses=tuple(pooled_losses),
+            beta_losses=tuple(beta_losses),
+            n_validation=len(self.data.y_val),
+        )
+
+    def _mixture_loss(self, found: _Candidates, weights: Array, beta: float) -> float:
+        log_p, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+        return -float(mixture.of_labels(log_p, self.data.y_val).sum())
+
+    # ----------------------------------------------------------------------- sections 9, 10, 11: gate, final fit, guard
+
+    def _fit_gate(self, action: FitGate, seed: int, stop: Stop) -> Installed:
+        found = self._candidates(_only(action.calibration, action.pooled))
+        beta = action.beta if len(self.data.y_val) else 0.0
+        weights = mixture.em_weights(found.log_p, mixture.spread(action.pooled, found.roles), action.shrinkage)
+        with np.errstate(divide="ignore"):
+            scores = np.log(weights) + (beta * found.energies if beta else np.zeros_like(found.energies))
+        log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
+        trained = gate.train_gate(self.data.x_val, log_p, scores, seed=seed)
+        fused, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+        guard = self._guard(action.calibration, fused)
+        final = self._final_models(found, action.sgd, seed, stop)
+        candidates = [
+            Candidate(
+                role=role,
+                name=role.value,
+                model=model,
+                temperature=chosen.temperature,
+                kappa=chosen.kappa,
+                energy_mean=float(found.energy_mean[k]),
+                energy_std=float(found.energy_std[k]),
+                weight=min(float(weights[k]), 1.0),
+            )
+            for k, (role, model, chosen) in enumerate(zip(found.roles, final, found.calibrations, strict=True))
+        ]
+        if guard is not None and guard[0] not in found.roles:
+            candidates.append(self._without_weight(guard[0]))
+            trained = _with_room(trained)
+        index = None if guard is None else [c.role for c in candidates].index(guard[0])
+        info = self._write(
+            Mixture(
+                candidates=tuple(candidates),
+                log_prior=self._final_prior(),
+                beta=beta,
+                gate=trained,
+                guard=None if guard is None or index is None else Guard(index, guard[1].temperature, guard[1].kappa),
+            ),
+            action.release,
+            "fedge",
+            self._metrics(fused),
+        )
+        return _installed(info, tuple(c.role for c in candidates), guarded=guard is not None)
+
+    def _guard(self, calibration: Mapping[Role, Calibration], fused: Array) -> tuple[Role, Calibration] | None:
+        """Section 11: the alternative that takes half of the output, on the models before section 10 and with r = 0."""
+        counts = np.bincount(self.data.y_val, minlength=self.task.n_classes)
+        if not mixture.representative(counts, self.data.class_counts(self.task.n_classes)):
+            return None
+        kept = self._kept()
+        alternatives = [
+            (role, PLAIN if role is Role.GLOBAL else calibration.get(role, PLAIN))
+            for role in (Role.GLOBAL, Role.PRIVATE, Role.LOCAL)
+            if role in kept.models
+        ]
+        scores = []
+        for role, chosen in alternatives:
+            logits = self._logits(self._kept_model(kept.models[role]), self.data.x_val)
+            scores.append(self._score(mixture.calibrated(logits, self._prior, chosen)))
+        best = mixture.guard(self._score(fused), scores)
+        return None if best is None else alternatives[best]
+
+    def _score(self, log_p: Array) -> tuple[float, int]:
+        """Log-likelihood of the validation samples and how many of them are classified correctly."""
+        y = self.data.y_val
+        return float(mixture.of_labels(log_p, y).sum()), int((log_p.argmax(axis=1) == y).sum())
+
+    def _final_models(self, found: _Candidates, sgd: Sgd, seed: int, stop: Stop) -> list[Model]:
+        """Section 10: the private and the local model also learn from the validation samples, once all is chosen."""
+        if not len(self.data.y_val):
+            return list(found.models)
+        kept, network = self._kept(), self._network
+        everything = (
+            np.concatenate([self.data.x_train, self.data.x_val]),
+            np.concatenate([self.data.y_train, self.data.y_val]),
+        )
+        final = []
+        for role, model in zip(found.roles, found.models, strict=True):
+            match role:
+                case Role.PRIVATE:
+                    start, rng = self._kept_model(kept.private_start), _rng(seed, _FINAL_PRIVATE)
+                    again = private_model.fit(network, start, everything, sgd, kept.private_steps, rng, stop)
+                    final.append(private_model.mean_model(model, again))
+                case Role.LOCAL:
+                    start, rng = self._kept_model(kept.initial), _rng(seed, _FINAL_LOCAL)
+                    final.append(private_model.fit(network, start, everything, sgd, kept.local_steps, rng, stop))
+                case _:
+                    final.append(model)
+        return final
+
+    def _without_weight(self, role: Role) -> Candidate:
+        """A candidate for the guard alone: the local model that the pool left out."""
+        return Candidate(role=role, name=role.value, model=self._kept_model(self._kept().models[role]), weight=0.0)
+
+    def _final_prior(self) -> Array:
+        return mixture.log_prior(self.data.class_counts(self.task.n_classes, with_validation=True))
+
+    def _metrics(self, log_p: Array) -> dict[str, float]:
+        if not len(self.data.y_val):
+            return {}
+        log_likelihood, correct = self._score(log_p)
+        m = len(self.data.y_val)
+        return {"validation_accuracy": correct / m, "validation_loss": -log_likelihood / m}
+
+    # ----------------------------------------------------------------------------------------------------- bundles
+
+    def _install(self, action: Install, fetch: Fetch) -> Installed:
+        model = self._model(action.global_model, fetch)
+        alone = Mixture(
+            candidates=(Candidate(role=Role.GLOBAL, name=Role.GLOBAL.value, model=model),),
+            log_prior=self._final_prior(),
+            beta=0.0,
+            gate=GateWeights.untrained(gate.features(np.zeros((1, *self.task.input_shape))).shape[1], 1),
+        )
+        log_p = mixture.calibrated(self._logits(model, self.data.x_val), self._prior, PLAIN)
+        info = self._write(alone, action.release, "fedavg", self._metrics(log_p))
+        return _installed(info, (Role.GLOBAL,), guarded=False)
+
+    def _write(self, made: Mixture, release: int, method: str, metrics: dict[str, float]) -> BundleInfo:
+        return write_bundle(
+            self._home / "bundles" / str(release),
+            task=self.task,
+            layout=self._network.layout,
+            mixture=made,
+            validation=self.data.x_val,
+            release=release,
+            method=method,
+            metrics=metrics,
+        )
+
+
+def _installed(info: BundleInfo, roles: tuple[Role, ...], *, guarded: bool) -> Installed:
+    return Installed(bundle_digest=info.digest, roles=roles, max_abs_diff=info.max_abs_diff, guarded=guarded)
+
+
+def _only(calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]) -> dict[Role, Calibration]:
+    """The calibrations of the candidates that have a pooled weight."""
+    return {role: chosen for role, chosen in calibration.items() if role in pooled}
+
+
+def _with_room(weights: GateWeights) -> GateWeights:
+    """The gate with one more output, which is always 0."""
+    return GateWeights(
+        hidden_weight=weights.hidden_weight,
+        hidden_bias=weights.hidden_bias,
+        out_weight=np.vstack([weights.out_weight, np.zeros((1, weights.out_weight.shape[1]))]),
+        out_bias=np.append(weights.out_bias, 0.0),
+    )
+
+
+def _rng(seed: int, stream: int) -> np.random.Generator:
+    return np.random.default_rng([seed, stream])
