@@ -25,6 +25,7 @@ from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, flatten, f
 _LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
 _SCALE: Final = ".scale"
 _LARGEST_BFLOAT16: Final = np.uint32(0x7F7F)  # magnitude bits; a finite number must not be rounded to infinity
+_LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # x 127 is finite
 _HEADER_BYTES: Final = 4096  # of a safetensors file, apart from its tensors' entries
 _ENTRY_BYTES: Final = 256  # of a tensor's entry in the header, apart from its name
 
@@ -93,13 +94,11 @@ def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
 
 def _to_int8(tensor: Floats) -> tuple[Floats, NDArray[np.int8]]:
     largest = np.max(np.abs(tensor), initial=0.0)
-    scale = np.asarray(largest / np.float32(127), dtype=np.float32)
+    scale = np.asarray(np.minimum(largest / np.float32(127), _LARGEST_SCALE), dtype=np.float32)
     if scale == 0:  # all zero, or so small that the scale underflows
         return scale, np.zeros(tensor.shape, np.int8)
-    rounded = tensor / scale
-    np.rint(rounded, out=rounded)
-    np.clip(rounded, -127, 127, out=rounded)  # a denormal scale is too coarse for the quotient
-    return scale, rounded.astype(np.int8)
+    rounded = np.clip(np.rint(tensor / scale), -127, 127)  # a denormal scale is too coarse for the quotient
+    return scale, np.asarray(rounded, dtype=np.int8)
 
 
 def _to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:

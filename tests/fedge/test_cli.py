@@ -1,0 +1,223 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import click
+import pytest
+
+import fedge
+from fedge import cli, errors
+
+HEAVY = ("torch", "torchvision", "sklearn", "onnx", "onnxruntime", "scipy")
+
+
+def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Sub-commands by name, instead of the installed ones."""
+    found: dict[str, object] = {}
+
+    class Point(EntryPoint):
+        def load(self) -> object:
+            command = found[self.name]
+            if isinstance(command, Exception):
+                raise command
+            return command
+
+    monkeypatch.setattr(
+        cli, "_installed", lambda: {name: Point(name=name, value="x:y", group=cli.ENTRY_POINTS) for name in found}
+    )
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    return found
+
+
+def raising(error: BaseException) -> click.Command:
+    @click.command()
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fedge.cli",
+        "from fedge.cli import main; main(['--help'])",
+        *(
+            f"import fedge.{module}"
+            for module in (
+                "broker", "codec", "config", "errors", "files", "initial", "loading", "messages", "preprocess", "task",
+                "tensors", "topics", "transfer", "transport",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_heavy_packages_and_roles_are_not_imported(code: str) -> None:
+    roles = ("coordinator", "edge_agent", "export", "deploy")
+    check = f"import sys; bad = set({(*HEAVY, *roles)}) & set(sys.modules); sys.exit(repr(bad) if bad else 0)"
+    result = fresh(f"{code}\n{check}")
+    assert result.returncode == 0, result.stderr
+
+
+def test_help_lists_every_command_and_version_is_ours() -> None:
+    result = fresh("from fedge.cli import main; main(['--help']); main(['--version'])")
+    assert all(f"  {name} " in result.stdout for name in cli.COMMANDS)
+    assert f"fedge, version {fedge.__version__}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("no such file"), 2),
+        (errors.TransportError("refused"), 3),
+        (errors.StoreError("disk full"), 4),
+        (errors.UpdateRejected("digest"), 5),
+        (errors.ProtocolError("malformed", "x"), 1),
+    ],
+)
+def test_our_errors_are_one_line_and_their_exit_code(
+    commands: dict[str, object], capsys: pytest.CaptureFixture[str], error: errors.FedgeError, code: int
+) -> None:
+    commands["demo"] = raising(error)
+    assert cli.main(["demo"]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
+def test_an_interrupt_is_130(commands: dict[str, object], error: BaseException) -> None:
+    commands["demo"] = raising(error)
+    assert cli.main(["demo"]) == 130
+
+
+def test_any_other_error_is_a_bug_and_shows_its_traceback(commands: dict[str, object]) -> None:
+    commands["demo"] = raising(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
+def test_success_and_an_exit_code_of_the_command(commands: dict[str, object]) -> None:
+    @click.command()
+    @click.option("--code", type=int)
+    def command(code: int | None) -> None:
+        if code is not None:
+            click.get_current_context().exit(code)
+
+    commands["demo"] = command
+    assert cli.main(["demo"]) == 0
+    assert cli.main(["demo", "--code", "7"]) == 7
+
+
+def test_wrong_usage_names_the_nearest_command(commands: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    commands["demo"] = commands["agent"] = raising(AssertionError())
+    assert cli.main(["agnet"]) == 2
+    assert "did you mean agent?" in capsys.readouterr().err
+    assert cli.main(["demo", "--no-such-flag"]) == 2
+
+
+def test_a_missing_package_says_which_extra_brings_it(
+    commands: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands["coordinator"] = ModuleNotFoundError("No module named 'sklearn'", name="sklearn.cluster")
+    assert cli.main(["coordinator"]) == 2
+    assert "pip install 'fedge[coordinator]'" in capsys.readouterr().err
+
+
+def test_a_missing_module_of_ours_is_a_bug(commands: dict[str, object]) -> None:
+    commands["coordinator"] = ModuleNotFoundError("No module named 'coordinator.x'", name="coordinator.x")
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["coordinator"])
+
+
+def test_others_can_add_commands(commands: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    commands["zoo"] = raising(errors.ConfigError("theirs"))
+    commands["demo"] = raising(AssertionError())
+    assert cli.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.index("demo") < listed.index("zoo")
+    assert cli.main(["zoo"]) == 2
+
+
+def test_entry_points_are_those_of_the_table() -> None:
+    assert set(cli.COMMANDS) == set(cli._installed())
+
+
+WAITING = """
+import asyncio, sys, click
+from importlib.metadata import EntryPoint
+from fedge import cli
+@click.command()
+def wait():
+    async def main():
+        try:
+            print("ready", flush=True)
+            await asyncio.sleep(60)
+        finally:
+            print("stopped", flush=True)
+    asyncio.run(main())
+cli._load = lambda *_: wait
+sys.exit(cli.main(["demo"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_both_signals_stop_cleanly_with_130(number: signal.Signals, background: bool) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if background else None,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(number)
+        out, err = child.communicate(timeout=30)
+    assert (child.returncode, out) == (130, "stopped\n")
+    assert "Traceback" not in err
+
+
+def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    code = """
+import logging
+from fedge.cli import configure_logging
+configure_logging("info")
+log = logging.getLogger("fedge.agent")
+log.debug("event=hidden")
+log.info("event=refused device=%s", "cam1\\n2026-01-01T00:00:00.000Z INFO event=forged\\x1b[2J")
+logging.getLogger("other").info("event=theirs")
+logging.getLogger("other").warning("event=loud")
+"""
+    lines = fresh(code).stderr.splitlines()
+    assert [line.split(" ", 2)[1] for line in lines] == ["INFO", "WARNING"]
+    assert lines[0].endswith(r"event=refused device=cam1\n2026-01-01T00:00:00.000Z INFO event=forged\x1b[2J")
+    assert lines[0][:11].endswith("T")
+    assert lines[0].split(" ")[0].endswith("Z")
+
+
+def test_the_formatter_writes_utc() -> None:
+    record = logging.LogRecord("fedge", logging.INFO, "", 0, "event=%s", ("x",), None)
+    record.created, record.msecs = 0.007, 7.0
+    assert cli.LineFormatter().format(record) == "1970-01-01T00:00:00.007Z INFO event=x"
+
+
+def test_modules_of_the_working_folder_are_found_last(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text("")
+    (tmp_path / "msgspec.py").write_text("raise AssertionError('shadowed')")
+    code = "import os; os.chdir(FOLDER); import sys; sys.path[:] = [p for p in sys.path if p]\n".replace(
+        "FOLDER", repr(str(tmp_path))
+    )
+    code += "from fedge.cli import main; main(['--version']); import my_task; import fedge.messages"
+    assert fresh(code).returncode == 0

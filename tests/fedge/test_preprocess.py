@@ -1,0 +1,110 @@
+import io
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedge.errors import ConfigError
+from fedge.preprocess import apply, load_image
+from fedge.task import Preprocessing, TaskSpec
+
+GREY = TaskSpec(
+    name="grey", classes=("a", "b"), input_shape=(1, 2, 3), model="mlp",
+    preprocessing=Preprocessing(scale=4.0, mean=0.5, std=2.0, image_mode="L"),
+)  # fmt: skip
+COLOUR = msgspec.structs.replace(
+    GREY, input_shape=(3, 2, 4), preprocessing=Preprocessing(scale=255.0, image_mode="RGB")
+)
+WINDOW = TaskSpec(name="window", classes=("a", "b"), input_shape=(3, 5), model="mlp")
+
+
+def test_scales_then_centres() -> None:
+    raw = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
+    expected = (np.arange(6) / 4 - 0.5) / 2
+    x = apply(GREY, raw)
+    assert x.dtype == np.float32
+    assert x.shape == (1, 1, 2, 3)
+    np.testing.assert_allclose(x.ravel(), expected, rtol=1e-6)
+
+
+def test_accepts_channels_first_and_channels_last() -> None:
+    first = np.random.default_rng(0).integers(0, 256, (5, 3, 2, 4), dtype=np.uint8)
+    assert np.array_equal(apply(COLOUR, first), apply(COLOUR, np.moveaxis(first, 1, -1)))
+
+
+def test_windows_stay_as_they_are_and_the_input_is_not_modified() -> None:
+    raw = np.ones((4, 3, 5), dtype=np.float32)
+    x = apply(WINDOW, raw)
+    x[:] = 7
+    assert (raw == 1).all()
+
+
+def test_no_samples_are_fine() -> None:
+    assert apply(GREY, np.zeros((0, 2, 3), np.uint8)).shape == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 5, 3), (4, 3, 5, 1), (4,), ()])
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="shape"):
+        apply(WINDOW, np.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", ["U3", "O", "c16", "M8[s]"])
+def test_what_is_no_number_is_refused(dtype: str) -> None:
+    with pytest.raises(ConfigError, match="numbers"):
+        apply(WINDOW, np.zeros((4, 3, 5), dtype=dtype))
+
+
+def image_file(path: Path, pixels: np.ndarray, **options: object) -> Path:
+    Image.fromarray(pixels).save(path, **options)  # type: ignore[arg-type]
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_reads_images_in_the_tasks_colours_and_size(tmp_path: Path, suffix: str) -> None:
+    file = image_file(tmp_path / f"a.{suffix}", np.full((10, 20, 3), 200, np.uint8))
+    assert load_image(COLOUR, file).shape == (2, 4, 3)
+    assert load_image(GREY, file).shape == (2, 3)
+    assert np.abs(load_image(GREY, file).astype(int) - 200).max() <= 1
+
+
+def test_an_image_of_the_right_size_is_kept_pixel_for_pixel(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 3), dtype=np.uint8)
+    file = image_file(tmp_path / "a.png", pixels)
+    assert np.array_equal(load_image(COLOUR, file), pixels)
+    assert np.array_equal(load_image(COLOUR, io.BytesIO(file.read_bytes())), pixels)
+
+
+def test_images_are_turned_the_way_their_camera_says(tmp_path: Path) -> None:
+    pixels = np.arange(6, dtype=np.uint8).reshape(3, 2) * 40
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    file = image_file(tmp_path / "a.png", pixels, exif=exif)
+    assert np.array_equal(load_image(GREY, file), np.rot90(pixels, -1))
+
+
+def test_what_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
+    whole = image_file(tmp_path / "a.png", np.zeros((20, 20), np.uint8)).read_bytes()
+    for content in (b"", b"text", whole[:40]):
+        (tmp_path / "bad.png").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"bad\.png"):
+            load_image(GREY, tmp_path / "bad.png")
+    with pytest.raises(ConfigError, match=r"in the zip"):
+        load_image(GREY, io.BytesIO(b""), "in the zip")
+    with pytest.raises(ConfigError, match=r"none\.png"):
+        load_image(GREY, tmp_path / "none.png")
+
+
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = image_file(tmp_path / "a.png", np.zeros((30, 30), np.uint8))
+    for limit in (100, 600):  # above twice the limit Pillow raises an error, above the limit it warns
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(ConfigError, match=r"a\.png"):
+            load_image(GREY, file)
+
+
+def test_a_task_of_arrays_takes_no_images(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes arrays"):
+        load_image(WINDOW, image_file(tmp_path / "a.png", np.zeros((2, 3), np.uint8)))
