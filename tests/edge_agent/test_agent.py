@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from edge_agent.worker import Outcome
 
 from edge_agent.agent import Agent, Identity, Limits, Works
 from fedge.broker import LocalBroker
@@ -35,7 +34,7 @@ from fedge.messages import (
 )
 from fedge.transport import BrokerSettings
 from tests.support.broker import BROKERS, local_broker
-from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
+from tests.support.peer import TASK, WAIT_S, EchoWorker, Outcome, Peer, later, order_of, train
 
 ME = "pi"
 

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
-from edge_agent.worker import Outcome
 
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
@@ -28,6 +27,7 @@ from fedge.messages import (
     Profile,
     Profiled,
     Report,
+    Result,
     Sgd,
     Start,
     Status,
@@ -90,7 +90,9 @@ class Peer:
 
     async def _on_want(self, inbound: Inbound) -> None:
         want = decode(inbound.payload, Want)
-        self.wants[want.digest] += 1
+        async with self._news:
+            self.wants[want.digest] += 1
+            self._news.notify_all()
         self._sender.want(want.digest, want.ranges, chunks=self.topics.model_chunk(want.digest))
 
     async def until(self, predicate: Callable[[], bool]) -> None:
@@ -146,6 +148,13 @@ def order_of(action: Action, order_id: str = "r.1.s.pi", *, device: str = "pi", 
 def train(model: BlobRef) -> Train:
     """An order to train from one model."""
     return Train(starts=(Start(model=model),), sgd=Sgd(steps=1))
+
+
+class Outcome(NamedTuple):
+    """As `edge_agent.worker.Outcome`, in a process that never imports torch."""
+
+    result: Result
+    blobs: dict[str, bytes]
 
 
 class EchoWorker:

@@ -1,0 +1,186 @@
+"""kill -9 of an agent, at every stage of an order and at random: nothing is lost, nothing is done or counted twice.
+
+Real broker, real agent processes. The other side of the wire keeps a strict book: the first report of an order counts,
+and every later one must be equal to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from fedge.broker import LocalBroker
+from fedge.messages import BlobRef, Order, Presence, Trained
+from tests.support.broker import BROKERS, local_broker
+from tests.support.peer import WAIT_S, Peer, order_of, train
+
+ROOT = Path(__file__).parents[2]
+POLL_S = 0.02
+RESEND_S = 0.3
+
+
+@pytest.fixture(params=BROKERS)
+async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    async with local_broker(request.param, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+async def start(broker: LocalBroker, home: Path) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.agent_process", broker.host, str(broker.port), str(home)), cwd=ROOT
+    )
+
+
+async def kill(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+@asynccontextmanager
+async def started(broker: LocalBroker, home: Path) -> AsyncIterator[Process]:
+    process = await start(broker, home)
+    try:
+        yield process
+    finally:
+        await kill(process)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - files in another process tell nobody
+            await asyncio.sleep(POLL_S)
+
+
+def executions(home: Path) -> list[str]:
+    path = home / "executions"
+    return path.read_text().split() if path.exists() else []
+
+
+async def settle(peer: Peer, order: Order) -> Trained:
+    """Bring one order to its end as a coordinator would; returns what counts."""
+    report = await peer.report_of(order)
+    assert isinstance(report.result, Trained)
+    await peer.fetch_update("pi", report.result.update)
+    await peer.ack(order)
+    return report.result
+
+
+async def test_in_the_middle_of_training(broker: LocalBroker, tmp_path: Path, home: Path) -> None:
+    (home / "hold").touch()
+    async with Peer(broker, tmp_path) as peer:
+        async with started(broker, home):
+            await peer.presence(Presence.ONLINE)
+            order = order_of(train(peer.model()))
+            await peer.send(order)
+            await until(lambda: executions(home) == [order.id])
+        (home / "hold").unlink()
+        async with started(broker, home):  # nobody sends the order again: it was durable
+            await settle(peer, order)
+            assert executions(home) == [order.id] * 2
+            await until(lambda: not list((home / "outbox" / "orders").iterdir()))
+        assert all(report == peer.reports[0] for report in peer.reports)
+
+
+async def test_in_the_middle_of_fetching(tmp_path: Path, home: Path) -> None:
+    async with local_broker("auto", tmp_path) as broker, Peer(broker, tmp_path) as peer:
+        model = peer.model(3_000_000)
+        hidden = tmp_path / "hidden"
+        peer.sent.path(model.digest).rename(hidden)
+        async with started(broker, home):
+            await peer.presence(Presence.ONLINE)
+            order = order_of(train(model))
+            await peer.send(order)
+            await peer.until(lambda: peer.wants[model.digest] >= 1)
+        hidden.rename(peer.sent.path(model.digest))
+        async with started(broker, home):
+            result = await settle(peer, order)
+            assert result.update.size_bytes == 3_000_000
+        assert executions(home) == [order.id]
+
+
+async def test_between_report_and_acknowledgement(broker: LocalBroker, tmp_path: Path, home: Path) -> None:
+    async with Peer(broker, tmp_path) as peer:
+        async with started(broker, home):
+            await peer.presence(Presence.ONLINE)
+            order = order_of(train(peer.model()))
+            await peer.send(order)
+            first = await peer.report_of(order)
+        peer.reports.clear()
+        async with started(broker, home):
+            await settle(peer, order)
+        assert all(report == first for report in peer.reports)
+        assert executions(home) == [order.id]
+
+
+async def test_after_the_acknowledgement_a_late_copy_of_the_order_is_ignored(tmp_path: Path, home: Path) -> None:
+    async with local_broker("auto", tmp_path) as broker, Peer(broker, tmp_path) as peer:
+        async with started(broker, home):
+            await peer.presence(Presence.ONLINE)
+            order, other = (order_of(train(peer.model()), f"r.{n}.s.pi") for n in (1, 2))
+            await peer.send(order)
+            await settle(peer, order)
+            await until(lambda: (home / "outbox" / "acked").exists())
+        peer.statuses.clear()
+        async with started(broker, home):
+            await peer.presence(Presence.ONLINE)
+            await peer.send(order)
+            await peer.send(other)
+            await settle(peer, other)
+        assert executions(home) == [order.id, other.id]
+
+
+async def test_the_last_will_tells_of_the_death(tmp_path: Path, home: Path) -> None:
+    async with local_broker("amqtt", tmp_path) as broker, Peer(broker, tmp_path) as peer:  # 3.1.1: without delay
+        async with started(broker, home):
+            await peer.presence(Presence.ONLINE)
+        await peer.presence(Presence.OFFLINE)
+        assert {status.device_id for status in peer.statuses} == {"pi"}
+
+
+async def test_killed_again_and_again_every_order_counts_once(tmp_path: Path, home: Path) -> None:
+    """Ten orders, repeated until each has its report, while the agent is killed at random moments."""
+    rng = random.Random(7)
+    async with local_broker("auto", tmp_path) as broker, Peer(broker, tmp_path) as peer:
+        orders = [order_of(train(peer.model(100_000)), f"r.{n}.train.pi", in_s=120.0) for n in range(10)]
+        counted: dict[str, BlobRef] = {}
+
+        async def coordinate() -> None:
+            for order in orders:
+                sending = asyncio.create_task(repeat(peer, order))
+                counted[order.id] = (await settle(peer, order)).update
+                sending.cancel()
+
+        coordinating = asyncio.create_task(coordinate())
+        for _ in range(5):
+            async with started(broker, home):
+                await asyncio.wait([coordinating], timeout=rng.uniform(0.4, 1.2))
+        async with started(broker, home):
+            await coordinating
+            await until(lambda: not list((home / "outbox" / "orders").iterdir()))
+        for order in orders:
+            reports = [report for report in peer.reports if report.order_id == order.id]
+            assert all(report == reports[0] for report in reports), "two reports of one order"
+            model = peer.sent.get(order.action.starts[0].model.digest)  # type: ignore[union-attr]
+            assert peer.received.get(counted[order.id].digest) == model[::-1]
+        assert len(counted) == len(orders)
+
+
+async def repeat(peer: Peer, order: Order) -> None:
+    while True:
+        await peer.send(order)
+        await asyncio.sleep(RESEND_S)

@@ -1,0 +1,54 @@
+"""A real agent in a process of its own, whose work can be watched and held up by files in its home.
+
+    python -m tests.support.agent_process HOST PORT HOME
+
+Each execution of an order appends its id to HOME/executions, and waits while HOME/hold exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from edge_agent.agent import Agent, Identity
+from fedge.messages import BlobRef, Order
+from fedge.transport import BrokerSettings
+from tests.support.peer import TASK, EchoWorker, Outcome
+
+
+class WatchedWorker(EchoWorker):
+    """Echoes, after it was let go."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__()
+        self._home = home
+
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+        with (self._home / "executions").open("a") as file:
+            file.write(order.id + "\n")
+        while (self._home / "hold").exists():
+            if stop():
+                raise InterruptedError
+            time.sleep(0.01)
+        return super().execute(order, fetch, stop=stop)
+
+
+async def main(host: str, port: str, home: str) -> None:
+    """Run until SIGTERM."""
+    folder = Path(home)
+    agent = Agent(
+        Identity("pi", "test", TASK, n_samples=5, n_shared=3),
+        BrokerSettings(host, int(port)),
+        folder,
+        lambda: WatchedWorker(folder),
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, agent.stop)
+    await agent.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""A network that returns given logits, and mixtures of such networks: worked numbers go through the real graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from export import Candidate, GateWeights, Guard, Mixture, write_bundle
+from export.bundle import BundleInfo
+from fedge.messages import Role
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, TensorInfo
+
+
+class Table(torch.nn.Module):
+    """Input: the number of a sample. Output: its row of the table, so that a NaN in one row stays there."""
+
+    def __init__(self, n_samples: int, n_classes: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.zeros(n_samples, n_classes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows[x[:, 0].long()]
+
+
+def factory(task: TaskSpec) -> Table:
+    return Table(int(task.model_options["n_samples"]), task.n_classes)
+
+
+def task_of(n_samples: int, n_classes: int) -> TaskSpec:
+    return TaskSpec(
+        name="table",
+        classes=tuple(f"class {c}" for c in range(n_classes)),
+        input_shape=(1,),
+        model="tests.support.tables:factory",
+        model_options={"n_samples": n_samples},
+    )
+
+
+def inputs(n_samples: int) -> NDArray[np.float32]:
+    return np.arange(n_samples, dtype=np.float32)[:, None]
+
+
+def layout_of(logits: NDArray[Any]) -> Layout:
+    return Layout(tensors=(TensorInfo(name="rows", shape=logits.shape),))
+
+
+def model_of(logits: NDArray[Any]) -> Model:
+    return Model(params=np.float32(logits).ravel(), buffers=np.zeros(0, np.float32), counters=np.zeros(0, np.int64))
+
+
+def mixture_of(
+    logits: NDArray[Any],
+    *,
+    roles: Sequence[Role] | None = None,
+    weights: Sequence[float] | None = None,
+    temperature: Sequence[float] | None = None,
+    kappa: Sequence[float] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    beta: float = 1.0,
+    energy_clip: float = np.inf,
+    log_prior: NDArray[Any] | None = None,
+    gate: GateWeights | None = None,
+    guard: Guard | None = None,
+    top: int = 2,
+) -> Mixture:
+    """Tables (M, n, C); everything left out makes it the plain formula of SCMoE-PFL with equal gate scores."""
+    m, _, n_classes = logits.shape
+    names = roles or [Role.PRIVATE, *[Role.EXPERT] * (m - 1)]
+    candidates = tuple(
+        Candidate(
+            role=names[k],
+            name=f"{names[k]}-{k}",
+            model=model_of(logits[k]),
+            temperature=temperature[k] if temperature else 1.0,
+            kappa=kappa[k] if kappa else 0.0,
+            energy_mean=mean[k] if mean else 0.0,
+            energy_std=std[k] if std else 1.0,
+            weight=weights[k] if weights else 1 / m,
+        )
+        for k in range(m)
+    )
+    prior = np.full(n_classes, -np.log(n_classes)) if log_prior is None else log_prior
+    return Mixture(candidates, prior, beta, gate or GateWeights.untrained(1, m), guard, top, energy_clip)
+
+
+def write(folder: Path, logits: NDArray[Any], mixture: Mixture, release: int = 1) -> BundleInfo:
+    _, n_samples, n_classes = logits.shape
+    return write_bundle(
+        folder,
+        task=task_of(n_samples, n_classes),
+        layout=layout_of(logits[0]),
+        mixture=mixture,
+        validation=inputs(n_samples),
+        release=release,
+        method="test",
+        metrics={},
+    )
