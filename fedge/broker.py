@@ -125,9 +125,11 @@ class LocalBroker:
         """Start the child and wait until it accepts connections.
 
         Raises:
-            TransportError: it ended or did not listen in time; the text holds the end of its log.
+            TransportError: the port is taken, or it ended or did not listen in time (with the end of its log).
         """
         assert self._home is not None
+        if await self._listens():
+            raise TransportError(f"somebody already listens on {self.host}:{self.port}; choose another port")
         self._home.mkdir(parents=True, exist_ok=True)
         with (self._home / "broker.log").open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
@@ -157,6 +159,9 @@ class LocalBroker:
         assert self._process is not None
         if self._process.returncode is not None:
             raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._log_end()}")
+        return await self._listens()
+
+    async def _listens(self) -> bool:
         try:
             _, writer = await asyncio.open_connection(self.host, self.port)
         except OSError:

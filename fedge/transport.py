@@ -738,11 +738,10 @@ class Transport:
             ValueError: the packet would be larger than the broker takes.
             TransportError: the broker refused the message; the text holds the reason code.
         """
-        size = len(payload) + len(topic.encode()) + 18  # fixed header 5, topic length 2, packet id 2, properties 9
-        if self.max_packet_bytes is not None and size > self.max_packet_bytes:
-            raise ValueError(f"{topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
         done = asyncio.get_running_loop().create_future()
-        self._window.add(_Publish(topic, payload, qos, retain, expires_in_s, done))
+        publish = _Publish(topic, payload, qos, retain, expires_in_s, done)
+        self._check_size(publish)
+        self._window.add(publish)
         self._pump()
         await done
         self.bytes_sent += len(payload)
@@ -752,7 +751,18 @@ class Transport:
             publish = self._window.next()
             if publish is None:
                 return
+            try:
+                self._check_size(publish)  # once more: the broker may be another one by now
+            except ValueError as error:
+                publish.done.set_exception(error)
+                continue
             self._window.sent(self._connection.send(publish), publish)
+
+    def _check_size(self, publish: _Publish) -> None:
+        # Fixed header 5, topic length 2, packet id 2, properties 9.
+        size = len(publish.payload) + len(publish.topic.encode()) + 18
+        if self.max_packet_bytes is not None and size > self.max_packet_bytes:
+            raise ValueError(f"{publish.topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
 
     def acknowledged(self, packet_id: int, refusal: str | None) -> None:
         """A PUBACK came in (internal)."""

@@ -1,40 +1,575 @@
-"""Transfers: the core under any order, loss and duplication; the shells over real brokers."""
+"""Transfers: the core under any order, loss and duplication; the shells over real brokers and after kill -9."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import AsyncExitStack
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedge.errors import ProtocolError, StoreError
 from fedge.files import BlobFolder
 from fedge.messages import BlobRef, Want, decode
 from fedge.tensors import digest_of
 from fedge.topics import Topics
-from fedge.transfer import Receiver, Sender
+from fedge.transfer import (
+    ASK_BYTES,
+    MAX_RANGES,
+    PART_KEPT_S,
+    SENT_BLOBS,
+    STALL_CAP_S,
+    Ranges,
+    Receiver,
+    Receiving,
+    Sender,
+    Sending,
+    _Part,
+)
+from fedge.transport import LARGE_CHUNK, Inbound
 from tests.support.broker import transport
 
 TOPICS = Topics("test")
+WAIT_S = 25.0
+
+# ------------------------------------------------------------------------------------------------------ ranges
+
+small_ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple)
 
 
-async def test_smoke(broker, tmp_path):
-    data = os.urandom(3_000_000)
-    digest = digest_of(data)
-    up = BlobFolder(tmp_path / "up")
-    up.put(data)
-    a = transport(broker, "coordinator")
-    b = transport(broker, "agent")
-    receiver = Receiver(b, BlobFolder(tmp_path / "down"))
-    async with a, b, Sender(a, up.path) as sender:
+def offsets(ranges) -> set[int]:
+    return {i for start, end in ranges for i in range(start, end)}
 
-        async def on_want(m):
-            want = decode(m.payload, Want)
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), small_ranges)), small_ranges)
+def test_ranges_are_a_set_of_offsets(steps, probe):
+    ranges, model = Ranges(), set()
+    for verb, (start, end) in steps:
+        getattr(ranges, verb)(start, end)
+        model = model | offsets([(start, end)]) if verb == "add" else model - offsets([(start, end)])
+    held = list(ranges)
+    assert offsets(held) == model
+    assert ranges.n_bytes == len(model)
+    assert bool(ranges) == bool(model)
+    assert all(a[1] < b[0] for a, b in pairwise(held))  # disjoint, sorted, merged
+    assert offsets(ranges.overlap(*probe)) == model & offsets([probe])
+
+
+# --------------------------------------------------------------------------------------------------- receiving
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 200), max_size=6)), max_size=8))
+def test_any_order_loss_and_duplication_ends_in_the_right_bytes(rounds):
+    """A network that loses, repeats, reorders and cuts chunks as it likes, and at last behaves."""
+    blob = bytes(range(1, 201))
+    receiving, got = Receiving(len(blob)), bytearray(len(blob))
+
+    def arrive(start: int, end: int) -> None:
+        for low, high in receiving.new_in(start, end - start):
+            got[low:high] = blob[low:high]
+            receiving.stored(low, high)
+
+    for cut, picks in rounds:
+        asked = receiving.ask(ASK_BYTES)
+        chunks = [(i, min(i + cut, end)) for start, end in asked for i in range(start, end, cut)]
+        for pick in picks if chunks else ():
+            arrive(*chunks[pick % len(chunks)])
+        receiving.stalled()
+    while not receiving.complete:
+        for start, end in reversed(receiving.ask(ASK_BYTES)):
+            arrive(start, end)
+    assert bytes(got) == blob
+    assert receiving.under_way == 0
+
+
+def test_asks_for_a_part_and_for_more_when_half_of_it_came():
+    receiving = Receiving(3 * ASK_BYTES)
+    assert receiving.ask(10 * ASK_BYTES) == ((0, ASK_BYTES),)
+    assert receiving.ask(10 * ASK_BYTES) == ()
+    receiving.stored(0, ASK_BYTES // 2)
+    assert receiving.ask(10 * ASK_BYTES) == ((ASK_BYTES, ASK_BYTES + ASK_BYTES // 2),)
+    assert receiving.under_way == ASK_BYTES
+
+
+def test_without_budget_one_chunk_is_still_asked_for():
+    receiving = Receiving(ASK_BYTES)
+    assert receiving.ask(-5) == ((0, LARGE_CHUNK),)
+
+
+def test_after_a_stall_it_begins_with_one_chunk_and_grows_again():
+    receiving = Receiving(4 * ASK_BYTES)
+    receiving.ask(ASK_BYTES)
+    patience = receiving.patience_s
+    receiving.stalled()
+    assert receiving.under_way == 0
+    assert receiving.patience_s == 2 * patience
+    assert receiving.ask(ASK_BYTES) == ((0, LARGE_CHUNK),)
+    receiving.stored(0, LARGE_CHUNK)
+    assert receiving.ask(ASK_BYTES) == ((LARGE_CHUNK, 3 * LARGE_CHUNK),)
+    for _ in range(10):
+        receiving.stalled()
+    assert receiving.patience_s == STALL_CAP_S
+
+
+def test_resumes_with_what_is_missing():
+    receiving = Receiving(100, have=[(0, 40), (60, 100)])
+    assert receiving.missing == ((40, 60),)
+    assert receiving.ask(ASK_BYTES) == ((40, 60),)
+
+
+def test_a_want_never_has_too_many_ranges():
+    receiving = Receiving(4 * MAX_RANGES, have=[(i, i + 1) for i in range(0, 4 * MAX_RANGES, 2)])
+    assert len(receiving.ask(ASK_BYTES)) == MAX_RANGES
+
+
+def test_bytes_that_are_there_are_not_new():
+    receiving = Receiving(100, have=[(10, 20)])
+    assert receiving.new_in(0, 30) == [(0, 10), (20, 30)]
+    assert receiving.new_in(12, 5) == []
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 0), (-1, 5), (96, 5), (100, 1), (2**60, 1)])
+def test_chunks_beyond_the_blob_are_refused(offset, length):
+    receiving = Receiving(100)
+    with pytest.raises(ProtocolError) as caught:
+        receiving.new_in(offset, length)
+    assert caught.value.name == "out-of-range"
+    assert receiving.missing == ((0, 100),)
+
+
+# ----------------------------------------------------------------------------------------------------- sending
+
+KEY, OTHER = ("digest", "chunks/+"), ("other", "chunks/+")
+
+
+def drain(sending: Sending, chunk: int) -> list[tuple[str, int, int]]:
+    out = []
+    while (found := sending.next(chunk)) is not None:
+        out.append((found[0][0], found[1], found[2]))
+    return out
+
+
+def test_overlapping_wants_are_published_once():
+    sending = Sending()
+    assert not sending.want(KEY, [(0, 60)])
+    assert not sending.want(KEY, [(30, 100)])
+    assert drain(sending, 40) == [("digest", 0, 40), ("digest", 40, 80), ("digest", 80, 100)]
+
+
+def test_what_was_published_before_waits_for_more_who_want_it():
+    sending = Sending()
+    sending.want(KEY, [(0, 50)])
+    assert drain(sending, 50) == [("digest", 0, 50)]
+    assert sending.want(KEY, [(0, 80)])
+    assert sending.want(KEY, [(20, 50)])
+    assert drain(sending, 50) == [("digest", 50, 80)]
+    sending.release(KEY)
+    assert drain(sending, 50) == [("digest", 0, 50)]
+
+
+def test_blobs_take_turns():
+    sending = Sending()
+    sending.want(KEY, [(0, 30)])
+    sending.want(OTHER, [(0, 20)])
+    assert [d for d, _, _ in drain(sending, 10)] == ["digest", "other", "digest", "other", "digest"]
+
+
+def test_dropped_and_unknown_blobs_are_nobodys():
+    sending = Sending()
+    sending.want(KEY, [(0, 30)])
+    sending.drop(KEY)
+    sending.drop(OTHER)
+    sending.release(OTHER)
+    assert drain(sending, 10) == []
+
+
+def test_memory_of_a_sender_is_bounded():
+    sending = Sending()
+    for i in range(5 * SENT_BLOBS):
+        sending.want((str(i), "+"), [(0, 1)])
+        drain(sending, 1)
+    assert len(sending._blobs) <= SENT_BLOBS + 1
+
+
+@given(st.lists(st.one_of(st.lists(small_ranges, max_size=3), st.none())), st.integers(1, 20))
+def test_every_want_is_served(steps, chunk):
+    """After each want there is at least one publication of each of its bytes; None publishes one chunk."""
+    sending, open_bytes = Sending(), set()
+    for wanted in steps:
+        if wanted is None:
+            sending.release(KEY)
+            found = sending.next(chunk)
+            if found is not None:
+                assert found[2] - found[1] <= chunk
+                open_bytes -= offsets([found[1:]])
+        else:
+            sending.want(KEY, wanted)
+            open_bytes |= offsets(wanted)
+    sending.release(KEY)
+    for _, start, end in drain(sending, chunk):
+        open_bytes -= offsets([(start, end)])
+    assert not open_bytes
+
+
+# ---------------------------------------------------------------------------------------------- the partial file
+
+
+def a_ref(data: bytes) -> BlobRef:
+    return BlobRef(digest=digest_of(data), size_bytes=len(data))
+
+
+def test_partial_file_goes_on_where_it_was(tmp_path):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    first = _Part(folder, a_ref(data))
+    first.write(0, data[:300], [(0, 300)])
+    first.write(500, data[500:700], [(520, 600)])
+    first.close()
+    second = _Part(folder, a_ref(data))
+    assert second.have == [(0, 300), (520, 600)]
+    second.write(300, data[300:], [(300, 520), (600, 1000)])
+    assert second.digest() == digest_of(data)
+    second.keep()
+    second.close()
+    assert folder.get(digest_of(data)) == data
+    assert [p.name for p in tmp_path.iterdir()] == [digest_of(data)]
+
+
+@pytest.mark.parametrize(
+    "torn", [b"0 3", b"0 300\n300 5", b"x y\n0 300\n", b"0 300\n200 1001\n", b"\n\n7\n0 300\n5 5\n"]
+)
+def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    first = _Part(folder, a_ref(data))
+    first.write(0, data[:300], [(0, 300)])
+    first.close()
+    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(torn)
+    second = _Part(folder, a_ref(data))
+    assert second.have in ([], [(0, 300)])
+    second.close()
+
+
+def test_record_without_its_data_is_not_believed(tmp_path):
+    data = os.urandom(1000)
+    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(b"0 1000\n")
+    part = _Part(BlobFolder(tmp_path), a_ref(data))
+    assert part.have == []
+    part.close()
+    assert (tmp_path / f"{digest_of(data)}.ranges").read_bytes() == b""
+
+
+def test_closed_partial_file_is_left_alone(tmp_path):
+    data = os.urandom(1000)
+    part = _Part(BlobFolder(tmp_path), a_ref(data))
+    part.close()
+    part.close()
+    part.write(0, data, [(0, 1000)])
+    part.keep()
+    assert digest_of(data) not in BlobFolder(tmp_path)
+
+
+async def test_old_partial_files_are_removed(broker, tmp_path):
+    old, young = tmp_path / f"{'0' * 64}.part", tmp_path / f"{'1' * 64}.part"
+    for path in (old, young):
+        path.write_bytes(b"x")
+    os.utime(old, (0, old.stat().st_mtime - PART_KEPT_S - 60))
+    Receiver(transport(broker, "agent"), BlobFolder(tmp_path))
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".part"] == [young.name]
+
+
+# ----------------------------------------------------------------------------------------------------- the shells
+
+
+@asynccontextmanager
+async def serving(broker, folder, *, name="sender", damage=None, lose=()) -> AsyncIterator[list[tuple[int, int]]]:
+    """A sender of `folder`; yields the list of wanted ranges. `lose`: indexes of Wants that it overhears."""
+    wanted: list[tuple[int, int]] = []
+    n_wants = 0
+    link = transport(broker, name)
+    async with link, Sender(link, damage or folder.path) as sender:
+
+        async def on_want(message: Inbound) -> None:
+            nonlocal n_wants
+            n_wants += 1
+            want = decode(message.payload, Want)
+            if n_wants - 1 in lose:
+                return
+            wanted.extend(want.ranges)
             sender.want(want.digest, want.ranges, chunks=TOPICS.model_chunk(want.digest))
 
-        await a.subscribe(TOPICS.agent("+", "wants"), on_want)
-        path = await receiver.fetch(
-            BlobRef(digest=digest, size_bytes=len(data)),
-            chunks=TOPICS.model_chunk(digest),
-            wants=TOPICS.agent("a1", "wants"),
-            device_id="a1",
+        await link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        yield wanted
+
+
+async def fetch(receiver: Receiver, ref: BlobRef, name: str = "agent"):
+    async with asyncio.timeout(WAIT_S):
+        return await receiver.fetch(
+            ref, chunks=TOPICS.model_chunk(ref.digest), wants=TOPICS.agent(name, "wants"), device_id=name
         )
+
+
+@pytest.mark.parametrize("size", [1, 64 * 1024, 3_000_000])
+async def test_fetch(broker, tmp_path, size):
+    data = os.urandom(size)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down)
+    async with serving(broker, up), link:
+        path = await fetch(receiver, a_ref(data))
         assert path.read_bytes() == data
+        assert await fetch(receiver, a_ref(data)) == path  # there already: nobody is asked
+    assert [p.name for p in (tmp_path / "down").iterdir()] == [digest_of(data)]
+
+
+async def test_several_receivers_share_the_chunks(mosquitto, tmp_path):
+    data = os.urandom(2_000_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    names = [f"agent{i}" for i in range(8)]
+    links = [transport(mosquitto, name) for name in names]
+    receivers = [Receiver(link, BlobFolder(tmp_path / name)) for link, name in zip(links, names, strict=True)]
+    async with serving(mosquitto, up):
+        for link in links:
+            await link.__aenter__()
+        paths = await asyncio.gather(
+            *(fetch(receiver, a_ref(data), name) for receiver, name in zip(receivers, names, strict=True))
+        )
+        assert all(path.read_bytes() == data for path in paths)
+        # 8 copies for each without merging; one, and one or two more for the late, with it.
+        assert sum(link.bytes_received for link in links) < 4 * len(links) * len(data)
+        for link in links:
+            await link.__aexit__(None, None, None)
+
+
+async def test_two_fetches_of_one_blob_share_the_work(broker, tmp_path):
+    data = os.urandom(500_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(broker, up) as wanted, link:
+        await asyncio.gather(fetch(receiver, a_ref(data)), fetch(receiver, a_ref(data)))
+        assert wanted == [(0, len(data))]
+
+
+async def test_lost_want_is_asked_again(broker, tmp_path):
+    data = os.urandom(100_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.2)
+    async with serving(broker, up, lose={0, 1}), link:
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
+async def test_sender_that_comes_late(broker, tmp_path):
+    data = os.urandom(100_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.2)
+    async with link:
+        waiting = asyncio.create_task(fetch(receiver, a_ref(data)))
+        async with serving(broker, up):
+            assert (await waiting).read_bytes() == data
+
+
+async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
+    """The first sender has only the first megabyte; the second is asked for the rest alone."""
+    data = os.urandom(2_000_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    half = 1_000_000
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down, stall_s=0.2)
+    async with link:
+        first = asyncio.create_task(fetch(receiver, a_ref(data)))
+        record = tmp_path / "down" / f"{digest_of(data)}.ranges"
+        async with asyncio.timeout(WAIT_S):
+            while not record.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        for start in range(0, half, 50_000):
+            await link.publish(TOPICS.model_chunk(digest_of(data), start), data[start : start + 50_000])
+        async with asyncio.timeout(WAIT_S):
+            while f"{half - 50_000} {half}" not in record.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        async with serving(broker, up) as wanted:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+            assert min(start for start, _ in wanted) == half
+
+
+async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, caplog):
+    data = os.urandom(100_000)
+    lies = iter([bytes(100_000)] * 2)
+
+    def source(digest: str) -> bytes:  # asked twice for each chunk: when it is wanted and when it is read
+        return next(lies, data)
+
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.3)
+    async with serving(broker, None, damage=source), link:
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+    assert caplog.text.count("event=digest_mismatch") == 1
+
+
+async def test_always_wrong_bytes_are_given_up_by_name(broker, tmp_path):
+    ref = a_ref(os.urandom(100_000))
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.3)
+    async with serving(broker, None, damage=lambda digest: bytes(100_000)), link:
+        with pytest.raises(ProtocolError) as caught:
+            await fetch(receiver, ref)
+    assert caught.value.name == "digest"
+    assert list((tmp_path / "down").iterdir()) == []
+
+
+async def test_oversized_blob_is_not_even_asked_for(broker, tmp_path):
+    receiver = Receiver(transport(broker, "agent"), BlobFolder(tmp_path), max_bytes=99)
+    with pytest.raises(ProtocolError) as caught:
+        await fetch(receiver, a_ref(bytes(100)))
+    assert caught.value.name == "oversized"
+
+
+async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
+    data = os.urandom(1000)
+    digest = digest_of(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path), stall_s=0.3)
+    async with link:
+        running = asyncio.create_task(fetch(receiver, a_ref(data)))
+        record = tmp_path / f"{digest}.ranges"
+        async with asyncio.timeout(WAIT_S):
+            while not record.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        for offset, payload in (("x", b"1"), ("-1", b"1"), ("1000", b"1"), ("999", b"12"), ("0", b""), ("²", b"1")):
+            await link.publish(TOPICS.model_chunk(digest, offset), payload)
+        await link.publish(TOPICS.model_chunk(digest, 0), data)
+        assert (await running).read_bytes() == data
+    assert caplog.text.count("event=refused name=malformed") == 3
+    assert caplog.text.count("event=refused name=out-of-range") == 3
+
+
+async def test_full_disk_ends_the_transport(broker, tmp_path, monkeypatch):
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    up = BlobFolder(tmp_path / "up")
+    up.put(b"x" * 1000)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedge.transfer._write_all", full)
+    with pytest.raises(StoreError, match="No space left"):
+        async with serving(broker, up), link:
+            await fetch(receiver, a_ref(b"x" * 1000))
+
+
+async def test_sender_refuses_what_it_does_not_have(broker, tmp_path):
+    folder = BlobFolder(tmp_path)
+    digest = folder.put(bytes(100))
+    async with transport(broker, "one") as link, Sender(link, lambda d: folder.path(d) if d in folder else None) as s:
+        for wrong, ranges, name in (
+            ("0" * 64, [(0, 1)], "unknown-blob"),
+            (digest, [(0, 101)], "out-of-range"),
+            (digest, [(5, 5)], "out-of-range"),
+            (digest, [(7, 5)], "out-of-range"),
+        ):
+            with pytest.raises(ProtocolError) as caught:
+                s.want(wrong, ranges, chunks="c/+")
+            assert caught.value.name == name
+
+
+async def test_blob_that_vanishes_while_wanted_ends_nothing(broker, tmp_path, caplog):
+    folder = BlobFolder(tmp_path)
+    gone, kept = folder.put(b"gone"), folder.put(b"kept")
+    inbox: asyncio.Queue[Inbound] = asyncio.Queue()
+    async with transport(broker, "one") as link, Sender(link, folder.path) as sender:
+        await link.subscribe("c/#", inbox.put)
+        sender.want(gone, [(0, 4)], chunks="c/gone/+")
+        folder.remove(gone)
+        sender.want(kept, [(0, 4)], chunks="c/kept/+")
+        async with asyncio.timeout(WAIT_S):
+            assert (await inbox.get()).payload == b"kept"
+    assert "event=chunk_failed" in caplog.text
+
+
+async def test_broker_killed_in_mid_transfer(broker, tmp_path):
+    data = os.urandom(6_000_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down, stall_s=1.0)
+    async with serving(broker, up), link:
+        running = asyncio.create_task(fetch(receiver, a_ref(data)))
+        record = tmp_path / "down" / f"{digest_of(data)}.ranges"
+        async with asyncio.timeout(WAIT_S):
+            while not (record.exists() and record.stat().st_size):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await broker.kill()
+        await broker.start()
+        assert (await running).read_bytes() == data
+
+
+RECEIVER = """
+import asyncio, sys
+from pathlib import Path
+from fedge.files import BlobFolder
+from fedge.messages import BlobRef
+from fedge.topics import Topics
+from fedge.transfer import Receiver
+from fedge.transport import BrokerSettings, Transport
+
+async def main(port, folder, digest, size):
+    link = Transport(BrokerSettings("127.0.0.1", int(port)), "agent")
+    receiver = Receiver(link, BlobFolder(Path(folder)))
+    topics = Topics("test")
+    async with link:
+        await receiver.fetch(BlobRef(digest=digest, size_bytes=int(size)), chunks=topics.model_chunk(digest),
+                             wants=topics.agent("agent", "wants"), device_id="agent")
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_receiver_killed_with_9_goes_on_where_it_was(mosquitto, tmp_path):
+    """The sender stops after four chunks; the receiver is killed; its successor asks for the rest only."""
+    data = os.urandom(6_000_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    digest = digest_of(data)
+    record = tmp_path / "down" / f"{digest}.ranges"
+    command = [sys.executable, "-c", RECEIVER, str(mosquitto.port), str(tmp_path / "down"), digest, str(len(data))]
+    async with transport(mosquitto, "sender") as link:
+        asked = asyncio.Event()
+
+        async def on_want(message: Inbound) -> None:
+            asked.set()
+
+        await link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        first = await asyncio.create_subprocess_exec(*command)
+        async with asyncio.timeout(WAIT_S):
+            await asked.wait()
+            for start in range(0, 4 * LARGE_CHUNK, LARGE_CHUNK):
+                await link.publish(TOPICS.model_chunk(digest, start), data[start : start + LARGE_CHUNK])
+            while record.read_text().count("\n") < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+    async with serving(mosquitto, up, name="sender2") as wanted:
+        second = await asyncio.create_subprocess_exec(*command)
+        async with asyncio.timeout(WAIT_S):
+            assert await second.wait() == 0
+        assert wanted == [(4 * LARGE_CHUNK, len(data))]
+    assert (tmp_path / "down" / digest).read_bytes() == data

@@ -1,0 +1,153 @@
+"""The broker as a child process: it starts, it can be killed and come back, and it never outlives us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fedge import broker as module
+from fedge.broker import LocalBroker, broker, choose, free_port, main, mosquitto_config
+from fedge.errors import ConfigError, TransportError
+from tests.support.broker import BROKERS, transport
+
+WAIT_S = 25.0
+
+
+def ended(pid: int) -> bool:
+    """Whether a process that is not our child has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not ended(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
+        return True
+    return False
+
+
+def test_auto_is_what_is_installed(monkeypatch):
+    monkeypatch.setattr(module, "mosquitto_path", lambda: "/usr/sbin/mosquitto")
+    assert choose("auto") == "mosquitto"
+    monkeypatch.setattr(module, "mosquitto_path", lambda: None)
+    assert choose("auto") == "amqtt"
+    assert choose("amqtt") == "amqtt"
+    with pytest.raises(ConfigError, match="apt install mosquitto"):
+        choose("mosquitto")
+    with pytest.raises(ConfigError, match="choose one of auto, mosquitto, amqtt"):
+        choose("rabbit")
+
+
+def test_configuration_has_our_limits():
+    lines = mosquitto_config("127.0.0.1", 1884).splitlines()
+    assert "listener 1884 127.0.0.1" in lines
+    assert "max_packet_size 2097152" in lines
+    assert "persistence false" in lines
+    assert any(line.startswith("max_queued_bytes ") for line in lines)
+
+
+async def test_killed_and_started_again_on_its_port(broker):
+    port = broker.port
+    async with transport(broker, "one"):
+        pass
+    await broker.kill()
+    assert not listens(broker.host, port)
+    await broker.start()
+    assert broker.port == port
+    async with transport(broker, "one") as one:
+        assert one.connected
+
+
+async def test_stop_leaves_nothing(broker):
+    pid = broker.pid
+    await broker.stop()
+    await broker.stop()
+    await gone(pid)
+    assert not listens(broker.host, broker.port)
+    assert broker.pid is None
+
+
+async def test_port_in_use_is_told(broker, tmp_path):
+    with pytest.raises(TransportError, match="already listens"):
+        await LocalBroker(broker.name, port=broker.port, home=tmp_path / "other").start()
+
+
+async def test_broker_that_cannot_start_tells_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "mosquitto_path", lambda: sys.executable)
+    with pytest.raises(TransportError, match="mosquitto ended at once"):
+        await LocalBroker("mosquitto", home=tmp_path).start()
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from fedge.broker import LocalBroker
+
+async def main():
+    async with LocalBroker(sys.argv[1], home=Path(sys.argv[2])) as running:
+        print(running.pid, running.port, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's parent death signal")
+@pytest.mark.parametrize("kind", BROKERS)
+async def test_broker_dies_with_a_parent_that_was_killed_with_9(kind, tmp_path):
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, kind, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(WAIT_S):
+        pid, port = (int(word) for word in (await parent.stdout.readline()).split())
+    assert listens("127.0.0.1", port)
+    parent.send_signal(signal.SIGKILL)
+    await parent.wait()
+    await gone(pid)
+    assert not listens("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("kind", BROKERS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_command_runs_until_a_signal(kind, number, tmp_path):
+    command = f"from fedge.broker import broker; broker(['--kind', '{kind}', '--port', '0', '--home', '{tmp_path}'])"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", command, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(WAIT_S):
+        line = (await child.stdout.readline()).decode()
+        assert line.startswith(f"{kind} listens on 127.0.0.1:")
+        port = int(line.partition(";")[0].rpartition(":")[2])
+        assert listens("127.0.0.1", port)
+        child.send_signal(number)
+        assert await child.wait() == 0
+    assert not listens("127.0.0.1", port)
+
+
+def test_help_has_examples():
+    result = CliRunner().invoke(broker, ["--help"])
+    assert result.exit_code == 0
+    assert "fedge broker --host 0.0.0.0" in result.output
+
+
+def test_child_refuses_unknown_arguments():
+    with pytest.raises(SystemExit, match="part of `fedge broker`"):
+        main(["--nonsense"])
+
+
+def test_free_port_can_be_used():
+    port = free_port("127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))

@@ -1,0 +1,538 @@
+"""The transport over real brokers, and the faults that other MQTT clients have, one test each."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedge.errors import ProtocolError, StoreError, TransportError
+from fedge.transport import (
+    BACKOFF_CAP_S,
+    HELD_MESSAGES,
+    IN_WINDOW,
+    OUT_WINDOW,
+    BrokerSettings,
+    Inbound,
+    Transport,
+    Will,
+    Window,
+    _Publish,
+    backoff_s,
+    chunk_bytes_for,
+    tune_malloc,
+)
+from tests.support.broker import transport
+
+WAIT_S = 20.0
+
+
+class Inbox:
+    """A handler that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Inbound] = asyncio.Queue()
+
+    async def __call__(self, message: Inbound) -> None:
+        await self.queue.put(message)
+
+    async def next(self) -> Inbound:
+        async with asyncio.timeout(WAIT_S):
+            return await self.queue.get()
+
+    async def payloads(self, n: int) -> list[bytes]:
+        return [(await self.next()).payload for _ in range(n)]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - polls what has no event
+            await asyncio.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------------ pure parts
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_backoff_is_bounded(attempt, draw):
+    assert 0 <= backoff_s(attempt, draw) <= BACKOFF_CAP_S
+
+
+def test_backoff_grows_and_uses_all_the_range():
+    assert backoff_s(1, 0.5) == 0.25
+    assert backoff_s(2, 0.5) == 0.5
+    assert backoff_s(50, 0.5) == BACKOFF_CAP_S / 2
+    assert backoff_s(50, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("announced", "chunk"),
+    [
+        (None, 64 * 1024),
+        (128 * 1024, 127 * 1024),
+        (1024 * 1024, 512 * 1024),
+        (2**28, 512 * 1024),
+        (512 * 1024, 511 * 1024),
+    ],
+)
+def test_chunk_fits_the_announced_packet(announced, chunk):
+    assert chunk_bytes_for(announced) == chunk
+
+
+def test_tune_malloc_can_be_called_twice():
+    assert tune_malloc() == tune_malloc()
+
+
+def test_password_is_not_shown():
+    assert "secret" not in repr(BrokerSettings("h", username="u", password="secret"))
+
+
+async def publishes(n: int, qos: int = 1) -> list[_Publish]:
+    loop = asyncio.get_running_loop()
+    return [_Publish(f"t/{i}", b"", qos, False, None, loop.create_future()) for i in range(n)]
+
+
+async def test_window_is_never_exceeded_and_keeps_the_order():
+    window = Window()
+    all_of_them = await publishes(20)
+    for publish in all_of_them:
+        window.add(publish)
+    sent = []
+    while publish := window.next():
+        sent.append(publish)
+        window.sent(len(sent), publish)
+    assert sent == all_of_them[:OUT_WINDOW]
+    assert window.acknowledged(3) is all_of_them[2]
+    assert window.next() is all_of_them[OUT_WINDOW]
+
+
+async def test_permit_of_a_cancelled_publish_returns_with_its_acknowledgement():
+    window = Window()
+    window.limit = 1
+    first, second = await publishes(2)
+    window.add(first)
+    window.add(second)
+    window.sent(1, window.next())
+    first.done.cancel()
+    assert window.next() is None  # the packet is still under way
+    window.acknowledged(1)
+    assert window.next() is second
+
+
+async def test_cancelled_while_waiting_is_never_sent():
+    window = Window()
+    first, second = await publishes(2)
+    window.add(first)
+    window.add(second)
+    first.done.cancel()
+    assert window.next() is second
+
+
+async def test_lost_connection_repeats_what_was_not_acknowledged_in_order():
+    window = Window()
+    sent = await publishes(4)
+    (waiting,) = await publishes(1)
+    for i, publish in enumerate(sent):
+        window.sent(i, publish)
+    window.add(waiting)
+    window.acknowledged(1)
+    sent[2].done.cancel()
+    window.lost()
+    assert window.n_in_flight == 0
+    assert [window.next(), window.next(), window.next(), window.next()] == [sent[0], sent[3], waiting, None]
+
+
+async def test_lost_qos0_is_over():
+    window = Window()
+    (publish,) = await publishes(1, qos=0)
+    window.sent(1, publish)
+    window.lost()
+    assert publish.done.done()
+    assert window.next() is None
+
+
+def test_unknown_acknowledgement_changes_nothing():
+    assert Window().acknowledged(7) is None
+
+
+# --------------------------------------------------------------------------------------------- both brokers
+
+
+async def test_round_trip(broker):
+    inbox = Inbox()
+    async with transport(broker, "one") as one:
+        await one.subscribe("a/+/c", inbox)
+        await one.publish("a/b/c", b"hello")
+        await one.publish("a/b/d", b"not for us")
+        await one.publish("a/x/c", b"")
+        assert await inbox.next() == Inbound("a/b/c", b"hello", retained=False)
+        assert (await inbox.next()).topic == "a/x/c"
+        assert one.connected
+        assert one.protocol == ("5" if broker.name == "mosquitto" else "3.1.1")
+        assert (one.bytes_sent, one.bytes_received) == (len(b"hello" + b"not for us"), len(b"hello"))
+    assert not one.connected
+
+
+async def test_order_is_kept_and_nothing_is_lost(broker):
+    inbox = Inbox()
+    async with transport(broker, "one") as one:
+        await one.subscribe("n", inbox)
+        await asyncio.gather(*(one.publish("n", b"%d" % i) for i in range(300)))
+        assert await inbox.payloads(300) == [b"%d" % i for i in range(300)]
+
+
+async def test_subscribed_before_entering(broker):
+    inbox = Inbox()
+    one = transport(broker, "one")
+    await one.subscribe("early", inbox)
+
+    async def greet() -> None:
+        await one.publish("early", b"from on_connect")
+
+    one.on_connect(greet)
+    async with one:
+        assert await inbox.payloads(1) == [b"from on_connect"]
+
+
+async def test_broker_killed_and_restarted(broker):
+    """Publishes of the dark time arrive, subscriptions are in force again, on_connect is called again."""
+    inbox, greetings = Inbox(), []
+
+    async def greet() -> None:
+        greetings.append(1)
+
+    one = transport(broker, "one")
+    one.on_connect(greet)
+    async with one:
+        await one.subscribe("t", inbox)
+        await broker.kill()
+        await until(lambda: not one.connected)
+        late = [asyncio.create_task(one.publish("t", b"%d" % i)) for i in range(20)]
+        await broker.start()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*late)
+        assert await inbox.payloads(20) == [b"%d" % i for i in range(20)]
+        assert len(greetings) == 2
+
+
+async def test_waits_for_a_broker_that_is_not_there_yet(broker):
+    await broker.kill()
+    one = transport(broker, "one")
+    entering = asyncio.create_task(one.__aenter__())
+    await asyncio.sleep(0)
+    await broker.start()
+    async with asyncio.timeout(WAIT_S):
+        await entering
+    assert one.connected
+    await one.__aexit__(None, None, None)
+
+
+async def test_cancelled_while_connecting_leaves_nothing(broker):
+    await broker.kill()
+    one = transport(broker, "one")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(one.__aenter__(), 0.2)
+    assert not one.connected
+
+
+async def test_cancelled_publishes_do_not_use_up_the_window(broker):
+    inbox = Inbox()
+    async with transport(broker, "one") as one:
+        await one.subscribe("t", inbox)
+        for _ in range(3 * OUT_WINDOW):
+            task = asyncio.create_task(one.publish("t", b"given up"))
+            await asyncio.sleep(0)
+            task.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await one.publish("t", b"last")
+        while (await inbox.next()).payload != b"last":
+            pass
+
+
+async def test_cancelled_handler_side_loses_no_message(broker):
+    """A consumer that gives up must not swallow the message that the next one waits for."""
+    inbox = Inbox()
+    async with transport(broker, "one") as one:
+        await one.subscribe("t", inbox)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await inbox.queue.get()
+        await one.publish("t", b"x")
+        assert await inbox.payloads(1) == [b"x"]
+
+
+async def test_refused_message_is_logged_and_the_next_one_handled(broker, caplog):
+    inbox = Inbox()
+
+    async def picky(message: Inbound) -> None:
+        if message.payload == b"bad":
+            raise ProtocolError("malformed", "not what we agreed on")
+        await inbox(message)
+
+    async with transport(broker, "one") as one:
+        await one.subscribe("t", picky)
+        await one.publish("t", b"bad")
+        await one.publish("t", b"good")
+        assert await inbox.payloads(1) == [b"good"]
+    assert "event=refused name=malformed topic=t" in caplog.text
+
+
+async def test_failing_handler_ends_the_body_with_its_error(broker):
+    async def broken(message: Inbound) -> None:
+        raise StoreError("disk full")
+
+    async def body() -> None:
+        async with transport(broker, "one") as one:
+            await one.subscribe("t", broken)
+            await one.publish("t", b"x")
+            await asyncio.Event().wait()
+
+    with pytest.raises(StoreError, match="disk full"):
+        await asyncio.wait_for(body(), WAIT_S)
+
+
+async def test_error_of_the_body_passes_through(broker):
+    with pytest.raises(KeyError):
+        async with transport(broker, "one"):
+            raise KeyError("mine")
+
+
+async def test_unsubscribed_hears_nothing(broker):
+    gone, kept = Inbox(), Inbox()
+    async with transport(broker, "one") as one:
+        await one.subscribe("t", gone)
+        await one.subscribe("u", kept)
+        await one.unsubscribe("t")
+        await one.unsubscribe("never subscribed")
+        await one.publish("t", b"x")
+        await one.publish("u", b"y")
+        assert await kept.payloads(1) == [b"y"]
+        assert gone.queue.empty()
+
+
+async def test_unsubscribing_with_messages_waiting_frees_their_permits(broker):
+    started, kept = asyncio.Event(), Inbox()
+
+    async def stuck(message: Inbound) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(WAIT_S), transport(broker, "one") as one, transport(broker, "two") as two:
+        await one.subscribe("t", stuck)
+        await one.subscribe("u", kept)
+        for _ in range(2 * IN_WINDOW):
+            await two.publish("t", b"x")
+        await started.wait()
+        await one.unsubscribe("t")
+        await two.publish("u", b"y")
+        assert await kept.payloads(1) == [b"y"]
+
+
+async def test_same_filter_twice_is_refused(broker):
+    async with transport(broker, "one") as one:
+        await one.subscribe("t", Inbox())
+        with pytest.raises(ValueError, match="already"):
+            await one.subscribe("t", Inbox())
+
+
+async def test_overlapping_filters_all_hear(broker):
+    narrow, wide = Inbox(), Inbox()
+    async with transport(broker, "one") as one:
+        await one.subscribe("a/b", narrow)
+        await one.subscribe("a/#", wide)
+        await one.publish("a/b", b"x")
+        assert await narrow.payloads(1) == await wide.payloads(1) == [b"x"]
+
+
+async def test_will_is_published_when_the_connection_breaks_and_not_on_good_bye(broker):
+    inbox = Inbox()
+    async with transport(broker, "watcher") as watcher:
+        await watcher.subscribe("will/+", inbox)
+        async with transport(broker, "polite", will=Will("will/polite", b"dead", delay_s=0)):
+            pass
+        rude = transport(broker, "rude", will=Will("will/rude", b"dead", delay_s=0))
+        async with rude:
+            rude._connection._client.socket().shutdown(2)
+            assert (await inbox.next()).topic == "will/rude"
+        await watcher.publish("will/end", b"")
+        assert (await inbox.next()).topic == "will/end"
+
+
+# ------------------------------------------------------------------------------------------------ MQTT 5 only
+
+
+async def test_announced_limits_are_kept(mosquitto):
+    inbox = Inbox()
+    async with transport(mosquitto, "one") as one:
+        assert one.max_packet_bytes == 2 * 1024 * 1024
+        assert one.chunk_bytes == 512 * 1024
+        await one.subscribe("t", inbox)
+        with pytest.raises(ValueError, match="broker takes 2097152"):
+            await one.publish("t", bytes(2 * 1024 * 1024))
+        await one.publish("t", bytes(one.chunk_bytes))
+        assert len((await inbox.next()).payload) == one.chunk_bytes
+
+
+async def test_slow_handler_holds_the_broker_back(mosquitto):
+    go, handled = asyncio.Event(), []
+
+    async def slow(message: Inbound) -> None:
+        await go.wait()
+        handled.append(message.payload)
+
+    async with transport(mosquitto, "one") as one, transport(mosquitto, "two") as two:
+        await one.subscribe("t", slow)
+        for i in range(5 * IN_WINDOW):
+            await two.publish("t", b"%03d" % i)
+        await two.publish("t", b"end")
+        assert one.bytes_received <= 3 * IN_WINDOW  # the rest waits in the broker
+        assert one.messages_dropped == 0
+        go.set()
+        await until(lambda: b"end" in handled)
+        assert handled == [*(b"%03d" % i for i in range(5 * IN_WINDOW)), b"end"]
+
+
+async def test_flood_of_qos0_is_bounded(mosquitto):
+    go = asyncio.Event()
+
+    async def slow(message: Inbound) -> None:
+        await go.wait()
+
+    async with transport(mosquitto, "one") as one, transport(mosquitto, "two") as two:
+        await one.subscribe("t", slow)
+        for _ in range(2 * HELD_MESSAGES):
+            await two.publish("t", b"x", qos=0)
+        await until(lambda: one.messages_dropped == HELD_MESSAGES)
+        go.set()
+
+
+async def test_session_survives_a_broken_connection(mosquitto):
+    """QoS 1 messages of the time between two connections are delivered by the broker."""
+    inbox = Inbox()
+    async with transport(mosquitto, "one") as one, transport(mosquitto, "two") as two:
+        await one.subscribe("t", inbox)
+        one._connection._client.socket().shutdown(2)
+        await until(lambda: not one.connected)
+        await two.publish("t", b"meanwhile")
+        assert await inbox.payloads(1) == [b"meanwhile"]
+
+
+async def test_restarted_client_gets_nothing_of_its_former_life(mosquitto):
+    async with transport(mosquitto, "two") as two:
+        first = transport(mosquitto, "one")
+        await first.__aenter__()
+        await first.subscribe("old", Inbox())
+        first._supervisor.cancel()  # as if the process died
+        first._connection._client.socket().shutdown(2)
+        await two.publish("old", b"x")
+        inbox = Inbox()
+        async with transport(mosquitto, "one") as again:
+            await again.subscribe("new", inbox)
+            await two.publish("new", b"y")
+            assert await inbox.payloads(1) == [b"y"]
+            assert again.bytes_received == 1
+        await first.__aexit__(None, None, None)
+
+
+async def test_message_that_expired_is_not_delivered(mosquitto):
+    inbox = Inbox()
+    async with transport(mosquitto, "two") as two:
+        await two.publish("t", b"old", retain=True, expires_in_s=1)
+        await two.publish("u", b"fresh", retain=True, expires_in_s=100)
+        await asyncio.sleep(2.1)  # Mosquitto counts whole seconds
+        async with transport(mosquitto, "one") as one:
+            await one.subscribe("t", inbox)
+            await one.subscribe("u", inbox)
+            assert await inbox.next() == Inbound("u", b"fresh", retained=True)
+
+
+async def test_busy_thread_does_not_starve_the_keep_alive(mosquitto, caplog):
+    """Training in pure Python in another thread, with a keep-alive of one second: nobody is thrown out."""
+    stop = threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            sum(i * i for i in range(1000))
+
+    async with transport(mosquitto, "one", keepalive_s=1):
+        worker = threading.Thread(target=train)
+        worker.start()
+        await asyncio.sleep(4)
+        stop.set()
+        worker.join()
+    assert "event=disconnected" not in caplog.text
+
+
+# ------------------------------------------------------------------------------------- brokers that say strange things
+
+
+async def answering(connack: bytes):
+    """A server that answers each CONNECT with these bytes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(connack)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(0x86, "Bad user name or password"), (0x87, "Not authorized"), (0x85, "Client identifier")]
+)
+async def test_final_refusal_is_raised_with_its_reason(code, reason):
+    server, settings = await answering(bytes([0x20, 3, 0, code, 0]))
+    async with server:
+        with pytest.raises(TransportError, match=reason):
+            await Transport(settings, "one").__aenter__()
+
+
+async def test_refused_by_a_broker_of_3_1_1():
+    """It does not know MQTT 5 (code 1), and then not our password (code 4)."""
+    codes = iter([1, 4])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(bytes([0x20, 2, 0, next(codes)]))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        settings = BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
+        with pytest.raises(TransportError, match="Bad user name or password"):
+            await asyncio.wait_for(Transport(settings, "one").__aenter__(), WAIT_S)
+
+
+async def test_receive_maximum_of_the_server_narrows_the_window():
+    """CONNACK with Receive Maximum 2: two publishes come, the third waits for an acknowledgement."""
+    connack = bytes([0x20, 6, 0, 0, 3, 0x21, 0, 2])
+    server, settings = await answering(connack)
+    async with server:
+        one = Transport(settings, "one")
+        await one.__aenter__()
+        tasks = [asyncio.create_task(one.publish("t", b"x")) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert one._window.n_in_flight == 2
+        for task in tasks:
+            task.cancel()
+        await one.__aexit__(None, None, None)
+
+
+async def test_reason_of_a_disconnect_is_logged(caplog):
+    """CONNACK, then DISCONNECT with 0x8E."""
+    server, settings = await answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x8E]))
+    async with server, Transport(settings, "one"):
+        await until(lambda: "Session taken over" in caplog.text)
+    assert "event=disconnected client=one" in caplog.text
+
+
+async def test_lost_for_good_while_closing_does_not_hang(broker):
+    one = transport(broker, "one")
+    async with one:
+        await broker.kill()
