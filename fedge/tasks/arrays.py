@@ -29,7 +29,7 @@ def read(file: Path) -> dict[str, NDArray[Any]]:
         ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
     """
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             table = {key: archive[key] for key in KEYS if key in archive}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error

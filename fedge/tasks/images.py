@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -97,25 +97,19 @@ def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | No
         return None
     parts = _read_split(file)
     numbers = dict.fromkeys(images, TRAIN)
-    for number, part in ((VALIDATION, "val"), (TEST, "test")):
-        for image in parts.get(part, []):
+    for number, part in ((VALIDATION, parts.get("val", [])), (TEST, parts.get("test", []))):
+        for image in part:
             if numbers.get(image) != TRAIN:
                 raise ConfigError(f"{file}: {image} is not there, or stands twice")
             numbers[image] = number
     return np.array([numbers[image] for image in images], dtype=np.int64)
 
 
-def _read_split(file: Path) -> dict[str, list[Any]]:
+def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
     try:
-        parts = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    lists = (
-        isinstance(parts, dict) and set(parts) <= {"val", "test"} and all(isinstance(p, list) for p in parts.values())
-    )
-    if not lists:
-        raise ConfigError(f'{file} must be {{"val": [paths], "test": [paths]}}')
-    return dict(parts)
+        return msgspec.json.decode(file.read_bytes(), type=dict[Literal["val", "test"], list[str]])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{file} must be {{"val": [paths], "test": [paths]}}: {error}') from error
 
 
 def _from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:

@@ -90,7 +90,7 @@ def write_task(task: TaskSpec, path: Path) -> None:
 def _read(path: Path) -> TaskSpec:
     try:
         return msgspec.json.decode(path.read_bytes(), type=TaskSpec)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no task: {error}") from error
 
 

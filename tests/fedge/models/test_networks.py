@@ -1,0 +1,58 @@
+import msgspec
+import pytest
+import torch
+
+from fedge import models
+from fedge.errors import ConfigError
+from fedge.models.networks import NETWORKS
+from fedge.task import TaskSpec
+
+TASK = TaskSpec(name="t", classes=tuple("0123456789"), input_shape=(1, 28, 28), model="mlp")
+
+
+def task(model: str, shape: tuple[int, ...] = (1, 28, 28), **options: int | float | str | bool) -> TaskSpec:
+    return msgspec.structs.replace(TASK, model=model, input_shape=shape, model_options=options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_params"),
+    [
+        (task("mlp", (1, 8, 8)), 64 * 32 + 32 + 32 * 10 + 10),
+        (task("mlp", (9, 128), hidden=5), 1152 * 5 + 5 + 5 * 10 + 10),
+        (task("cnn"), (9 * 16 + 16) + (9 * 16 * 32 + 32) + (32 * 7 * 7 * 64 + 64) + 650),
+        (task("cnn", (3, 32, 32), channels=4, hidden=8), (27 * 4 + 4) + (9 * 4 * 8 + 8) + (8 * 64 * 8 + 8) + 90),
+        (task("cnn_fedavg"), 1_663_370),  # the number in the paper
+    ],
+)
+def test_number_of_parameters_by_hand(spec: TaskSpec, n_params: int) -> None:
+    assert models.layout_of(models.build(spec)).n_params == n_params
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (2, 9, 13)])
+def test_one_row_of_logits_per_sample(name: str, shape: tuple[int, ...]) -> None:
+    logits = models.build(task(name, shape))(torch.zeros(5, *shape))
+    assert logits.shape == (5, 10)
+
+
+def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
+    x = torch.randn(4, 1, 28, 28)
+    network = models.build(task("cnn"))
+    torch.testing.assert_close(network(x)[2:3], network(x[2:3]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (task("mlp", hiden=3), "hiden"),
+        (task("mlp", hidden=0), "hidden"),
+        (task("mlp", hidden=2.5), "hidden"),
+        (task("mlp", hidden=True), "hidden"),
+        (task("cnn_fedavg", hidden=3), "hidden"),
+        (task("cnn", (9, 128)), "needs images"),
+        (task("cnn", (1, 3, 8)), "needs images"),
+    ],
+)
+def test_wrong_options_and_shapes_are_named(spec: TaskSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        models.build(spec)

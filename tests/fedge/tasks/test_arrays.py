@@ -1,0 +1,70 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedge.errors import ConfigError
+from fedge.tasks import arrays
+
+
+def file_of(folder: Path, **content: Any) -> Path:
+    np.savez(folder / "data.npz", **content)
+    return folder / "data.npz"
+
+
+X, Y = np.zeros((4, 3), np.float32), np.array([0, 1, 1, 0], np.uint8)
+
+
+def test_reads_and_converts(tmp_path: Path) -> None:
+    table = arrays.read(file_of(tmp_path, x=X, y=Y, split=[0, 0, 1, 2], sensitive=[True, False, 1, 0], other="ignored"))
+    assert set(table) == {"x", "y", "split", "sensitive"}
+    assert (table["y"].dtype, table["split"].dtype, table["sensitive"].dtype) == (np.int64, np.int64, np.bool_)
+    assert table["sensitive"].tolist() == [True, False, True, False]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no x": ({"y": Y}, "x and y"),
+    "no y": ({"x": X}, "x and y"),
+    "no samples": ({"x": X[:0], "y": Y[:0]}, "samples of numbers"),
+    "flat x": ({"x": X[:, 0], "y": Y}, "samples of numbers"),
+    "text": ({"x": X.astype(str), "y": Y}, "samples of numbers"),
+    "NaN": ({"x": np.full_like(X, np.nan), "y": Y}, "NaN"),
+    "float labels": ({"x": X, "y": Y.astype(float)}, "y must be"),
+    "negative label": ({"x": X, "y": [0, 1, -1, 0]}, "y must be"),
+    "too few labels": ({"x": X, "y": Y[:3]}, "y must be"),
+    "mask too short": ({"x": X, "y": Y, "sensitive": [True, False, True]}, "sensitive must be"),
+    "mask with gaps": ({"x": X, "y": Y, "sensitive": [1.0, 0.0, np.nan, 0.0]}, "sensitive must be"),
+    "mask of other numbers": ({"x": X, "y": Y, "sensitive": [0, 1, 2, 0]}, "sensitive must be"),
+    "unknown part": ({"x": X, "y": Y, "split": [0, 1, 3, 0]}, "split must be"),
+    "objects": ({"x": np.array([[{}]] * 4, dtype=object), "y": Y}, "no .npz"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_wrong_content_is_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arrays.read(file_of(tmp_path, **content))
+
+
+def test_what_is_no_npz_is_named(tmp_path: Path) -> None:
+    whole = file_of(tmp_path, x=X, y=Y).read_bytes()
+    np.save(tmp_path / "array.npy", X)
+    for content in (b"", b"text", whole[:50], whole[:-30], (tmp_path / "array.npy").read_bytes()):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"bad\.npz"):
+            arrays.read(tmp_path / "bad.npz")
+    with pytest.raises(ConfigError, match=r"none\.npz"):
+        arrays.read(tmp_path / "none.npz")
+
+
+def test_class_names() -> None:
+    here = Path("data.npz")
+    assert arrays.class_names({"y": np.array([0, 2])}, here) == ("0", "1", "2")
+    assert arrays.class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "stand", "lie"])}, here) == (
+        "sit", "stand", "lie",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="largest label is 0"):
+        arrays.class_names({"y": np.array([0, 0])}, here)
+    with pytest.raises(ConfigError, match="largest label is 2, with 2 names"):
+        arrays.class_names({"y": np.array([0, 2]), "classes": np.array(["a", "b"])}, here)

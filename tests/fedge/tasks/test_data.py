@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedge.errors import ConfigError
+from fedge.tasks.data import DeviceData, user_task
+
+
+def data(**changes: np.ndarray) -> DeviceData:
+    fields = {
+        "x_train": np.arange(8, dtype=np.float32).reshape(4, 2),
+        "y_train": np.array([0, 2, 2, 1]),
+        "sensitive": np.array([True, False, False, True]),
+        "x_val": np.zeros((2, 2), np.float32),
+        "y_val": np.array([0, 0]),
+    }
+    return DeviceData(**(fields | changes))
+
+
+def test_shared_samples_are_those_that_are_not_sensitive() -> None:
+    x, y = data().shared
+    assert x.tolist() == [[2, 3], [4, 5]]
+    assert y.tolist() == [2, 2]
+    assert (data().n_train, data().n_shared) == (4, 2)
+
+
+def test_class_counts() -> None:
+    assert data().class_counts(4).tolist() == [1, 1, 2, 0]
+    assert data().class_counts(4, with_validation=True).tolist() == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize("field", ["y_train", "sensitive", "y_val"])
+def test_lengths_must_agree(field: str) -> None:
+    with pytest.raises(ConfigError, match="one label"):
+        data(**{field: getattr(data(), field)[:1]})
+
+
+def test_user_task_is_an_object_of_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_tasks.py").write_text("class Mine:\n    answer = 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert user_task("my_tasks:Mine").answer == 42  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="my_tasks:Yours"):
+        user_task("my_tasks:Yours")

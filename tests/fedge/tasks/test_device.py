@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedge.errors import ConfigError
+from fedge.task import Preprocessing, TaskSpec
+from fedge.tasks import device_data, task_spec
+
+WINDOWS = TaskSpec(
+    name="arrays", classes=("a", "b"), input_shape=(2,), model="mlp", preprocessing=Preprocessing(scale=2.0)
+)
+
+
+def npz(folder: Path, n: int = 20, **more: Any) -> Path:
+    x = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
+    np.savez(folder / "d.npz", **({"x": x, "y": np.arange(n) % 2} | more))
+    return folder / "d.npz"
+
+
+def test_a_given_split_is_kept_and_test_samples_are_never_seen(tmp_path: Path) -> None:
+    split = np.array([0, 1, 2, 0, 2] * 4)
+    marks = np.arange(20) % 3 == 0
+    data = device_data(WINDOWS, npz(tmp_path, split=split, sensitive=marks), seed=0)
+    assert (data.x_train[:, 0] * 2).tolist() == (2 * np.flatnonzero(split == 0)).tolist()
+    assert (data.x_val[:, 0] * 2).tolist() == (2 * np.flatnonzero(split == 1)).tolist()
+    assert data.y_train.tolist() == (np.flatnonzero(split == 0) % 2).tolist()
+    assert data.sensitive.tolist() == marks[split == 0].tolist()
+
+
+def test_without_split_a_fifth_is_held_out_by_the_seed(tmp_path: Path) -> None:
+    source = npz(tmp_path)
+    data, again, other = (device_data(WINDOWS, source, seed=seed) for seed in (0, 0, 1))
+    assert (len(data.y_train), len(data.y_val)) == (16, 4)
+    assert np.bincount(data.y_val).tolist() == [2, 2]
+    assert np.array_equal(data.x_val, again.x_val)
+    assert not np.array_equal(data.x_val, other.x_val)
+    everything = np.concatenate([data.x_train, data.x_val])[:, 0]
+    assert sorted((2 * everything).tolist()) == list(range(0, 40, 2))
+
+
+def test_without_marks_nothing_is_sensitive(tmp_path: Path) -> None:
+    data = device_data(WINDOWS, npz(tmp_path), seed=0)
+    assert data.n_shared == data.n_train == 16
+
+
+def test_labels_and_shapes_must_fit_the_task(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="label 2"):
+        device_data(WINDOWS, npz(tmp_path, y=np.arange(20) % 3), seed=0)
+    with pytest.raises(ConfigError, match="shape"):
+        device_data(WINDOWS, npz(tmp_path, x=np.zeros((20, 3))), seed=0)
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for number in range(10):
+        path = tmp_path / ("cat" if number < 5 else "dog") / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((32, 32, 3), 10 * number, np.uint8)).save(path)
+    (tmp_path / "split.json").write_text(json.dumps({"val": ["cat/0.png"], "test": ["dog/9.png"]}))
+    (tmp_path / "sensitive.txt").write_text("dog/8.png\n")
+    task = task_spec("image-folder", tmp_path)
+    data = device_data(task, tmp_path, seed=0)
+    assert data.x_train.shape == (8, 3, 32, 32)
+    assert data.y_train.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert data.sensitive.tolist() == [False] * 7 + [True]
+    np.testing.assert_allclose(data.x_train[:, 0, 0, 0], (np.arange(10, 90, 10) / 255 - 0.47) / 0.25, rtol=1e-5)
+    np.testing.assert_allclose(data.x_val, -0.47 / 0.25, rtol=1e-5)
+
+
+def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_sensor.py").write_text(
+        "import numpy as np\n"
+        "from fedge.tasks import DeviceData\n"
+        "class Sensor:\n"
+        "    def device_data(self, source, *, seed):\n"
+        "        x, y = np.full((3, 2), seed, np.float32), np.zeros(3, np.int64)\n"
+        "        return DeviceData(x, y, np.zeros(3, np.bool_), x[:0], y[:0])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    task = TaskSpec(name="my_sensor:Sensor", classes=("a", "b"), input_shape=(2,), model="mlp")
+    assert device_data(task, tmp_path, seed=9).x_train.tolist() == [[9, 9]] * 3

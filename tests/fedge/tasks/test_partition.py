@@ -1,0 +1,200 @@
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+from fedge.tasks import Pool, Share, device_data, partition, pool, share_data, task_spec, write_share
+from fedge.tasks.partition import MIN_SAMPLES
+
+
+def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:
+    """Images whose upper left pixel is their number, so that each can be recognised, in random classes."""
+    x = np.zeros((n, side, side), np.int64)
+    x[:, 0, 0] = np.arange(n)
+    y = np.random.default_rng(5).integers(0, n_classes, n)
+    spec = TaskSpec(name="n", classes=tuple(map(str, range(n_classes))), input_shape=(1, side, side), model="mlp")
+    return Pool(x, y, spec)
+
+
+def deal(source: Pool, n_devices: int, **changes: Any) -> list[Share]:
+    options: dict[str, Any] = {"how": "dirichlet", "alpha": 1.0, "sensitive": 0.3, "seed": 0}
+    return partition(source, n_devices, **(options | changes))
+
+
+def labels(share: Share) -> np.ndarray:
+    return np.concatenate([share.y_train, share.y_val, share.y_test])
+
+
+def samples(share: Share) -> np.ndarray:
+    return np.concatenate([share.x_train, share.x_val, share.x_test])
+
+
+@given(
+    n_devices=st.integers(1, 8),
+    alpha=st.sampled_from([0.05, 0.3, 1.0, 100.0]),
+    how=st.sampled_from(["groups", "dirichlet"]),
+    n_groups=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    sensitive=st.floats(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_goes_to_one_device_with_its_label(
+    n_devices: int, alpha: float, how: str, n_groups: int, seed: int, sensitive: float
+) -> None:
+    source = numbered(400)
+    shares = deal(source, n_devices, how=how, alpha=alpha, n_groups=n_groups, seed=seed, sensitive=sensitive)
+    numbers = np.concatenate([samples(share).reshape(-1, 9).max(axis=1) for share in shares])
+    assert sorted(numbers.tolist()) == list(range(400))
+    assert np.array_equal(np.concatenate([labels(share) for share in shares]), source.y[numbers])
+    for share in shares:
+        n, rest = len(labels(share)), len(share.y_train) + len(share.y_val)
+        assert n >= MIN_SAMPLES
+        assert len(share.y_test) == round(0.25 * n)
+        assert len(share.y_val) == max(2, round(0.2 * rest))
+        assert np.count_nonzero(share.sensitive) == round(sensitive * len(share.y_train))
+
+
+def test_equal_seeds_give_equal_shares_and_other_seeds_others() -> None:
+    first, again, other = (deal(numbered(300), 5, seed=seed) for seed in (1, 1, 2))
+    assert all(np.array_equal(samples(a), samples(b)) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(samples(a), samples(b)) for a, b in zip(first, other, strict=True))
+
+
+def test_groups_turn_by_90_degrees_times_the_group() -> None:
+    source = numbered(300)
+    shares = deal(source, 7, how="groups")
+    assert [share.group for share in shares] == [0, 1, 2, 0, 1, 2, 0]
+    corners = [(0, 0), (2, 0), (2, 2)]  # where the upper left pixel is after 0, 90 and 180 degrees, counter-clockwise
+    for share in shares:
+        x = samples(share)
+        corner = corners[share.group]
+        others = x.sum(axis=(1, 2)) - x[:, corner[0], corner[1]]
+        assert not others.any()
+
+
+@pytest.mark.parametrize("layout", ["channels first", "channels last"])
+def test_colour_images_are_turned_in_their_plane(layout: str) -> None:
+    grey = np.random.default_rng(0).integers(0, 255, (60, 1, 5, 5))
+    x = np.concatenate([grey, grey + 1, grey + 2], axis=1)
+    spec = TaskSpec(name="c", classes=("a", "b"), input_shape=(3, 5, 5), model="cnn")
+    source = Pool(x if layout == "channels first" else np.moveaxis(x, 1, -1), np.arange(60) % 2, spec)
+    plain, turned = deal(source, 1, how="groups", n_groups=1), deal(source, 2, how="groups", n_groups=2, alpha=1e6)
+    for share in turned:
+        planes = np.moveaxis(samples(share), -1, 1) if layout == "channels last" else samples(share)
+        assert (planes[:, 1] == planes[:, 0] + 1).all()
+        upright = {plane.tobytes() for plane in np.rot90(planes[:, 0], -share.group, axes=(1, 2))}
+        assert upright <= {plane.tobytes() for plane in grey[:, 0]}
+    assert plain[0].group == 0
+
+
+def test_what_cannot_be_turned_is_refused() -> None:
+    spec = TaskSpec(name="w", classes=("a", "b"), input_shape=(9, 128), model="mlp")
+    windows = Pool(np.zeros((100, 9, 128)), np.arange(100) % 2, spec)
+    with pytest.raises(ConfigError, match="no square images"):
+        deal(windows, 3, how="groups")
+    assert len(deal(windows, 3, how="dirichlet")) == 3
+
+
+def test_a_large_alpha_deals_evenly_and_a_small_one_does_not() -> None:
+    source = numbered(4000)
+    even = np.array([np.bincount(labels(s), minlength=4) for s in deal(source, 8, alpha=1e6)])
+    assert np.abs(even - np.bincount(source.y) / 8).max() < 2
+    skewed = np.array([np.bincount(labels(s), minlength=4) for s in deal(source, 8, alpha=0.1)])
+    assert (skewed.max(axis=1) / skewed.sum(axis=1)).mean() > 0.6
+
+
+def test_class_shares_follow_the_dirichlet_distribution() -> None:
+    # a share of Dirichlet(1) over 8 devices is Beta(1, 7): mean 1/8, variance 7/576. With 50 classes x 8 devices the
+    # standard error of the variance is below 12 %, of the redrawn ones (minimum of samples) nothing is seen here
+    spec = TaskSpec(name="n", classes=tuple(map(str, range(50))), input_shape=(1,), model="mlp")
+    source = Pool(np.zeros((50_000, 1)), np.repeat(np.arange(50), 1000), spec)
+    shares = np.array([np.bincount(labels(s), minlength=50) for s in deal(source, 8)]) / 1000
+    assert shares.mean() == pytest.approx(1 / 8)
+    assert shares.var() == pytest.approx(7 / 576, rel=0.5)
+
+
+def test_every_group_gets_its_part_of_each_class() -> None:
+    source = numbered(4000)
+    shares = deal(source, 6, how="groups", alpha=0.5)
+    for group in range(3):
+        counts = sum(np.bincount(labels(s), minlength=4) for s in shares if s.group == group)
+        assert np.abs(counts - np.bincount(source.y) / 3).max() <= 1
+
+
+@pytest.fixture
+def warnings_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.WARNING, "fedge.tasks"):
+        yield caplog
+
+
+def test_samples_are_moved_only_when_draws_do_not_help_and_it_is_said(
+    warnings_logged: pytest.LogCaptureFixture,
+) -> None:
+    deal(numbered(4000), 5, alpha=1.0)
+    assert not warnings_logged.records
+    shares = deal(numbered(200, n_classes=2), 10, alpha=0.05)  # 10 x 20 samples: each gets exactly 20
+    assert [len(labels(share)) for share in shares] == [20] * 10
+    assert "event=partition_adjusted" in warnings_logged.text
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "changes", "message"),
+    [
+        (11, {}, "200 samples are too few for 11 devices"),
+        (0, {}, "devices >= 1"),
+        (2, {"alpha": 0.0}, "alpha > 0"),
+        (2, {"alpha": float("nan")}, "alpha > 0"),
+        (2, {"sensitive": 1.1}, "sensitive"),
+        (2, {"n_groups": 5}, "1 to 4 groups"),
+    ],
+)
+def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deal(numbered(200), n_devices, **changes)
+
+
+def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
+    source = pool("digits", limit=200)
+    for number, share in enumerate(deal(source, 3, how="groups")):
+        file = tmp_path / "deep" / f"{number}.npz"
+        write_share(share, file)
+        read, direct = device_data(source.spec, file, seed=0), share_data(source.spec, share)
+        for field in ("x_train", "y_train", "sensitive", "x_val", "y_val"):
+            assert np.array_equal(getattr(read, field), getattr(direct, field))
+        with np.load(file) as archive:
+            assert np.array_equal(archive["x"][archive["split"] == 2], share.x_test)
+
+
+def test_a_written_folder_of_images_is_what_the_device_reads(tmp_path: Path) -> None:
+    digits = pool("digits", limit=60)
+    images = np.repeat(np.kron(digits.x * 15, np.ones((4, 4), np.uint8))[..., np.newaxis], 3, axis=-1)
+    (share,) = deal(Pool(images, digits.y, digits.spec), 1)
+    write_share(share, tmp_path / "all", digits.spec.classes)
+    task = task_spec("image-folder", tmp_path / "all")
+    assert task.classes == digits.spec.classes
+    read, direct = device_data(task, tmp_path / "all", seed=0), share_data(task, share)
+
+    def rows(x: np.ndarray, *more: np.ndarray) -> list[bytes]:
+        return sorted(
+            row.tobytes() + str(rest).encode() for row, *rest in zip(x, *(m.tolist() for m in more), strict=True)
+        )
+
+    assert rows(read.x_train, read.y_train, read.sensitive) == rows(direct.x_train, direct.y_train, direct.sensitive)
+    assert rows(read.x_val, read.y_val) == rows(direct.x_val, direct.y_val)
+
+
+def test_shares_leave_the_pool_alone() -> None:
+    source = numbered(200)
+    before = source.x.copy()
+    shares = deal(source, 3, how="groups")
+    shares[1].x_train[:] = -1
+    assert np.array_equal(source.x, before)
+    assert msgspec.json.encode(source.spec)

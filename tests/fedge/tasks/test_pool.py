@@ -1,0 +1,129 @@
+"""Real digits in each of the formats; the sets themselves are not needed."""
+
+import gzip
+import struct
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedge import preprocess
+from fedge.errors import ConfigError
+from fedge.tasks import Pool, pool
+
+
+@pytest.fixture(scope="module")
+def digits() -> Pool:
+    return pool("digits")
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def write_idx(folder: Path, digits: Pool, suffix: str = ".gz") -> None:
+    """The first 50 digits as a set in MNIST's format: 40 to train, 10 to test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, chosen in (("train", slice(0, 40)), ("t10k", slice(40, 50))):
+        images = np.kron(digits.x[chosen], np.ones((1, 3, 3), np.uint8))[:, :28, :28] * 15
+        images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", digits.y[chosen])):
+            data = idx(array)
+            (folder / f"{name}{suffix}").write_bytes(gzip.compress(data) if suffix else data)
+
+
+def test_digits_are_whole(digits: Pool) -> None:
+    assert digits.x.shape == (1797, 8, 8)
+    assert (int(digits.x.min()), int(digits.x.max()), digits.x.dtype) == (0, 16, np.uint8)
+    assert np.bincount(digits.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    x = preprocess.apply(digits.spec, digits.x)
+    assert x.shape == (1797, 1, 8, 8)
+    scaled = x.astype(np.float64) * digits.spec.preprocessing.std + digits.spec.preprocessing.mean
+    assert scaled.min() == pytest.approx(0, abs=1e-6)
+    assert scaled.max() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_limit_is_a_random_choice_in_stored_order(digits: Pool) -> None:
+    some, again, other = (pool("digits", seed=seed, limit=100) for seed in (1, 1, 2))
+    assert np.array_equal(some.x, again.x)
+    assert not np.array_equal(some.y, other.y)
+    places = np.random.default_rng(1).permutation(1797)[:100]
+    assert np.array_equal(some.y, digits.y[np.sort(places)])
+    assert len(pool("digits", limit=5000).y) == 1797
+
+
+@pytest.mark.parametrize(
+    ("task", "folder", "suffix"),
+    [
+        ("mnist", ".", ".gz"), ("mnist", "mnist", ".gz"), ("mnist", "MNIST/raw", ""),
+        ("fashion-mnist", "fashion-mnist", ".gz"), ("fashion-mnist", "FashionMNIST/raw", ""),
+    ],
+)  # fmt: skip
+def test_idx_files_wherever_they_usually_lie(tmp_path: Path, digits: Pool, task: str, folder: str, suffix: str) -> None:
+    write_idx(tmp_path / folder, digits, suffix)
+    found = pool(task, tmp_path)
+    assert found.x.shape == (50, 28, 28)
+    assert np.array_equal(found.y, digits.y[:50])
+    assert found.spec.name == task
+    assert found.x[:, 3, 3].tolist() == (digits.x[:50, 0, 0] * 15).tolist()
+    assert found.x[:, 14, 14].tolist() == (digits.x[:50, 4, 4] * 15).tolist()
+
+
+def test_broken_idx_files_are_named(tmp_path: Path, digits: Pool) -> None:
+    write_idx(tmp_path, digits)
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    good = gzip.decompress(file.read_bytes())
+    for bad in (b"", good[:10], good[:-1], good + b"\0", b"\0\0\x08\x01" + good[4:]):
+        file.write_bytes(gzip.compress(bad))
+        with pytest.raises(ConfigError, match="train-images-idx3-ubyte"):
+            pool("mnist", tmp_path)
+    for bad in (good, gzip.compress(good)[:-20]):
+        file.write_bytes(bad)
+        with pytest.raises(ConfigError, match="train-images-idx3-ubyte"):
+            pool("mnist", tmp_path)
+    file.unlink()
+    with pytest.raises(ConfigError, match="train-images-idx3-ubyte"):
+        pool("mnist", tmp_path)
+
+
+def test_labels_must_match_the_images(tmp_path: Path, digits: Pool) -> None:
+    write_idx(tmp_path, digits)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(digits.y[:9])))
+    with pytest.raises(ConfigError, match="50 images, but 49 labels"):
+        pool("mnist", tmp_path)
+
+
+def test_a_zip_of_jpegs_and_the_folder_it_unpacks_to_are_the_same_set(tmp_path: Path, digits: Pool) -> None:
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for number in range(30):
+            file = BytesIO()
+            Image.fromarray(np.kron(digits.x[number] * 15, np.ones((4, 4), np.uint8))).save(file, format="JPEG")
+            archive.writestr(
+                f"{'train' if number < 20 else 'test'}/{digits.y[number]}/{number:04}.jpg", file.getvalue()
+            )
+        archive.extractall(tmp_path / "set")
+    packed, unpacked = pool("image-folder", tmp_path / "set.zip"), pool("image-folder", tmp_path / "set")
+    assert packed.x.shape == (30, 32, 32, 3)
+    assert packed.spec == unpacked.spec
+    assert packed.spec.classes == tuple("0123456789")
+    assert np.array_equal(packed.x, unpacked.x)
+    assert np.bincount(packed.y).tolist() == np.bincount(digits.y[:30]).tolist()
+    some = pool("image-folder", tmp_path / "set", seed=3, limit=7)
+    chosen = np.sort(np.random.default_rng(3).permutation(30)[:7])
+    assert np.array_equal(some.x, packed.x[chosen])
+
+
+def test_arrays(tmp_path: Path, digits: Pool) -> None:
+    np.savez(tmp_path / "a.npz", x=digits.x[:40].reshape(40, 64), y=digits.y[:40])
+    found = pool("arrays", tmp_path / "a.npz")
+    assert np.array_equal(found.x, digits.x[:40].reshape(40, 64))
+    assert found.spec.input_shape == (64,)
+
+
+@pytest.mark.parametrize("task", ["mnist", "arrays", "image-folder", "cifar"])
+def test_without_data_there_is_no_pool(task: str) -> None:
+    with pytest.raises(ConfigError, match="say where"):
+        pool(task, None)

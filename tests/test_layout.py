@@ -1,0 +1,61 @@
+"""The shape of the repository: each module has its test file, and imports go the way that the design says."""
+
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
+
+WITHOUT_TESTS_OF_THEIR_OWN: dict[str, str] = {}
+"""Module -> the test that covers it. Short modules that others' tests run whole."""
+
+
+def modules() -> list[Path]:
+    """Source files that hold more than a docstring and names of others."""
+    files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    return [file for file in files if "def " in (ROOT / file).read_text() or "class " in (ROOT / file).read_text()]
+
+
+def test_file_of(module: Path) -> Path:
+    """tests/<package>/test_<module>.py."""
+    return Path("tests", module.parent, f"test_{module.stem.strip('_')}.py")
+
+
+test_file_of.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", modules(), ids=str)
+def test_every_module_has_its_test_file(module: Path) -> None:
+    elsewhere = WITHOUT_TESTS_OF_THEIR_OWN.get(str(module))
+    assert (ROOT / (elsewhere or test_file_of(module))).is_file()
+
+
+def test_exceptions_are_needed() -> None:
+    for module in WITHOUT_TESTS_OF_THEIR_OWN:
+        assert (ROOT / module).is_file()
+        assert not (ROOT / test_file_of(Path(module))).exists()
+
+
+def test_test_files_are_of_modules_that_exist() -> None:
+    expected = {test_file_of(file.relative_to(ROOT)) for p in PACKAGES for file in (ROOT / p).rglob("*.py")}
+    found = {f.relative_to(ROOT) for p in PACKAGES for f in (ROOT / "tests" / p).rglob("test_*.py")}
+    assert found <= expected
+
+
+def test_imports_go_the_way_the_design_says() -> None:
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_wheels_hold_the_five_packages_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = [folder.name for folder in ROOT.iterdir() if folder.is_dir()]
+    shipped = {folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)}
+    assert {folder for folder in shipped if "." not in folder} == set(PACKAGES)
