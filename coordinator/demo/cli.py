@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +83,7 @@ def demo(out: Path | None, json_file: Path | None, **flags: Any) -> None:
     figures = msgspec.json.format(msgspec.json.encode(outcome), indent=2)
     for file in filter(None, (folder / "figures.json", json_file)):
         write_atomically(file, figures)
-    Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False)
+    Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
 
 
@@ -99,30 +100,36 @@ def new_folder(out: Path | None) -> Path:
     return folder
 
 
+HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+ tuned", "expert", "personal"), strict=True))
+
+
 def table_of(outcome: Outcome) -> Table:
     """The final table: a line per device, and the mean."""
-    table = Table(title="Accuracy on each device's own test samples, in percent", title_justify="left")
-    for name in ("device", "train", "test", "experts", *METHODS.values()):
-        table.add_column(name, justify="left" if name in {"device", "experts"} else "right")
+    table = Table(title="Accuracy on each device's own test samples, percent", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("device", no_wrap=True)
+    for name in ("train", "test", "rounds", "experts", *HEADINGS.values()):
+        table.add_column(name, justify="right", no_wrap=True)
     for device in outcome.devices:
         table.add_row(
             device.id,
             str(device.n_train),
             str(device.n_test),
+            str(outcome.selection[device.id]),
             " ".join(map(str, device.experts)) or "–",
             *(f"{100 * device.accuracy[name]:.1f}" for name in METHODS),
         )
     table.add_section()
-    table.add_row("mean", "", "", "", *(f"{100 * outcome.accuracy[name]:.1f}" for name in METHODS), style="bold")
+    table.add_row("mean", "", "", "", "", *(f"{100 * outcome.accuracy[name]:.1f}" for name in METHODS), style="bold")
     return table
 
 
 def summary_of(outcome: Outcome) -> str:
-    """Clusters, selection, bytes and time in a few lines."""
+    """Clusters, bytes and time in a few lines."""
     lines = [
+        "local: alone; + tuned: FedAvg, then fine-tuned; expert: best shared model; personal: the mixture, measured by "
+        "ONNX Runtime",
         f"split into experts: {'yes' if outcome.split else 'no'}",
         *(f"cluster {k}: {', '.join(members)}" for k, members in outcome.clusters.items()),
-        "rounds taken part: " + ", ".join(f"{i} {count}" for i, count in outcome.selection.items()),
         f"broker {outcome.broker}: {megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down; "
         f"{outcome.wall_s:.0f} s in all",
     ]

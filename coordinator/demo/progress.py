@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from coordinator.demo.outcome import megabytes
+
+
+class Rounds:
+    """How far a coordinator is, from the events that it prints with --json."""
+
+    def __init__(self, rounds: int, agents: int) -> None:
+        self.completed = 0
+        self.detail = ""
+        self._rounds = rounds
+        self._agents = agents
+        self._online: set[str] = set()
+        self._now = ""
+        self._answers = 0
+        self._so_far = ""
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Take note of an event; True if it ends something worth a line."""
+        kind = event["event"]
+        if kind == "device":
+            self._online.add(event["device"])
+            self._now = f"{len(self._online)} of {self._agents} devices online"
+        elif kind == "round_begun":
+            number = event["round"]
+            self._now = f"round {number} of {self._rounds}" if number <= self._rounds else "personal mixtures"
+            self._answers = 0
+        elif kind == "answer":
+            self._answers += 1
+        elif kind == "round_done":
+            self.completed = event["round"]
+            self._so_far = _so_far(event)
+        answers = f", {self._answers} reports" if self._answers else ""
+        self.detail = f"{self._now}{answers}{self._so_far}"
+        return bool(kind == "round_done")
+
+
+def _so_far(summary: Mapping[str, Any]) -> str:
+    accuracy = summary["history"][-1]["accuracy"] if summary["history"] else None
+    shown = "" if accuracy is None else f", validation accuracy {100 * accuracy:.1f} %"
+    return f"{shown}, {megabytes(summary['bytes_up'])} up, {megabytes(summary['bytes_down'])} down"
 
 
 class Watch:
@@ -44,11 +86,12 @@ class Watch:
         self._task = self._bar.add_task(description, total=total, detail="")
         self._line(description)
 
-    def update(self, completed: int, detail: str) -> None:
-        """So many parts are done; `detail` says more."""
+    def update(self, completed: int, detail: str, *, milestone: bool = True) -> None:
+        """So many parts are done; `detail` says more. Only milestones make a line where there is no bar."""
         assert self._task is not None
         self._bar.update(self._task, completed=completed, detail=detail)
-        self._line(f"  {detail}")
+        if milestone:
+            self._line(f"  {detail}")
 
     def _line(self, text: str) -> None:
         """Where there is no bar, each new text is one line."""

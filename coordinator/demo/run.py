@@ -8,7 +8,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -18,7 +18,7 @@ import numpy as np
 
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
-from coordinator.demo.progress import Watch
+from coordinator.demo.progress import Rounds, Watch
 from coordinator.methods import MethodSettings, RoundSummary
 from fedge import bundle
 from fedge.broker import LocalBroker
@@ -169,7 +169,7 @@ async def federate(
         ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings)],
     )
     agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings.out / i)]) for i in cameras.shares]
-    await follow(coordinator, agents, home, settings, watch)
+    await follow(coordinator, agents, Rounds(settings.rounds, settings.agents), watch)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
     return summary
@@ -191,16 +191,22 @@ def _agent_flags(folder: Path) -> list[str]:
     return ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
 
 
-async def follow(coordinator: Child, agents: list[Child], home: Path, settings: DemoSettings, watch: Watch) -> None:
+async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, watch: Watch) -> None:
     """Show how far the coordinator is until it ends.
 
     Raises:
         ProcessError: it failed, or an agent ended before it.
     """
-    while coordinator.running:
-        for agent in agents:
-            agent.require()
-        await asyncio.sleep(POLL_S)
+    with coordinator.output.open("rb") as output:
+        waiting = b""
+        while coordinator.running:
+            for agent in agents:
+                agent.require()
+            *lines, waiting = (waiting + output.read()).split(b"\n")
+            for line in lines:
+                milestone = rounds.take(json.loads(line))
+                watch.update(rounds.completed, rounds.detail, milestone=milestone)
+            await asyncio.sleep(POLL_S)
     coordinator.require(0)
 
 
@@ -298,7 +304,9 @@ async def infer(
         if answer["imported_torch"]:
             raise ProcessError(f"{child.name} imported torch: the figures are not those of an inference-only device")
         accuracy[device_id] = float(np.mean(np.array(answer["predictions"]) == cameras.shares[device_id].y_test))
-        watch.update(len(accuracy), f"{len(accuracy)} of {len(bundles)} devices")
+        watch.update(
+            len(accuracy), f"{len(accuracy)} of {len(bundles)} devices", milestone=len(accuracy) == len(bundles)
+        )
 
     await asyncio.gather(*(one(device_id) for device_id in bundles))
     return accuracy

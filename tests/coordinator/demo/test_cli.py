@@ -2,12 +2,14 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
-from coordinator.demo.cli import demo, new_folder, summary_of
+from coordinator.demo.cli import demo, new_folder, summary_of, table_of
 from coordinator.demo.outcome import METHODS
 from fedge.errors import ConfigError
 from tests.support.demo import an_outcome
@@ -76,5 +78,13 @@ def test_the_summary_names_clusters_selection_and_bytes() -> None:
     text = summary_of(an_outcome())
     assert "split into experts: yes" in text
     assert "cluster 1: camera-01, camera-03" in text
-    assert "camera-00 6, camera-01 5" in text
     assert "1.5 MB up, 2.5 MB down" in text
+
+
+def test_the_table_fits_a_narrow_terminal_and_ends_with_the_mean() -> None:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table_of(an_outcome()))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert "device train test rounds experts local FedAvg + tuned expert personal" in lines
+    assert "camera-03 83 30 3 1 47.0 57.0 67.0 77.0 87.0" in lines
+    assert "mean 48.5 58.5 68.5 78.5 88.5" in lines

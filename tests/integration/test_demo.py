@@ -1,0 +1,120 @@
+"""A small demo as a user runs it: real processes, a real broker, real inference."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from coordinator.demo.outcome import METHODS
+from fedge.broker import LocalBroker
+
+SMALL = ["--agents", "4", "--rounds", "5", "--samples", "400"]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "fedge.cli", "demo", *SMALL, *map(str, arguments)]
+
+
+def processes_about(folder: Path) -> list[psutil.Process]:
+    """Processes with the folder in their command line: agents, coordinator, inference."""
+    return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in p.info["cmdline"] or ())]
+
+
+@pytest.mark.timeout(300)
+async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: Path) -> None:
+    out, figures_file = tmp_path / "out", tmp_path / "figures.json"
+    address = f"{broker.host}:{broker.port}"
+    ran = subprocess.run(
+        command("--broker", address, "--out", out, "--json", figures_file), capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not processes_about(out)
+    figures: dict[str, Any] = json.loads(figures_file.read_bytes())
+    assert figures["broker"] == address
+    assert (figures["task"], figures["partition"], figures["agents"], figures["rounds"]) == ("digits", "groups", 4, 5)
+    assert figures["selection"] == {f"camera-{i}": 5 for i in range(4)}
+    assert 0 < figures["bytes_up"] < figures["bytes_down"]
+    for device in figures["devices"]:
+        check_device(device, out)
+    for name in METHODS:
+        mean = np.mean([device["accuracy"][name] for device in figures["devices"]])
+        assert figures["accuracy"][name] == pytest.approx(mean)
+    assert figures["accuracy"]["personalised"] > 0.5, "far above the 10 percent of guessing"
+    report = (out / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|<script|<link|\ssrc=", report)
+    assert "camera-3" in report
+    assert "personal" in ran.stdout
+
+
+def check_device(device: dict[str, Any], out: Path) -> None:
+    """Its personalised accuracy is that of its bundle, on its test samples, in a process without torch."""
+    assert list(device["accuracy"]) == list(METHODS)
+    assert device["max_abs_diff_torch_onnx"] <= 1e-4
+    answer = json.loads((out / "logs" / f"{device['id']}-infer.out").read_bytes())
+    assert answer["imported_torch"] is False
+    assert answer["n"] == device["n_test"]
+    manifest = json.loads((Path(device["bundle"]) / "manifest.json").read_bytes())
+    roles = [candidate["role"] for candidate in manifest["candidates"]]
+    assert {"private", "global"} <= set(roles)
+    assert ("expert" in roles) == bool(device["experts"])
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
+        wait_for_round(demo, 2)
+        running = processes_about(out)
+        assert len(running) >= 5
+        demo.send_signal(signal.SIGINT)
+        assert demo.stderr is not None
+        demo.stderr.read()
+        assert demo.wait(60) == 130
+    assert not processes_about(out)
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_left_when_the_demo_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
+        wait_for_round(demo, 1)
+        running = [*psutil.Process(demo.pid).children(recursive=True)]
+        assert len(running) >= 6, "broker, coordinator and four agents"
+        os.kill(demo.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(running, timeout=60)
+    assert not alive
+
+
+def test_an_agent_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
+        wait_for_round(demo, 1)
+        victim = next(p for p in processes_about(out) if "camera-2" in p.cmdline())
+        victim.kill()
+        assert demo.stderr is not None
+        rest = demo.stderr.read()
+        assert demo.wait(60) == 1
+    assert "error: camera-2 ended with exit code -9" in rest
+    assert "event=order_" in rest, "the end of its log"
+    assert not processes_about(out)
+
+
+def wait_for_round(demo: subprocess.Popen[str], number: int) -> None:
+    """Until the demo says that this round is done."""
+    assert demo.stderr is not None
+    said = []
+    for line in demo.stderr:
+        said.append(line)
+        if f"round {number} of" in line:
+            return
+    pytest.fail("".join(said))
