@@ -288,7 +288,7 @@ class Agent:
             want = decode(inbound.payload, Want)
             me = self._identity.device_id
             if want.device_id != me:
-                raise ProtocolError("wrong-device", f"want for {want.device_id}")
+                raise ProtocolError("foreign-id", f"want for {want.device_id}")
             self._sender.want(want.digest, want.ranges, chunks=self._topics.update_chunk(me, want.digest))
 
     @contextmanager

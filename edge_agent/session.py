@@ -253,7 +253,7 @@ class Session:
             now: seconds since the epoch.
 
         Raises:
-            ProtocolError: `wrong-device`, `expired`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
+            ProtocolError: `foreign-id`, `expired`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
         """
         match event:
             case OrderReceived(order):
@@ -274,7 +274,7 @@ class Session:
 
     def _ordered(self, order: Order, now: float) -> list[Action]:
         if order.device_id != self._device_id:
-            raise ProtocolError("wrong-device", f"order {order.id} is for {order.device_id}")
+            raise ProtocolError("foreign-id", f"order {order.id} is for {order.device_id}")
         phase = self.phase(order.id)
         if phase is Phase.ACKED:
             return []
@@ -308,7 +308,7 @@ class Session:
 
     def _acknowledged(self, ack: Ack) -> list[Action]:
         if ack.device_id != self._device_id:
-            raise ProtocolError("wrong-device", f"ack of {ack.order_id} is for {ack.device_id}")
+            raise ProtocolError("foreign-id", f"ack of {ack.order_id} is for {ack.device_id}")
         phase = self.phase(ack.order_id)
         if phase is Phase.ACKED:
             return []

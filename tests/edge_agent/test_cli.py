@@ -68,6 +68,15 @@ def test_the_example_configuration_is_right() -> None:
     assert broker.cert_file is not None
 
 
+def test_the_example_of_the_other_side_is_right() -> None:
+    from coordinator.service import CoordinatorSettings
+
+    settings = resolve(CoordinatorSettings, "coordinator", EXAMPLES / "edge_server.toml", {})
+    agents = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})
+    assert (settings.federation, settings.task, settings.ca_file) == (agents.federation, agents.task, agents.ca_file)
+    assert parse_address(settings.broker)[1] == parse_address(agents.broker)[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -216,11 +216,11 @@ def test_the_deadline_itself_is_too_late(session: Session, now: float, late: boo
 
 
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(session: Session) -> None:
-    assert refused(session, OrderReceived(order(device="pi-2")), 0) == "wrong-device"
+    assert refused(session, OrderReceived(order(device="pi-2")), 0) == "foreign-id"
     assert refused(session, AckReceived(ack("never-seen")), 0) == "unknown-order"
     session.handle(OrderReceived(order()), 0)
     assert refused(session, AckReceived(ack()), 0) == "unknown-order", "it is running: nothing to acknowledge"
-    assert refused(session, AckReceived(ack(device="pi-2")), 0) == "wrong-device"
+    assert refused(session, AckReceived(ack(device="pi-2")), 0) == "foreign-id"
     assert refused(session, OrderReceived(order(seed=1)), 0) == "order-changed"
 
 
