@@ -5,6 +5,8 @@ busy machine hits them alike:
 
     ceiling   paho with its own thread publishes chunks from memory (QoS 1, same chunk size, window 8, tuned malloc); a
               paho subscriber counts the bytes and throws them away
+    kept      the same, but the subscriber does what anybody must who keeps bytes: write them to a new file, SHA-256,
+              fsync, rename. The step from `ceiling` to `kept` is the machine's, not the protocol's
     down      coordinator -> agent: fedge.transfer from file to file, with Want, SHA-256, fsync and rename
     up        agent -> coordinator: the same the other way
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import multiprocessing
 import os
@@ -32,13 +35,14 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from fedge.broker import LocalBroker
-from fedge.files import BlobFolder
+from fedge.files import BlobFolder, sync_folder
 from fedge.messages import BlobRef, Want, decode
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport, tune_malloc
 
 SIZES = {"1.6 MB": 1_607_104, "45 MB": 45_000_000}
+CASES = ("ceiling", "kept", "down", "up")
 TOPICS = Topics("benchmark")
 
 
@@ -52,14 +56,39 @@ def paho_client(port: int, name: str) -> paho.Client:
     return client
 
 
-def ceiling_subscriber(port: int, pipe: Connection) -> None:
-    """Told a size, answers ready; sends the time when that many bytes have come."""
+class Kept:
+    """A new file that is hashed as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.with_suffix(".part").open("wb", buffering=0)
+        self.hasher = hashlib.sha256()
+
+    def add(self, data: bytes) -> None:
+        self.file.write(data)
+        self.hasher.update(data)
+
+    def end(self) -> None:
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.path.with_suffix(".part").replace(self.path)
+        sync_folder(self.path.parent)
+
+
+def ceiling_subscriber(port: int, home: str, pipe: Connection) -> None:
+    """Told (size, whether to keep), answers ready; sends the time when that many bytes have come."""
     tune_malloc()
-    state = {"left": 0}
+    left = 0
+    kept: Kept | None = None
 
     def on_message(_client: object, _user: object, message: paho.MQTTMessage) -> None:
-        state["left"] -= len(message.payload)
-        if state["left"] == 0:
+        nonlocal left
+        if kept is not None:
+            kept.add(message.payload)
+        left -= len(message.payload)
+        if left == 0:
+            if kept is not None:
+                kept.end()
             pipe.send(time.monotonic())
 
     client = paho_client(port, "ceiling-subscriber")
@@ -69,8 +98,10 @@ def ceiling_subscriber(port: int, pipe: Connection) -> None:
     client.loop_start()
     client.subscribe("ceiling/+", qos=1)
     granted.wait()
-    while (size := pipe.recv()) is not None:
-        state["left"] = size
+    path = Path(home) / "kept"
+    while (order := pipe.recv()) is not None:
+        path.unlink(missing_ok=True)
+        left, kept = order[0], Kept(path) if order[1] else None
         pipe.send("ready")
     client.loop_stop()
 
@@ -155,16 +186,18 @@ class Child:
 
 
 def measure(port: int, home: str, repeat: int) -> dict[str, dict[str, list[float]]]:
-    subscriber, publisher = Child(ceiling_subscriber, port), Child(ceiling_publisher, port)
+    subscriber, publisher = Child(ceiling_subscriber, port, home), Child(ceiling_publisher, port)
     coordinator = Child(peer, port, home, "coordinator", "agent")
     agent = Child(peer, port, home, "agent", "coordinator")
     assert coordinator.pipe.recv() == agent.pipe.recv() == "ready"
-    rates: dict[str, dict[str, list[float]]] = {name: {"ceiling": [], "down": [], "up": []} for name in SIZES}
+    rates: dict[str, dict[str, list[float]]] = {name: {case: [] for case in CASES} for name in SIZES}
     for repetition in range(repeat + 1):
         for name, size in SIZES.items():
-            subscriber.ask(size)
-            began = publisher.ask(size)
-            seconds = {"ceiling": float(subscriber.pipe.recv()) - float(began)}  # type: ignore[arg-type]
+            seconds = {}
+            for case, keep in (("ceiling", False), ("kept", True)):
+                subscriber.ask((size, keep))
+                began = publisher.ask(size)
+                seconds[case] = float(subscriber.pipe.recv()) - float(began)  # type: ignore[arg-type]
             for case, source, target in (("down", coordinator, agent), ("up", agent, coordinator)):
                 ref = source.ask(("make", size))
                 seconds[case] = float(target.ask(("fetch", ref)))  # type: ignore[arg-type]
@@ -193,13 +226,14 @@ def main() -> None:
     result = {}
     for size, cases in rates.items():
         medians = {case: statistics.median(values) for case, values in cases.items()}
-        ratios = {case: medians[case] / medians["ceiling"] for case in ("down", "up")}
+        ratios = {case: {of: medians[case] / medians[of] for of in ("ceiling", "kept")} for case in ("down", "up")}
         result[size] = {"mb_per_s": cases, "median_mb_per_s": medians, "ratio": ratios}
-        print(f"{size:>7}: ceiling {medians['ceiling']:6.0f} MB/s", end="")
-        for case, ratio in ratios.items():
-            low, high = min(cases[case]), max(cases[case])
-            print(f"   {case} {medians[case]:6.0f} ({low:.0f}-{high:.0f}) = {ratio:.2f} of it", end="")
-        print()
+        print(f"{size}: median MB/s (range)")
+        for case in CASES:
+            line = f"  {case:8} {medians[case]:6.0f} ({min(cases[case]):.0f}-{max(cases[case]):.0f})"
+            for of, ratio in ratios.get(case, {}).items():
+                line += f"   {ratio:.2f} of {of}"
+            print(line)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 

@@ -294,31 +294,26 @@ class _Part:
                     self._hasher.update(data)
                     self._hashed = end
 
-    def digest(self) -> str:
-        """SHA-256 of the whole; what did not come in order is read once more."""
+    def verify_and_keep(self) -> bool:
+        """Move the complete blob to its place, durably; if its digest does not fit, throw it away and return False."""
         with self._lock:
-            while not self._closed and self._hashed < self._size:
-                data = os.pread(self._data, min(READ_BYTES, self._size - self._hashed), self._hashed)
-                if not data:
-                    break
-                self._hasher.update(data)
-                self._hashed += len(data)
-            return self._hasher.hexdigest()
-
-    def keep(self) -> None:
-        """Move the verified blob to its place, durably."""
-        with self._lock:
-            if not self._closed:
-                os.ftruncate(self._data, self._size)
+            if self._closed:
+                return False
+            right = self._digest() == self._final.name
+            if right:
                 os.fsync(self._data)
                 self._data_path.replace(self._final)
-                self._record_path.unlink(missing_ok=True)
-                sync_folder(self._final.parent)
+            self._data_path.unlink(missing_ok=True)
+            self._record_path.unlink(missing_ok=True)
+            sync_folder(self._final.parent)
+            return right
 
-    def discard(self) -> None:
-        """Throw it away."""
-        self._data_path.unlink(missing_ok=True)
-        self._record_path.unlink(missing_ok=True)
+    def _digest(self) -> str:
+        """SHA-256 of the whole; what did not come in order is read once more."""
+        while data := os.pread(self._data, min(READ_BYTES, self._size - self._hashed), self._hashed):
+            self._hasher.update(data)
+            self._hashed += len(data)
+        return self._hasher.hexdigest()
 
     def close(self) -> None:
         """Close the files; what they hold stays for the next receiver."""
@@ -389,11 +384,9 @@ class Receiver:
             self._fetches.add(fetch)
             try:
                 await self._transfer(fetch, chunks, wants, device_id)
-                if await asyncio.to_thread(part.digest) == ref.digest:
-                    await asyncio.to_thread(part.keep)
+                if await asyncio.to_thread(part.verify_and_keep):
                     return
                 log.warning("event=digest_mismatch digest=%s device=%s", ref.digest, device_id)
-                part.discard()
             finally:
                 self._fetches.discard(fetch)
                 part.close()

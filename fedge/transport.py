@@ -124,14 +124,20 @@ class Will:
 def tune_malloc() -> bool:
     """Let glibc keep freed chunks instead of returning them to the kernel; True if that was done.
 
-    Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower (findings/mqtt.md). Both settings
-    are needed; one alone makes it worse. `Transport` calls this when it is entered; calling it again does nothing new.
+    Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower (findings/mqtt.md). Both thresholds
+    belong together; one alone makes it worse. One arena for all threads, so that chunks read and written in threads
+    profit as well. `Transport` calls this when it is entered; calling it again does nothing new.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    arena_max, mmap_threshold, trim_threshold = (
+        -8,
+        -3,
+        -1,
+    )  # M_... of malloc.h
+    settings = ((arena_max, 1), (mmap_threshold, 32 << 20), (trim_threshold, 256 << 20))
     libc = ctypes.CDLL(None)
-    return bool(libc.mallopt(mmap_threshold, 32 << 20)) and bool(libc.mallopt(trim_threshold, 256 << 20))
+    return all(libc.mallopt(*setting) for setting in settings)
 
 
 def backoff_s(attempt: int, draw: float) -> float:

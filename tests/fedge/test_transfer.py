@@ -234,8 +234,7 @@ def test_partial_file_goes_on_where_it_was(tmp_path):
     second = _Part(folder, a_ref(data))
     assert second.have == [(0, 300), (520, 600)]
     second.write(300, data[300:], [(300, 520), (600, 1000)])
-    assert second.digest() == digest_of(data)
-    second.keep()
+    assert second.verify_and_keep()
     second.close()
     assert folder.get(digest_of(data)) == data
     assert [p.name for p in tmp_path.iterdir()] == [digest_of(data)]
@@ -271,7 +270,7 @@ def test_closed_partial_file_is_left_alone(tmp_path):
     part.close()
     part.close()
     part.write(0, data, [(0, 1000)])
-    part.keep()
+    assert not part.verify_and_keep()
     assert digest_of(data) not in BlobFolder(tmp_path)
 
 
