@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +71,12 @@ def _read(runtime: Runtime, path: Path) -> tuple[NDArray[Any], NDArray[Any] | No
     if path.suffix.lower() not in {".npy", ".npz"}:
         raise ConfigError(f"cannot read {path}: use .png, .jpg, .npy or .npz")
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return runtime.as_batch(loaded), None
-        with loaded:
-            x = runtime.as_batch(loaded["x"])
-            y = loaded.get("y")
-    except (OSError, ValueError, KeyError, EOFError) as error:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return runtime.as_batch(loaded), None
+            x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if y is not None and y.shape != x.shape[:1]:
         raise ConfigError(f"{path}: y has the shape {y.shape}, x has {len(x)} samples")

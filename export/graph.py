@@ -82,9 +82,11 @@ def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part:
         [onnx.helper.make_tensor_value_info(o, float32, [n, size]) for o, size in zip(OUTPUTS, (c, m, m), strict=True)],
         graph.initializers,
     )
-    return onnx.helper.make_model(
+    whole = onnx.helper.make_model(
         proto, opset_imports=list(model.opset_import), ir_version=IR_VERSION, producer_name="fedge"
-    ).SerializeToString(deterministic=True)
+    )
+    data: bytes = whole.SerializeToString(deterministic=True)
+    return data
 
 
 class _Graph:

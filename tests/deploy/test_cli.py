@@ -1,0 +1,119 @@
+"""`fedge infer` on the golden bundle, without torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from deploy.cli import infer
+from fedge.errors import ConfigError
+
+pytestmark = pytest.mark.torch_free
+
+GOLDEN = Path(__file__).parent / "golden"
+BUNDLE = str(GOLDEN / "bundle")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with np.load(GOLDEN / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(infer, [BUNDLE, *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_json_of_an_npz_file(tmp_path, expected):
+    y = expected["y"].copy()
+    y[:3] = (y[:3] + 1) % 10
+    np.savez(tmp_path / "test.npz", x=expected["x"], y=y)
+    code, out = run(tmp_path / "test.npz", "--json")
+    (record,) = map(json.loads, out.splitlines())
+    assert code == 0
+    assert record["n"] == 12
+    assert record["accuracy"] == 9 / 12
+    assert record["predictions"] == expected["y"].tolist()
+    assert record["class_names"] == [str(y) for y in expected["y"]]
+    np.testing.assert_allclose(record["probability"], expected["probabilities"].max(axis=1), atol=1e-6)
+    assert list(record["weights"]) == ["private", "global", "expert-2", "expert-3", "local"]
+    np.testing.assert_allclose(list(record["weights"].values()), expected["weights"].mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(list(record["energies"].values()), expected["energies"].mean(axis=0), atol=1e-4)
+    assert 0 < record["latency_ms"] <= record["latency_p99_ms"]
+
+
+def test_labels_are_not_needed(tmp_path, expected):
+    np.savez(tmp_path / "test.npz", x=expected["x"])
+    assert json.loads(run(tmp_path / "test.npz", "--json", "--batch", 5, "--repeat", 2)[1])["accuracy"] is None
+
+
+def test_several_inputs_of_all_kinds(tmp_path, expected):
+    np.save(tmp_path / "one.npy", expected["x"][0])
+    np.save(tmp_path / "all.npy", expected["x"])
+    Image.fromarray(expected["x"][0]).save(tmp_path / "one.png")
+    Image.fromarray(expected["x"][0]).convert("RGB").resize((80, 60)).save(tmp_path / "photo.jpg")
+    names = ["one.npy", "all.npy", "one.png", "photo.jpg"]
+    code, out = run(*(tmp_path / name for name in names), "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [r["n"] for r in records] == [1, 12, 1, 1]
+    assert [Path(r["input"]).name for r in records] == names
+    assert records[0]["probability"] == records[2]["probability"]
+
+
+def test_a_table_for_people(tmp_path, expected):
+    np.savez(tmp_path / "test.npz", x=np.resize(expected["x"], (30, 8, 8)), y=np.resize(expected["y"], 30))
+    _, out = run(tmp_path / "test.npz")
+    assert "30 samples" in out
+    assert "... and 10 more" in out
+    assert "accuracy 1.0000" in out
+    assert "expert-3" in out
+    assert f"{expected['probabilities'][0].max():.4f}" in out
+
+
+def test_a_sample_that_is_not_finite(tmp_path):
+    np.save(tmp_path / "bad.npy", np.full((8, 8), np.nan))
+    record = json.loads(run(tmp_path / "bad.npy", "--json")[1])
+    assert set(record["weights"].values()) == {0.0}
+    assert set(record["energies"].values()) == {None}
+    assert "0.000" in run(tmp_path / "bad.npy")[1]
+
+
+class _Trap:
+    def __reduce__(self):
+        return (pytest.fail, ("unpickled",))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("missing.npy", lambda p: None),
+        ("broken.npy", lambda p: p.write_bytes(b"not numpy")),
+        ("empty.npy", lambda p: p.write_bytes(b"")),
+        ("broken.npz", lambda p: p.write_bytes(b"PK\x03\x04")),
+        ("pickle.npy", lambda p: np.save(p, np.array([_Trap()], object), allow_pickle=True)),
+        ("no-x.npz", lambda p: np.savez(p, z=np.zeros((8, 8)))),
+        ("labels.npz", lambda p: np.savez(p, x=np.zeros((3, 8, 8)), y=np.zeros(2))),
+        ("none.npy", lambda p: np.save(p, np.zeros((0, 8, 8)))),
+        ("shape.npy", lambda p: np.save(p, np.zeros((8, 9)))),
+        ("text.npy", lambda p: np.save(p, np.full((8, 8), "a"))),
+        ("broken.png", lambda p: p.write_bytes(b"not a picture")),
+        ("notes.txt", lambda p: p.write_text("hello")),
+    ],
+)
+def test_bad_inputs_are_named(tmp_path, name, write):
+    write(tmp_path / name)
+    with pytest.raises(ConfigError):
+        run(tmp_path / name)
+
+
+def test_help_has_examples():
+    code, out = run("--help")
+    assert code == 0
+    assert "fedge infer bundles/3 photo.png" in out

@@ -1,0 +1,235 @@
+"""The runtime on a golden bundle. Needs numpy, onnxruntime and msgspec only: no test here imports torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deploy
+import deploy.runtime
+from fedge.bundle import MANIFEST, SKELETON, decode
+from fedge.errors import ConfigError, UpdateRejected
+
+pytestmark = pytest.mark.torch_free
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with np.load(GOLDEN / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return deploy.load(GOLDEN / "bundle")
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    return Path(shutil.copytree(GOLDEN / "bundle", tmp_path / "bundle"))
+
+
+def test_predicts_what_torch_and_the_formula_predicted(runtime, expected):
+    found = runtime.predict(expected["x"])
+    np.testing.assert_allclose(found.probabilities, expected["probabilities"], atol=1e-6)
+    np.testing.assert_allclose(found.weights, expected["weights"], atol=1e-6)
+    np.testing.assert_allclose(found.energies, expected["energies"], atol=1e-4)
+    assert found.class_index.tolist() == expected["y"].tolist()
+    assert found.class_name == tuple(str(y) for y in expected["y"])
+    assert found.latency_ms > 0
+    assert (found.weights[:, 1:4] == 0).sum(axis=1).tolist() == [1] * 12  # of three experts two take part
+
+
+def test_one_sample_in_each_of_its_shapes(runtime, expected):
+    one = expected["x"][0]
+    for sample in (one, one[None], one[..., None], one[None, None], one.astype(float).tolist()):
+        found = runtime.predict(sample)
+        np.testing.assert_allclose(found.probabilities, expected["probabilities"][:1], atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_batches(runtime, expected, batch):
+    x = np.resize(expected["x"], (batch, 8, 8))
+    p = np.resize(expected["probabilities"], (batch, 10))
+    np.testing.assert_allclose(runtime.predict(x).probabilities, p, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (3, 8, 9), (64,), ()])
+def test_other_shapes_are_refused(runtime, shape):
+    with pytest.raises(ConfigError):
+        runtime.predict(np.zeros(shape))
+
+
+def test_a_sample_that_is_not_finite_gets_equal_probabilities(runtime):
+    found = runtime.predict(np.full((8, 8), np.nan))
+    np.testing.assert_allclose(found.probabilities, 0.1, atol=1e-7)
+    assert (found.weights == 0).all()
+
+
+def test_threads_share_a_runtime(runtime, expected):
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(runtime.predict(expected["x"]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(np.array_equal(r.probabilities, results[0].probabilities) for r in results)
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ConfigError, match="no bundle at"):
+        deploy.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="threads"):
+        deploy.load(GOLDEN / "bundle", threads=0)
+
+
+def test_nothing_heavy_is_imported():
+    """In a fresh interpreter, after a prediction: numpy, onnxruntime and msgspec have come, the trainers' have not."""
+    code = (
+        "import sys, json, numpy, deploy\n"
+        f"deploy.load({str(GOLDEN / 'bundle')!r}).predict(numpy.zeros((8, 8)))\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    imported = set(json.loads(done.stdout))
+    assert {"deploy", "onnxruntime", "numpy", "msgspec"} <= imported
+    ours = {"export", "edge_agent", "coordinator"}
+    theirs = {"torch", "torchvision", "onnx", "onnxscript", "sklearn", "safetensors", "PIL", "click", "rich", "paho"}
+    assert not (ours | theirs) & imported
+
+
+# ------------------------------------------------------------------------------------------------- tampering
+
+
+def part(folder, index=0):
+    manifest = decode((folder / MANIFEST).read_bytes())
+    return folder / manifest.parts[index].file_name
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def extend(path):
+    path.write_bytes(path.read_bytes() + bytes(4))
+
+
+def swap(one, other):
+    a, b = one.read_bytes(), other.read_bytes()
+    one.write_bytes(b)
+    other.write_bytes(a)
+
+
+def link_outside(path):
+    target = path.parent.parent / "outside"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def edit(folder, change):
+    content = json.loads((folder / MANIFEST).read_text())
+    change(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def set_path(*keys, to):
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = to
+
+    return lambda folder: edit(folder, change)
+
+
+TAMPERED = {
+    "manifest missing": lambda f: (f / MANIFEST).unlink(),
+    "manifest empty": lambda f: (f / MANIFEST).write_bytes(b""),
+    "manifest truncated": lambda f: truncate(f / MANIFEST),
+    "manifest not JSON": lambda f: (f / MANIFEST).write_bytes(b"\xff{"),
+    "manifest nested": lambda f: (f / MANIFEST).write_bytes(b"[" * 100_000),
+    "manifest huge": lambda f: (f / MANIFEST).write_bytes(b" " * (2 << 20)),
+    "manifest a link": lambda f: link_outside(f / MANIFEST),
+    "schema version of tomorrow": set_path("schema_version", to=2),
+    "schema version as text": set_path("schema_version", to="1"),
+    "schema version missing": lambda f: edit(f, lambda c: c.pop("schema_version")),
+    "unknown field": set_path("note", to="x"),
+    "unknown field of a candidate": set_path("candidates", 0, "note", to="x"),
+    "unknown role": set_path("candidates", 0, "role", to="boss"),
+    "field missing": lambda f: edit(f, lambda c: c.pop("gate")),
+    "no candidates": set_path("candidates", to=[]),
+    "one candidate less": lambda f: edit(f, lambda c: c["candidates"].pop()),
+    "one candidate more": lambda f: edit(f, lambda c: c["candidates"].append(c["candidates"][0])),
+    "one class less": lambda f: edit(f, lambda c: c["task"]["classes"].pop()),
+    "another input shape": set_path("task", "input_shape", to=[1, 4, 4]),
+    "temperature 0": set_path("candidates", 0, "temperature", to=0),
+    "weight above 1": set_path("candidates", 0, "weight", to=1.5),
+    "guard names nobody": set_path("fusion", "guard", "candidate", to=5),
+    "a signature that nobody checks": set_path("signature", to="abc"),
+    "an expiry that nobody checks": set_path("expires", to="2030-01-01"),
+    "digest is a path": set_path("candidates", 0, "part", "digest", to="../" * 20 + "etc/passwd"),
+    "digest is absolute": set_path("gate", "digest", to="/" + "a" * 63),
+    "digest in capitals": set_path("gate", "digest", to="A" * 64),
+    "digest with a line break": set_path("gate", "digest", to="a" * 64 + "\n"),
+    "digest of no file": set_path("gate", "digest", to="a" * 64),
+    "another part's digest": lambda f: edit(f, lambda c: c["candidates"][0]["part"].update(digest=c["gate"]["digest"])),
+    "size too small": set_path("gate", "size_bytes", to=8),
+    "skeleton missing": lambda f: (f / SKELETON).unlink(),
+    "skeleton altered": lambda f: flip(f / SKELETON, 500),
+    "skeleton truncated": lambda f: truncate(f / SKELETON),
+    "skeleton a link": lambda f: link_outside(f / SKELETON),
+    "parts swapped": lambda f: swap(part(f, 0), part(f, 1)),
+    "part and gate swapped": lambda f: swap(part(f, 0), part(f, 5)),
+    "part a link": lambda f: link_outside(part(f)),
+    "part a folder": lambda f: folder_instead(part(f)),
+}
+for k in range(6):
+    name = f"part {k}" if k < 5 else "gate"
+    TAMPERED |= {
+        f"{name} missing": lambda f, k=k: part(f, k).unlink(),
+        f"{name} truncated": lambda f, k=k: truncate(part(f, k)),
+        f"{name} too long": lambda f, k=k: extend(part(f, k)),
+        f"{name}: first byte altered": lambda f, k=k: flip(part(f, k), 0),
+        f"{name}: header altered": lambda f, k=k: flip(part(f, k), 20),
+        f"{name}: last byte altered": lambda f, k=k: flip(part(f, k), -1),
+    }
+
+STRUCTURE = {"one candidate less", "one candidate more", "one class less", "another input shape"}
+"""Every file is what the manifest says, but the graph is not: ONNX Runtime loads it, and it is refused then."""
+
+
+@pytest.mark.parametrize("attack", TAMPERED)
+def test_a_tampered_bundle_is_refused(bundle, monkeypatch, attack):
+    TAMPERED[attack](bundle)
+    if attack not in STRUCTURE:
+        monkeypatch.setattr(
+            deploy.runtime.onnxruntime, "InferenceSession", lambda *_a, **_k: pytest.fail("ONNX Runtime saw it")
+        )
+    with pytest.raises(UpdateRejected):
+        deploy.load(bundle)
+
+
+def test_untampered(bundle, expected):
+    """The control of the table above: the copy itself is good."""
+    found = deploy.load(bundle).predict(expected["x"])
+    np.testing.assert_allclose(found.probabilities, expected["probabilities"], atol=1e-6)

@@ -1,0 +1,129 @@
+"""Networks as ONNX graphs: named weights, nothing folded, cached."""
+
+import multiprocessing
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import export.branch as branch_module
+from export.branch import branch, cache_folder
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+
+
+def task(model, shape=(1, 8, 8)):
+    return TaskSpec(name="t", classes=("a", "b", "c"), input_shape=shape, model=model)
+
+
+def with_batch_norm(spec):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, spec.n_classes)
+    )
+
+
+class _Untraceable(nn.Module):
+    def forward(self, x):
+        return torch.from_numpy(np.linalg.svd(x.detach().numpy().reshape(len(x), -1))[1])
+
+
+def untraceable(spec):
+    return _Untraceable()
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(branch_module, "_known", {})
+
+
+def kinds(model):
+    return [node.op_type for node in model.graph.node]
+
+
+def weights(model):
+    external = onnx.TensorProto.EXTERNAL
+    return {i.name: tuple(i.dims) for i in model.graph.initializer if i.data_location == external}
+
+
+def test_mlp_keeps_its_names():
+    model = branch(task("mlp"))
+    assert kinds(model) == ["Reshape", "Gemm", "Relu", "Gemm"]
+    assert weights(model) == {"1.weight": (32, 64), "1.bias": (32,), "3.weight": (3, 32), "3.bias": (3,)}
+
+
+def test_cnn_is_small_and_complete():
+    model = branch(task("cnn"))
+    assert kinds(model) == ["Conv", "Relu", "MaxPool"] * 2 + ["Reshape", "Gemm", "Relu", "Gemm"]
+    assert len(weights(model)) == 8
+
+
+def test_batch_normalisation_is_left_for_onnx_runtime_to_fold():
+    model = branch(task(f"{__name__}:with_batch_norm"))
+    assert "BatchNormalization" in kinds(model)
+    assert set(weights(model)) == {
+        "0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "4.weight", "4.bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn", f"{__name__}:with_batch_norm"])
+def test_the_older_exporter_serves_where_the_newer_fails(monkeypatch, network):
+    def broken(*_args, **_options):
+        raise RuntimeError("no onnxscript here")
+
+    expected = set(weights(branch(task(network))))
+    monkeypatch.setattr(branch_module, "_dynamo", broken)
+    monkeypatch.setattr(branch_module, "_dynamo_plain", broken)
+    monkeypatch.setattr(branch_module, "_known", {})
+    (cached,) = cache_folder().glob("*.onnx")
+    cached.unlink()
+    assert set(weights(branch(task(network)))) == expected
+
+
+def test_what_cannot_be_exported_is_named():
+    with pytest.raises(ConfigError, match="network of task t cannot be exported to ONNX"):
+        branch(task(f"{__name__}:untraceable"))
+
+
+def test_torch_is_asked_once(monkeypatch):
+    first = branch(task("mlp"))
+    monkeypatch.setattr(branch_module, "_export", lambda *_: pytest.fail("exported again"))
+    assert branch(task("mlp")) == first  # from memory
+    monkeypatch.setattr(branch_module, "_known", {})
+    assert branch(task("mlp")) == first  # from disk
+
+
+def test_a_damaged_cache_file_is_replaced(monkeypatch):
+    first = branch(task("mlp"))
+    (cached,) = cache_folder().glob("*.onnx")
+    good = cached.read_bytes()
+    cached.write_bytes(b"\xff" * 100)
+    monkeypatch.setattr(branch_module, "_known", {})
+    assert branch(task("mlp")) == first
+    assert cached.read_bytes() == good
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert weights(branch(task("mlp")))
+
+
+def test_equal_bytes_from_another_process():
+    ours = branch(task("mlp")).SerializeToString(deterministic=True)
+    for cached in cache_folder().glob("*.onnx"):
+        cached.unlink()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_bytes) == ours
+
+
+def _bytes():
+    return branch(task("mlp")).SerializeToString(deterministic=True)
+
+
+def test_other_options_give_another_graph():
+    branch(task("mlp"))
+    branch(task("mlp", shape=(1, 6, 6)))
+    assert len(list(cache_folder().glob("*.onnx"))) == 2

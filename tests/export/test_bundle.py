@@ -1,0 +1,163 @@
+"""Writing bundles: all or nothing, equal bytes for equal mixtures, one new file for a new expert."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import deploy
+import export.parity
+from export import Candidate, GateWeights, Guard, Mixture, write_bundle
+from fedge.bundle import MANIFEST, SKELETON, decode
+from fedge.errors import UpdateRejected
+from fedge.messages import Role
+from fedge.models import initial
+from fedge.task import TaskSpec, gate_pool
+from fedge.tensors import digest_of, to_bytes, unflatten
+from tests.support.tables import mixture_of, write
+
+IMAGES = TaskSpec(name="images", classes=("a", "b", "c"), input_shape=(2, 20, 28), model="cnn")
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return np.random.default_rng(0).normal(size=(3, 10, 4))
+
+
+def files(folder):
+    return {path.name: (path.stat().st_ino, digest_of(path.read_bytes())) for path in folder.iterdir()}
+
+
+def image_mixture(seed=0, m=3):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(size=shape) * 0.2
+
+    roles = (Role.PRIVATE, Role.GLOBAL, Role.EXPERT)
+    layout, _ = initial(IMAGES, 0)
+    candidates = tuple(
+        Candidate(roles[k], roles[k].value, initial(IMAGES, seed + k)[1], 1.4, 0.5, 1.0, 0.02, 1 / m) for k in range(m)
+    )
+    n_features = 2 * (20 // 3) * (28 // 4)
+    gate = GateWeights(normal(16, n_features), normal(16), normal(m, 16), normal(m))
+    return layout, Mixture(candidates, np.log([0.2, 0.3, 0.5]), 0.5, gate, Guard(1))
+
+
+def write_images(folder, layout, mixture, validation, **changes):
+    arguments = {"release": 1, "method": "fedge", "metrics": {"accuracy": 0.5}} | changes
+    return write_bundle(folder, task=IMAGES, layout=layout, mixture=mixture, validation=validation, **arguments)
+
+
+def test_images_through_gate_pooling_and_convolutions(tmp_path):
+    assert gate_pool(IMAGES.input_shape) == (3, 4)
+    layout, mixture = image_mixture()
+    x = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32)
+    info = write_images(tmp_path / "1", layout, mixture, x)
+    assert info.path == tmp_path / "1"
+    assert info.max_abs_diff < 1e-6
+    assert info.digest == digest_of((tmp_path / "1" / MANIFEST).read_bytes())
+    found = deploy.load(tmp_path / "1").predict(x)
+    p, weights, _ = export.parity.expected(IMAGES, layout, mixture, x)
+    np.testing.assert_allclose(found.probabilities, p, atol=1e-6)
+    np.testing.assert_allclose(found.weights, weights, atol=1e-5)
+    assert weights.std(axis=0).min() > 1e-3  # the gate sees the images
+
+
+def test_the_manifest_says_what_was_written(tmp_path):
+    layout, mixture = image_mixture()
+    info = write_images(tmp_path / "1", layout, mixture, np.zeros((0, 2, 20, 28)), release=7)
+    manifest = decode((tmp_path / "1" / MANIFEST).read_bytes())
+    assert manifest.task == IMAGES
+    assert (manifest.release, manifest.method, manifest.metrics) == (7, "fedge", {"accuracy": 0.5})
+    assert [c.role for c in manifest.candidates] == [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
+    assert manifest.candidates[1].temperature == 1.4
+    assert manifest.fusion.guard.candidate == 1
+    assert manifest.max_abs_diff == info.max_abs_diff
+    assert set(files(tmp_path / "1")) == {MANIFEST, SKELETON, *(part.file_name for part in manifest.parts)}
+    # a model's part is the very blob that the coordinator sends
+    blob = to_bytes(unflatten(mixture.candidates[1].model, layout))
+    assert manifest.candidates[1].part.digest == digest_of(blob)
+
+
+def test_equal_mixtures_give_equal_bytes(tmp_path, logits):
+    a = write(tmp_path / "a", logits, mixture_of(logits))
+    b = write(tmp_path / "x" / "b", logits, mixture_of(logits))
+    assert a.digest == b.digest
+    assert {name: digest for name, (_, digest) in files(a.path).items()} == {
+        name: digest for name, (_, digest) in files(b.path).items()
+    }
+
+
+def test_a_new_expert_is_one_new_file(tmp_path, logits):
+    other = logits.copy()
+    other[2] += 1
+    write(tmp_path / "1", logits, mixture_of(logits), release=1)
+    write(tmp_path / "2", other, mixture_of(other), release=2)
+    before, after = files(tmp_path / "1"), files(tmp_path / "2")
+    parts = {name for name in after if name.endswith(".safetensors")}
+    assert len(parts - set(before)) == 1
+    assert all(after[name] == before[name] for name in parts & set(before))  # the same inode: stored once
+    assert after[SKELETON][1] == before[SKELETON][1]
+
+
+def test_a_damaged_part_beside_is_not_linked(tmp_path, logits):
+    write(tmp_path / "1", logits, mixture_of(logits))
+    for part in (tmp_path / "1").glob("*.safetensors"):
+        part.write_bytes(part.read_bytes()[:-1] + b"?")
+    write(tmp_path / "2", logits, mixture_of(logits))
+    deploy.load(tmp_path / "2")
+
+
+def test_equal_candidates_share_a_file(tmp_path):
+    logits = np.ones((3, 2, 3))
+    write(tmp_path / "1", logits, mixture_of(logits))
+    assert len(list((tmp_path / "1").glob("*.safetensors"))) == 2
+    np.testing.assert_allclose(deploy.load(tmp_path / "1").predict(np.zeros((1, 1))).probabilities, 1 / 3, atol=1e-6)
+
+
+def test_a_bundle_that_disagrees_leaves_nothing(tmp_path, logits, monkeypatch):
+    """The oracle is given another temperature than the graph, by 1 %: enough to be refused."""
+    write(tmp_path / "1", logits, mixture_of(logits), release=1)
+    before = files(tmp_path / "1")
+    reference = export.parity.reference
+
+    def other(mixture, *rest):
+        candidates = tuple(replace(c, temperature=1.01) for c in mixture.candidates)
+        return reference(replace(mixture, candidates=candidates), *rest)
+
+    monkeypatch.setattr(export.parity, "reference", other)
+    for name in ("1", "2"):
+        with pytest.raises(UpdateRejected, match="disagree"):
+            write(tmp_path / name, logits * 2, mixture_of(logits * 2), release=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert files(tmp_path / "1") == before
+
+
+def test_writing_again_replaces(tmp_path, logits):
+    first = write(tmp_path / "1", logits, mixture_of(logits))
+    running = deploy.load(tmp_path / "1")
+    second = write(tmp_path / "1", logits + 1, mixture_of(logits * 2))
+    assert first.digest != second.digest
+    assert deploy.load(tmp_path / "1").digest == second.digest
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    running.predict(np.zeros((1, 1)))  # the files it has mapped are gone from the folder, not from the machine
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"log_prior": np.zeros(3)},
+        {"log_prior": np.array([0.0, 0, 0, np.nan])},
+        {"beta": np.inf},
+        {"gate": GateWeights.untrained(2, 3)},
+        {"gate": GateWeights.untrained(1, 2)},
+        {"weights": (0.5, 0.5, 1.5)},
+        {"temperature": (1.0, 0.0, 1.0)},
+        {"mean": (0.0, np.nan, 0.0)},
+    ],
+)
+def test_an_inconsistent_mixture_is_a_fault_of_the_caller(tmp_path, logits, changes):
+    with pytest.raises(ValueError, match=r"shape|inputs|finite|range"):
+        write(tmp_path / "1", logits, mixture_of(logits, **changes))
+    assert list(tmp_path.iterdir()) == []
