@@ -100,12 +100,13 @@ def new_folder(out: Path | None) -> Path:
     return folder
 
 
-HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+ tuned", "expert", "personal"), strict=True))
+HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+tuned", "expert", "personal"), strict=True))
 
 
 def table_of(outcome: Outcome) -> Table:
     """The final table: a line per device, and the mean."""
-    table = Table(title="Accuracy on each device's own test samples, percent", title_justify="left", box=SIMPLE_HEAD)
+    title = "Accuracy on each device's own test samples, percent"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("device", no_wrap=True)
     for name in ("train", "test", "rounds", "experts", *HEADINGS.values()):
         table.add_column(name, justify="right", no_wrap=True)
@@ -126,7 +127,7 @@ def table_of(outcome: Outcome) -> Table:
 def summary_of(outcome: Outcome) -> str:
     """Clusters, bytes and time in a few lines."""
     lines = [
-        "local: alone; + tuned: FedAvg, then fine-tuned; expert: best shared model; personal: the mixture, measured by "
+        "local: alone; +tuned: FedAvg, then fine-tuned; expert: best shared model; personal: the mixture, measured by "
         "ONNX Runtime",
         f"split into experts: {'yes' if outcome.split else 'no'}",
         *(f"cluster {k}: {', '.join(members)}" for k, members in outcome.clusters.items()),

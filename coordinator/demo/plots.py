@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,10 +76,11 @@ def cluster_map(outcome: Outcome, background: Background) -> str:
     assert background.similarity is not None
     points = positions(background.similarity)
     first = {i: int(k) for k, members in reversed(list(outcome.clusters.items())) for i in members}
+    rings = group_colours(background.groups, first)
     with _figure(3.6) as (axes, svg):
         for device_id, (x, y) in zip(background.ids, points, strict=True):
             fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
-            ring = CLUSTERS[background.groups[device_id] % N_COLOURS]
+            ring = CLUSTERS[rings[background.groups[device_id]] % N_COLOURS]
             axes.scatter(x, y, s=300, facecolors=SURFACE, edgecolors=ring, linewidths=2, clip_on=False)
             axes.scatter(x, y, s=170, facecolors=fill, edgecolors="none", clip_on=False)
             label = "".join(re.findall(r"\d+$", device_id)) or device_id  # its number: a dot is small
@@ -88,6 +90,16 @@ def cluster_map(outcome: Outcome, background: Background) -> str:
         axes.margins(0.15)
         axes.set_aspect("equal", adjustable="datalim")
     return svg[0]
+
+
+def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
+    """A number for each true group: that of the cluster most of its devices are in, if no group before it has it."""
+    numbers: dict[int, int] = {}
+    for group in sorted(set(groups.values())):
+        counts = Counter(first[i] for i, own in groups.items() if own == group and i in first)
+        wanted = [*(k for k, _ in counts.most_common()), *range(len(counts) + len(numbers) + 1)]
+        numbers[group] = next(k for k in wanted if k not in numbers.values())
+    return numbers
 
 
 def positions(similarity: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -34,9 +35,8 @@ def processes_about(folder: Path) -> list[psutil.Process]:
 async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: Path) -> None:
     out, figures_file = tmp_path / "out", tmp_path / "figures.json"
     address = f"{broker.host}:{broker.port}"
-    ran = subprocess.run(
-        command("--broker", address, "--out", out, "--json", figures_file), capture_output=True, text=True, check=False
-    )
+    arguments = command("--broker", address, "--out", out, "--json", figures_file)
+    ran = await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not processes_about(out)
     figures: dict[str, Any] = json.loads(figures_file.read_bytes())
