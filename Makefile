@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint
 
 $(BIN)/fedge: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
