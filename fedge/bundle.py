@@ -19,12 +19,11 @@ as whoever may write to it.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -120,6 +119,14 @@ class Manifest(_Part, frozen=True, kw_only=True):
         return (*(candidate.part for candidate in self.candidates), self.gate)
 
 
+class _Tensor(_Part, frozen=True, kw_only=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: Literal["F32", "I64"]
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
 class _Version(Struct):
     schema_version: int
 
@@ -213,8 +220,8 @@ def _verify(path: Path, part: Part) -> None:
             raise UpdateRejected(f"{path}: header of {header_bytes} bytes")
         header = file.read(header_bytes)
     try:
-        _require_tight(json.loads(header), size - 8 - header_bytes)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _require_tight(msgspec.json.decode(header, type=dict[str, _Tensor]), size - 8 - header_bytes)
+    except (ValueError, RecursionError) as error:
         raise UpdateRejected(f"{path}: malformed safetensors header: {error}") from error
 
 
@@ -223,12 +230,12 @@ def _require_plain(path: Path) -> None:
         raise UpdateRejected(f"{path} is missing or not a plain file")
 
 
-def _require_tight(header: dict[str, Any], n_bytes: int) -> None:
+def _require_tight(header: dict[str, _Tensor], n_bytes: int) -> None:
     """The tensors follow each other without gap or overlap, from 0 to `n_bytes`, each as long as its shape says."""
     end = 0
-    for tensor in sorted(header.values(), key=lambda tensor: tensor["data_offsets"]):
-        start, stop = tensor["data_offsets"]
-        expected = math.prod(tensor["shape"], start=_ITEM_BYTES[tensor["dtype"]])
+    for tensor in sorted(header.values(), key=lambda tensor: tensor.data_offsets):
+        start, stop = tensor.data_offsets
+        expected = math.prod(tensor.shape, start=_ITEM_BYTES[tensor.dtype])
         if start != end or stop - start != expected:
             raise ValueError(f"a tensor lies at [{start}, {stop}) where {expected} bytes from {end} belong")
         end = stop

@@ -1,0 +1,23 @@
+"""The committed bundle of tests/deploy is what its script makes."""
+
+import numpy as np
+
+import deploy
+from fedge.bundle import MANIFEST, decode
+from tests.deploy.make_golden import GOLDEN, make
+
+
+def test_the_golden_bundle_is_what_the_script_makes(tmp_path):
+    """Parts are equal byte for byte; the graph may come from another exporter, but must predict alike."""
+    make(tmp_path)
+    ours, committed = (decode((folder / "bundle" / MANIFEST).read_bytes()) for folder in (tmp_path, GOLDEN))
+    assert ours.candidates == committed.candidates
+    assert (ours.task, ours.fusion, ours.gate) == (committed.task, committed.fusion, committed.gate)
+    with np.load(GOLDEN / "expected.npz") as expected:
+        found = deploy.load(tmp_path / "bundle").predict(expected["x"])
+        np.testing.assert_allclose(found.probabilities, expected["probabilities"], atol=1e-6)
+        np.testing.assert_allclose(found.weights, expected["weights"], atol=1e-6)
+
+
+def test_it_is_small():
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 200_000
