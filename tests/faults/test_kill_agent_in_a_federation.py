@@ -1,0 +1,135 @@
+"""kill -9 of an agent in mid-training of a real federation: broker, coordinator and agents are processes of their own.
+
+The federation must end, every order must have counted once, and the model must be that of an undisturbed run: the same
+devices in the simulated fleet, without a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import MethodSettings, load, make
+from coordinator.methods.fedavg import FedAvgState
+from coordinator.store import Status, Store
+from edge_agent.worker import Worker
+from fedge.broker import LocalBroker
+from fedge.messages import Sgd
+from fedge.models import initial
+from fedge.tasks import device_data, partition, pool, task_spec, write_share
+from fedge.tensors import unflatten
+from tests.support.broker import local_broker
+
+ROOT = Path(__file__).parents[2]
+DEVICES = ("cam0", "cam1", "cam2")
+ROUNDS, STEPS, SEED = 3, 1500, 5
+END_S = 150.0
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in an agent: the order of sums, and with it the last bit, depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shares(tmp_path: Path) -> dict[str, Path]:
+    paths = {device: tmp_path / f"{device}.npz" for device in DEVICES}
+    dealt = partition(pool("digits", seed=SEED), len(DEVICES), how="dirichlet", alpha=1.0, sensitive=0.3, seed=SEED)
+    for share, path in zip(dealt, paths.values(), strict=True):
+        write_share(share, path)
+    return paths
+
+
+@contextlib.asynccontextmanager
+async def fedge(*arguments: object) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "fedge.cli", *map(str, arguments), "--json"), stdout=PIPE, cwd=ROOT
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def agent(broker: LocalBroker, device: str, data: Path, home: Path) -> contextlib.AbstractAsyncContextManager[Process]:
+    return fedge(
+        *("agent", "--broker", f"{broker.host}:{broker.port}", "--federation", "f", "--id", device),
+        *("--home", home / device, "--task", "digits", "--data", data),
+    )
+
+
+async def event(process: Process, name: str, **fields: object) -> None:
+    """Read what a process says until it says this."""
+    assert process.stdout is not None
+    async with asyncio.timeout(END_S):
+        async for line in process.stdout:
+            said = json.loads(line)
+            if said["event"] == name and fields.items() <= said.items():
+                return
+    raise AssertionError(f"it ended without {name} {fields}")
+
+
+async def undisturbed(shares: dict[str, Path], home: Path) -> str:
+    """Digest of the last model of the same federation without a network."""
+    task = task_spec("digits")
+    layout, model = initial(task, SEED)
+    workers = {d: Worker(d, task, device_data(task, path, seed=0), home / d) for d, path in shares.items()}
+    fleet = SimulatedFleet(task, layout, workers, seed=SEED)
+    method = make("fedavg", MethodSettings(rounds=ROUNDS, seed=SEED, sgd=Sgd(steps=STEPS)))
+    state = method.initial(layout, fleet.put(unflatten(model, layout)))
+    for number in range(1, ROUNDS + 1):
+        fleet.round = number
+        state = await method.round(state, fleet)
+    return str(state.model.digest)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("one_thread")
+async def test_an_agent_killed_in_mid_training_changes_nothing(tmp_path: Path, shares: dict[str, Path]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(local_broker("auto", tmp_path))
+        agents = {
+            device: await stack.enter_async_context(agent(broker, device, data, tmp_path))
+            for device, data in shares.items()
+        }
+        coordinator = await stack.enter_async_context(
+            fedge(
+                *("coordinator", "--broker", f"{broker.host}:{broker.port}", "--federation", "f"),
+                *("--home", tmp_path / "server", "--task", "digits", "--method", "fedavg", "--rounds", ROUNDS),
+                *("--devices", len(DEVICES), "--local-steps", STEPS, "--seed", SEED, "--deadline-s", 90),
+            )
+        )
+        await event(agents["cam1"], "order_started", round=2, action="train")
+        agents["cam1"].kill()
+        await agents["cam1"].wait()
+        again = await stack.enter_async_context(agent(broker, "cam1", shares["cam1"], tmp_path))
+        await event(again, "order_started", round=2, action="train")
+        async with asyncio.timeout(END_S):
+            await coordinator.communicate()
+        assert coordinator.returncode == 0
+
+    with contextlib.closing(Store(tmp_path / "server")) as store:
+        for number in range(1, ROUNDS + 2):
+            entries = store.entries(number)
+            assert [entry.order.device_id for entry in entries] == list(DEVICES)
+            assert {entry.status for entry in entries} == {Status.ACCEPTED}
+        saved = store.state()
+        assert saved is not None
+        state = load(saved, FedAvgState)
+    assert state.participations == dict.fromkeys(DEVICES, ROUNDS)
+    assert state.model.digest == await undisturbed(shares, tmp_path / "simulated")
