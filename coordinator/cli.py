@@ -8,9 +8,10 @@ import json
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -18,10 +19,15 @@ from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
+from fedge.messages import Status, decode
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Inbound, Transport, parse_address
 
-INTERRUPTED = 130
+INTERRUPTED: Final = 130
+QUIET_S: Final = 1.0
+"""A broker that has said nothing for so long has told all that it retains."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -117,36 +123,87 @@ class Progress:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--home", required=True, type=click.Path(path_type=Path), help="Folder of a coordinator.")
-@click.option("--json", "as_json", is_flag=True, help="The whole summary as JSON.")
-def status(home: Path, as_json: bool) -> int:
+@click.option("--home", type=click.Path(path_type=Path), help="Folder of a coordinator on this machine.")
+@click.option("--broker", help="Ask a broker instead, HOST:PORT: shows the devices only.")
+@click.option("--federation", help="Name of the federation, with --broker.")
+@click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
+def status(home: Path | None, broker: str | None, federation: str | None, as_json: bool) -> int:
     """Tell how a federation stands: rounds, devices, accuracy, traffic, what was refused.
 
-    Reads what the coordinator wrote after its last round; the coordinator may be running or not.
+    With --home it reads what the coordinator wrote after its last round; the coordinator may be running or not.
 
     \b
     Examples:
       fedge status --home shop
       fedge status --home shop --json
+      fedge status --broker localhost:1883 --federation shop
 
     \b
-    Exit codes: 0, 2 there is no coordinator's folder.
+    Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us.
     """  # noqa: D301 - click wants the backspace character itself
+    if (home is None) == (broker is None) or (broker is None) != (federation is None):
+        raise click.UsageError("give either --home, or --broker and --federation")
+    if home is not None:
+        summary = _summary_in(home)
+        lines = _federation_lines(summary)
+    else:
+        assert broker is not None
+        assert federation is not None
+        host, port = parse_address(broker)
+        devices = asyncio.run(look(BrokerSettings(host, port), federation))
+        summary = {"federation": federation, "devices": devices}
+        lines = [f"federation  {federation}", *(f"  {device}: {now}" for device, now in sorted(devices.items()))]
+    click.echo(json.dumps(summary) if as_json else "\n".join(lines))
+    return 0
+
+
+def _summary_in(home: Path) -> dict[str, Any]:
     file = home / "summary.json"
     if not file.exists():
-        raise ConfigError(f"{file} is not there: no round was finished in {home}, or it is no coordinator's --home")
-    summary = json.loads(file.read_bytes())
-    if as_json:
-        click.echo(json.dumps(summary))
-        return 0
-    history = summary["history"]
+        raise ConfigError(f"{file} is not there: {home} is no coordinator's --home")
+    summary: dict[str, Any] = json.loads(file.read_bytes())
+    return summary
+
+
+def _federation_lines(summary: dict[str, Any]) -> list[str]:
+    history, devices = summary["history"], summary["devices"]
     accuracy = history[-1]["accuracy"] if history else None
-    click.echo(f"federation  {summary['federation']} ({summary['method']})")
-    click.echo(f"rounds      {summary['round']} of {summary['rounds']}{', done' if summary['done'] else ''}")
-    click.echo(f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)")
-    click.echo(f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}")
-    click.echo(f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down")
-    click.echo(f"refused     {summary['refused'] or 'nothing'}")
-    for device, n in sorted(summary["selection"].items()):
-        click.echo(f"  {device}: trained {n} times{', bundle installed' if device in summary['installed'] else ''}")
-    return 0
+    lines = [
+        f"federation  {summary['federation']} ({summary['method']})",
+        f"rounds      {summary['round']} of {summary['rounds']}{', done' if summary['done'] else ''}",
+        f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
+        f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
+        f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
+        f"refused     {summary['refused'] or 'nothing'}",
+    ]
+    for device in sorted(set(devices) | set(summary["selection"])):
+        bundle = ", bundle installed" if device in summary["installed"] else ""
+        trained = summary["selection"].get(device, 0)
+        lines.append(f"  {device}: {devices.get(device, 'not seen')}, trained {trained} times{bundle}")
+    return lines
+
+
+async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
+    """Presence of each device as the broker retains it.
+
+    Raises:
+        TransportError: the broker refused us for good.
+    """
+    found: dict[str, str] = {}
+    news = asyncio.Event()
+    topics = Topics(federation)
+
+    async def note(inbound: Inbound) -> None:
+        device = decode(inbound.payload, Status)
+        found[device.device_id] = device.presence
+        news.set()
+
+    transport = Transport(broker, f"{federation}-status-{uuid.uuid4().hex[:8]}")
+    await transport.subscribe(topics.agent("+", "status"), note)
+    async with transport:
+        with contextlib.suppress(TimeoutError):
+            while True:  # retained messages come at once after the subscription
+                async with asyncio.timeout(QUIET_S):
+                    await news.wait()
+                news.clear()
+    return found

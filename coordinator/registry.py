@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from coordinator.fleet import Device
 from fedge.errors import ProtocolError
 from fedge.messages import Context, Presence, Status
+
+MAX_DEVICES: Final = 10_000
+"""Ids that are remembered: a client that invents names cannot fill the memory."""
 
 
 @dataclass(slots=True)
@@ -17,18 +22,24 @@ class _Known:
 
 
 class Registry:
-    """All devices that ever showed themselves. Kept in memory: a status is retained by the broker and told anew."""
+    """All devices that ever showed themselves. Kept in memory: a status is retained by the broker and told anew.
 
-    def __init__(self, task_fingerprint: str) -> None:
+    Args:
+        task_fingerprint: of the federation's task; devices with another one do not take part.
+        contexts: the last ones that were stored: after a restart they count until the devices send new ones.
+    """
+
+    def __init__(self, task_fingerprint: str, contexts: Mapping[str, Context | None] | None = None) -> None:
         self._fingerprint = task_fingerprint
+        self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
         self._changed = asyncio.Event()
 
     def on_status(self, topic_id: str, status: Status) -> bool:
-        """Take note of a birth or death; True if the device is there with a new incarnation or after an absence.
+        """Take note of a birth or death; True if the device is there (again), and may lack what it was sent before.
 
         Raises:
-            ProtocolError: `foreign-id` or `task-mismatch`; nothing changed.
+            ProtocolError: `foreign-id`, `task-mismatch` or `too-many-devices`; nothing changed.
         """
         if status.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {status.device_id}")
@@ -37,14 +48,14 @@ class Registry:
                 "task-mismatch", f"{topic_id} has task {status.task_fingerprint}, we have {self._fingerprint}"
             )
         before = self._known.get(topic_id)
-        old = before.status if before else None
-        if old and status.presence is Presence.OFFLINE and status.incarnation != old.incarnation:
+        if before is None and len(self._known) >= MAX_DEVICES:
+            raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
+        if before and status.presence is Presence.OFFLINE and status.incarnation != before.status.incarnation:
             return False  # the last will of an earlier life
-        self._known[topic_id] = _Known(status, before.context if before else None)
+        context = before.context if before else self._contexts.get(topic_id)
+        self._known[topic_id] = _Known(status, context)
         self._changed.set()
-        return status.presence is Presence.ONLINE and (
-            old is None or old.presence is not Presence.ONLINE or old.incarnation != status.incarnation
-        )
+        return status.presence is Presence.ONLINE
 
     def on_context(self, topic_id: str, context: Context) -> None:
         """Take note of how a device is.
@@ -64,16 +75,27 @@ class Registry:
         return {i: known.status.presence for i, known in sorted(self._known.items())}
 
     def online(self) -> tuple[Device, ...]:
-        """The devices that can be asked now: online and with a context, by ascending id."""
+        """The devices that can be asked now: online, able to train, and with a context; by ascending id."""
         return tuple(
             Device(i, known.status.n_samples, known.context)
             for i, known in sorted(self._known.items())
-            if known.status.presence is Presence.ONLINE and known.context is not None
+            if known.status.presence is Presence.ONLINE and known.context is not None and _trains(known.status)
         )
 
     async def wait_for(self, n: int) -> tuple[Device, ...]:
         """Wait until `n` devices can be asked."""
-        while len(devices := self.online()) < n:
+        await self._until(lambda: len(self.online()) >= n)
+        return self.online()
+
+    async def heard_of(self, ids: Collection[str]) -> None:
+        """Wait until each of these devices has shown a status, whatever it says."""
+        await self._until(lambda: set(ids) <= self._known.keys())
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
             self._changed.clear()
             await self._changed.wait()
-        return devices
+
+
+def _trains(status: Status) -> bool:
+    return status.capabilities is None or status.capabilities.trains

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,12 +120,14 @@ async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, obs
         settings.for_broker(),
         store,
         federation=settings.federation,
+        run=store.remember("run", uuid.uuid4().hex[:12]),
         task=task,
         layout=layout,
         seed=settings.seed,
         deadline_s=settings.deadline_s,
         observe=observe,
     )
+    write_summary(settings, method, state, store, fleet)
     async with fleet:
         while not method.done(state):
             number = state.round + 1
@@ -132,18 +135,21 @@ async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, obs
             state = await method.round(state, fleet)
             commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
-            observe("round_done", write_summary(settings, method, state, store))
-    return write_summary(settings, method, state, store)
+            observe("round_done", write_summary(settings, method, state, store, fleet))
+    store.count(fleet.take_counts())
+    return write_summary(settings, method, state, store, fleet)
 
 
 def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:
     """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
-    traffic = fleet.take_traffic()
-    store.commit_round(number, dump(state), time.time(), {**traffic, "milliseconds": round(1000 * seconds)})
+    counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
+    store.commit_round(number, dump(state), time.time(), counted)
     store.keep_only({ref.digest for ref in blobs_of(state)})
 
 
-def write_summary(settings: CoordinatorSettings, method: Method[Any], state: State, store: Store) -> dict[str, Any]:
+def write_summary(
+    settings: CoordinatorSettings, method: Method[Any], state: State, store: Store, fleet: MqttFleet
+) -> dict[str, Any]:
     """HOME/summary.json: what the method says, and what the transport and the store counted."""
     counters = store.counters()
     summary = {
@@ -153,6 +159,8 @@ def write_summary(settings: CoordinatorSettings, method: Method[Any], state: Sta
         "bytes_up": counters.get("bytes_up", 0),
         "bytes_down": counters.get("bytes_down", 0),
         "wall_s": counters.get("milliseconds", 0) / 1000,
+        "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
+        "devices": fleet.registry.presence(),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())

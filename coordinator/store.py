@@ -21,7 +21,7 @@ from msgspec import Struct
 from coordinator.fleet import Device
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder
-from fedge.messages import Order, Report
+from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 
@@ -48,15 +48,22 @@ class Store:
     """One federation's durable state in one folder. Not for two processes at once: the second is refused."""
 
     def __init__(self, home: Path) -> None:
-        home.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(home / "lock")
-        with _guarded():
-            self._db = sqlite3.connect(home / "store.db", isolation_level=None)
+        """Open the folder, or make it.
+
+        Raises:
+            ConfigError: another process has it open.
+            StoreError: it cannot be read or written, or was written by a newer fedge.
+        """
+        with _guarded(), contextlib.ExitStack() as undo:
+            home.mkdir(parents=True, exist_ok=True)
+            self._lock = undo.enter_context(_locked(home / "lock"))
+            self._db = undo.enter_context(contextlib.closing(sqlite3.connect(home / "store.db", isolation_level=None)))
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
             migrate(self._db)
-        self.blobs = BlobFolder(home / "blobs")
+            self.blobs = BlobFolder(home / "blobs")
+            undo.pop_all()
 
     def close(self) -> None:
         """Close the database and let another process have the folder."""
@@ -70,7 +77,8 @@ class Store:
             try:
                 yield self._db
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk has rolled back already
+                    self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
 
@@ -102,6 +110,19 @@ class Store:
         with _guarded():
             row = self._db.execute("SELECT body FROM states ORDER BY round DESC LIMIT 1").fetchone()
         return None if row is None else row[0]
+
+    def round_seconds(self) -> dict[int, float]:
+        """How long each finished round took, from its beginning (before a crash, if there was one) to its end."""
+        with _guarded():
+            rows = self._db.execute("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY 1")
+            return dict(rows.fetchall())
+
+    def last_contexts(self) -> dict[str, Context | None]:
+        """What the devices of the last round that was begun had said of themselves, by id."""
+        with _guarded():
+            row = self._db.execute("SELECT max(round) FROM rounds").fetchone()
+        devices = self.snapshot(row[0]) if row[0] is not None else None
+        return {device.id: device.context for device in devices or ()}
 
     # -------------------------------------------------------------------------------------------------------- orders
 
@@ -158,10 +179,11 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------------ the rest
 
-    def count(self, name: str, by: int = 1) -> None:
-        """Add to a counter."""
+    def count(self, counted: Mapping[str, int]) -> None:
+        """Add to counters."""
         with self._transaction() as db:
-            _count(db, name, by)
+            for name, by in counted.items():
+                _count(db, name, by)
 
     def counters(self) -> dict[str, int]:
         """All counters, by name."""
@@ -182,9 +204,11 @@ class Store:
         return None if row is None else str(row[0])
 
     def keep_only(self, digests: Collection[str]) -> None:
-        """Delete all other tensors."""
-        for digest in [digest for digest in self.blobs if digest not in digests]:
-            self.blobs.remove(digest)
+        """Delete all other tensors, and what was received of tensors that nobody waits for any more."""
+        with _guarded():
+            for path in list(self.blobs.path("").iterdir()):
+                if path.name not in digests:
+                    path.unlink(missing_ok=True)
 
 
 def _count(db: sqlite3.Connection, name: str, by: int) -> None:
@@ -217,7 +241,7 @@ def migrate(db: sqlite3.Connection) -> None:
 def _guarded() -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise StoreError(f"the store cannot be read or written: {error}") from error
 
 

@@ -45,7 +45,7 @@ def check(action: Action, result: Result) -> None:
     """Refuse a result that does not answer the action.
 
     Raises:
-        ProtocolError: `wrong-result`.
+        ProtocolError: `wrong-result`, or `no-samples`.
     """
     if isinstance(result, Declined | Failed):
         return
@@ -53,13 +53,15 @@ def check(action: Action, result: Result) -> None:
         raise ProtocolError("wrong-result", f"{type(result).__name__} does not answer {type(action).__name__}")
     match action, result:
         case Train(), Trained():
-            _require(result.n_samples > 0, "an update from no samples")
+            if result.n_samples == 0:
+                raise ProtocolError("no-samples", "an update that was learned from nothing")
             _require(result.update.codec is action.codec, f"codec {result.update.codec} instead of {action.codec}")
             _require(result.cluster in {start.cluster for start in action.starts}, "a start that was not offered")
         case FitCandidates(), CandidatesFitted():
             offered = {start.cluster for start in action.experts} | {-1}
             _require(result.cluster in offered, "an expert that was not offered")
             _require(Role.GLOBAL in result.losses, "no losses of the global model")
+            _require(bool(action.experts) or Role.EXPERT not in result.losses, "losses of an expert without one")
         case FitWeights(), WeightsFitted():
             _require(len(result.weights) == len(action.pooled), "another number of weights than pooled means")
             for weights, pooled in zip(result.weights, action.pooled, strict=True):
@@ -68,6 +70,8 @@ def check(action: Action, result: Result) -> None:
         case FitEnergy(), EnergyFitted():
             n = len(action.pooled)
             _require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")
+        case FitGate(), Installed():
+            _require(set(result.roles) <= set(action.pooled), "a bundle of candidates that are not in the pool")
         case _:
             pass
 

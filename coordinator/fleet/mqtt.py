@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Device, order_for
 from coordinator.fleet.checks import check
 from coordinator.fleet.orders import (
+    CLOSED,
     Accept,
     Check,
     Checked,
@@ -38,7 +39,7 @@ from coordinator.registry import Registry
 from coordinator.store import Entry, Store
 from coordinator.store import Status as OrderStatus
 from fedge import codec
-from fedge.errors import ProtocolError, StoreError
+from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.messages import (
     Ack,
     Action,
@@ -46,6 +47,7 @@ from fedge.messages import (
     Codec,
     Context,
     Order,
+    Profiled,
     Report,
     Status,
     Trained,
@@ -62,6 +64,11 @@ from fedge.transport import BrokerSettings, Inbound, Transport
 
 log = logging.getLogger("fedge.coordinator")
 
+SETTLE_S: Final = 15.0
+"""After a start the devices of the last round have so long to show themselves: a broker that was restarted as well has
+forgotten them, and they come back within the transport's back-off of 10 s."""
+MAX_UNDER_WAY: Final = 4096
+"""Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
 SLACK_BYTES: Final = 1 << 20
 """What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
 
@@ -73,6 +80,7 @@ class MqttFleet:
         broker: how to reach the broker.
         store: durable state; accepted reports and snapshots are kept there.
         federation: name of the federation.
+        run: part of the orders' ids: devices remember what they did, also for an earlier coordinator of this name.
         task: what is learned.
         layout: of the model.
         seed: of the federation; all devices' random numbers come from it.
@@ -86,16 +94,17 @@ class MqttFleet:
         store: Store,
         *,
         federation: str,
+        run: str,
         task: TaskSpec,
         layout: Layout,
         seed: int,
         deadline_s: float,
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self.registry = Registry(task.fingerprint())
-        self.refused: Counter[str] = Counter()
+        self.registry = Registry(task.fingerprint(), store.last_contexts())
+        self._counted: Counter[str] = Counter()
         self._store = store
-        self._federation = federation
+        self._run = run
         self._task = task
         self._layout = layout
         self._seed = seed
@@ -113,10 +122,15 @@ class MqttFleet:
         self._desk = Desk(())
         self._something_happened = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
+        self._decoding = asyncio.Lock()  # one update in memory at a time
+        self._under_way: set[tuple[str, bytes]] = set()
         self._failure: asyncio.Future[None] | None = None
+        self._settled_at = 0.0
 
     async def __aenter__(self) -> Self:
-        self._failure = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._failure = loop.create_future()
         topics = self._topics
         await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
@@ -124,6 +138,7 @@ class MqttFleet:
         await self._transport.subscribe(topics.agent("+", "wants"), self._guard(self._on_want))
         await self._transport.__aenter__()
         await self._sender.__aenter__()
+        self._settled_at = loop.time() + SETTLE_S
         return self
 
     async def __aexit__(
@@ -141,10 +156,18 @@ class MqttFleet:
         """Begin a round: take the snapshot of who can be asked, once `at_least` devices can; or the stored one."""
         devices = self._store.snapshot(number)
         if devices is None:
+            await self._settle(number)
             devices = await self._or_failure(self.registry.wait_for(at_least))
             self._store.begin_round(number, devices, time.time())
         self._round, self._devices = number, devices
         self._observe("round_begun", {"round": number, "devices": len(devices)})
+
+    async def _settle(self, number: int) -> None:
+        """After a restart between two rounds: wait for the devices of the last one, or the first to come is alone."""
+        before = {device.id for device in self._store.snapshot(number - 1) or ()}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._settled_at):
+                await self._or_failure(self.registry.heard_of(before))
 
     def devices(self) -> tuple[Device, ...]:
         """The snapshot."""
@@ -154,9 +177,7 @@ class MqttFleet:
         """Write the orders, send those that are open, wait for their reports or the deadline."""
         deadline = time.time() + self._deadline_s
         entries = self._store.write_orders(
-            order_for(
-                self._federation, self._seed, self._round, step, device, self._task, actions[device], deadline=deadline
-            )
+            order_for(self._run, self._seed, self._round, step, device, self._task, actions[device], deadline=deadline)
             for device in sorted(actions)
         )
         still_open = [
@@ -166,16 +187,44 @@ class MqttFleet:
         ]
         self._offered = {ref.digest for action in actions.values() for ref in blobs_of(action)}
         self._desk = Desk(still_open)
-        self._feed(Tick())
+        self._decide(Tick())
         while not self._desk.done:
-            wakeup = self._desk.next_wakeup()
-            delay = None if wakeup is None else max(wakeup - time.time(), 0.01)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._or_failure(self._something_happened.wait())
-            self._something_happened.clear()
-            self._feed(Tick())
-        return {device: _answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()}
+            await self._wait(self._desk.next_wakeup())
+            self._decide(Tick())
+        answers = (_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items())
+        return {answer.device_id: self._of_our_network(answer) for answer in self._with_profile_length(list(answers))}
+
+    async def _wait(self, until: float | None) -> None:
+        """Until something happens, or that time (seconds since the epoch)."""
+        delay = None if until is None else max(until - time.time(), 0.01)
+        self._something_happened.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._or_failure(self._something_happened.wait())
+
+    def _with_profile_length(self, answers: list[Answer]) -> list[Answer]:
+        """The first step that brings profiles settles for good how long one is: as most of them are."""
+        lengths = Counter(len(a.result.profile) for a in answers if isinstance(a.result, Profiled))
+        if lengths:
+            self._store.remember("profile_length", str(lengths.most_common(1)[0][0]))
+        return answers
+
+    def _of_our_network(self, answer: Answer) -> Answer:
+        """The answer, unless it is a profile of another network than most have: then it is none."""
+        if not isinstance(answer.result, Profiled):
+            return answer
+        try:
+            self._check_length(answer.result)
+        except ProtocolError as error:
+            self._refuse(error, self._topics.agent(answer.device_id, "reports"), answer.device_id)
+            return Answer(answer.device_id, None)
+        return answer
+
+    def _check_length(self, result: Profiled) -> None:
+        """Profiles of other networks cannot be compared. Known from the end of the first step with profiles on."""
+        expected = self._store.recall("profile_length")
+        if expected is not None and len(result.profile) != int(expected):
+            raise ProtocolError("profile-length", f"{len(result.profile)} units, the others have {expected}")
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""
@@ -190,12 +239,13 @@ class MqttFleet:
         """Tensors that were `put`."""
         return from_bytes(self._store.blobs.get(ref.digest))
 
-    def take_traffic(self) -> dict[str, int]:
-        """Payload bytes up and down since the last call."""
+    def take_counts(self) -> dict[str, int]:
+        """Since the last call: payload bytes up and down, and by name what was refused."""
         up, down = self._transport.bytes_received, self._transport.bytes_sent
         before_up, before_down = self._traffic
         self._traffic = (up, down)
-        return {"bytes_up": up - before_up, "bytes_down": down - before_down}
+        counted, self._counted = self._counted, Counter()
+        return {"bytes_up": up - before_up, "bytes_down": down - before_down, **counted}
 
     # ------------------------------------------------------------------------------------------------------- inwards
 
@@ -214,9 +264,8 @@ class MqttFleet:
         return guarded
 
     def _refuse(self, error: ProtocolError, topic: str, device: str) -> None:
-        self.refused[error.name] += 1
+        self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
         log.warning("event=refused name=%s device=%s topic=%s detail=%r", error.name, device, topic, str(error))
-        self._store.count(f"refused.{error.name}")
 
     def _on_status(self, device: str, inbound: Inbound) -> None:
         if not inbound.payload:  # a retained status that was cleared
@@ -238,10 +287,13 @@ class MqttFleet:
         report = decode(inbound.payload, Report)
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
-        if self._desk.phase(report.order_id) is not None:
-            self._feed(ReportReceived(report))
-        else:
+        phase = self._desk.phase(report.order_id)
+        if phase is None:
             self._answer_late(report)
+        else:
+            self._feed(ReportReceived(report))
+        if phase in CLOSED:
+            raise ProtocolError("replayed-report", f"{report.order_id} is {phase.name.lower()}")
 
     def _answer_late(self, report: Report) -> None:
         """A report for an order of an earlier step: the verdict once more. For one that never was: none is open."""
@@ -256,20 +308,25 @@ class MqttFleet:
         if entry.status is not OrderStatus.OPEN:
             accepted = entry.status is OrderStatus.ACCEPTED
             self._perform(Tell(verdict(entry.order, accepted=accepted, reason=entry.reason)))
+            raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
 
     # ------------------------------------------------------------------------------------------------------- deciding
 
     def _feed(self, event: Event) -> None:
+        """Let an event from outside be decided, and wake `run`."""
+        self._decide(event)
+        self._something_happened.set()
+
+    def _decide(self, event: Event) -> None:
         for action in self._desk.handle(event, time.time()):
             self._perform(action)
-        self._something_happened.set()
 
     def _perform(self, action: DeskAction) -> None:
         match action:
             case Send(order):
                 self._send(order)
             case Check(order, report):
-                self._spawn(self._check(order, report))
+                self._checks[order.id] = self._spawn(self._check(order, report))
             case Accept(report):
                 self._store.accept(report, time.time())
                 kind = type(report.result).__name__
@@ -279,6 +336,8 @@ class MqttFleet:
                 log.warning("event=report_rejected order=%s reason=%r", order_id, reason)
             case Expire(order_id):
                 self._store.expire(order_id, time.time())
+                if order_id in self._checks:
+                    self._checks.pop(order_id).cancel()
                 log.warning("event=order_expired order=%s", order_id)
             case Tell(ack):
                 self._publish(self._topics.agent(ack.device_id, "acks"), encode(ack), expires_in_s=3600)
@@ -289,26 +348,45 @@ class MqttFleet:
         self._publish(self._topics.agent(order.device_id, "orders"), encode(order), expires_in_s=left_s)
 
     def _publish(self, topic: str, payload: bytes, *, expires_in_s: int) -> None:
-        self._spawn(self._transport.publish(topic, payload, expires_in_s=expires_in_s))
+        if (topic, payload) not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
+            self._under_way.add((topic, payload))
+            self._spawn(self._deliver(topic, payload, expires_in_s))
+
+    async def _deliver(self, topic: str, payload: bytes, expires_in_s: int) -> None:
+        try:
+            await self._transport.publish(topic, payload, expires_in_s=expires_in_s)
+        except (TransportError, ValueError) as error:  # one device's topic: the others are served all the same
+            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+        finally:
+            self._under_way.discard((topic, payload))
 
     async def _check(self, order: Order, report: Report) -> None:
         """Fetch the update that a report names, and see that it is one."""
+        error = None
         try:
             check(order.action, report.result)
+            if isinstance(report.result, Profiled):
+                self._check_length(report.result)
             if isinstance(report.result, Trained):
-                ref, device = report.result.update, order.device_id
-                await self._receiver.fetch(
-                    ref,
-                    chunks=self._topics.update_chunk(device, ref.digest),
-                    wants=self._topics.coordinator_wants(device),
-                    device_id=device,
-                )
-                await asyncio.to_thread(self.get, ref, self._layout)
-        except ProtocolError as error:
-            self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
-            self._feed(Checked(order.id, str(error)))
-        else:
-            self._feed(Checked(order.id))
+                await self._fetch(report.result.update, order.device_id)
+        except ProtocolError as refusal:
+            self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
+            error = str(refusal)
+        except TransportError as refusal:
+            error = f"the broker does not let us fetch it: {refusal}"
+        self._checks.pop(order.id, None)
+        self._feed(Checked(order.id, error))
+
+    async def _fetch(self, ref: BlobRef, device: str) -> None:
+        """Have an update in the folder that is one of our model."""
+        await self._receiver.fetch(
+            ref,
+            chunks=self._topics.update_chunk(device, ref.digest),
+            wants=self._topics.coordinator_wants(device),
+            device_id=device,
+        )
+        async with self._decoding:
+            await asyncio.to_thread(self.get, ref, self._layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""
@@ -316,10 +394,11 @@ class MqttFleet:
 
     # --------------------------------------------------------------------------------------------------------- tasks
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

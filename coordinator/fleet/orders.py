@@ -59,6 +59,7 @@ TRANSITIONS: Final[Mapping[tuple[Phase, Cause], Phase]] = {
     (Phase.CHECKING, Cause.EXPIRED): Phase.EXPIRED,
 }
 
+WAITING: Final = frozenset({Phase.WRITTEN, Phase.SENT})
 CLOSED: Final = frozenset({Phase.ACCEPTED, Phase.REJECTED, Phase.EXPIRED})
 
 
@@ -177,7 +178,7 @@ class Desk:
     def next_wakeup(self) -> float | None:
         """When the next `Tick` is due, in seconds since the epoch; None: nothing is open."""
         times = [held.order.deadline for held in self._held.values() if held.phase not in CLOSED]
-        times += [held.resend_at for held in self._held.values() if held.phase in {Phase.WRITTEN, Phase.SENT}]
+        times += [held.resend_at for held in self._held.values() if held.phase in WAITING]
         return min(times, default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -196,14 +197,19 @@ class Desk:
             case Checked(order_id, error):
                 actions = self._checked(order_id, error)
             case DeviceAppeared(device_id):
-                actions = [
-                    self._send(held, now)
-                    for held in self._held.values()
-                    if held.order.device_id == device_id and held.phase in {Phase.WRITTEN, Phase.SENT}
-                ]
+                actions = self._appeared(device_id, now)
             case Tick():
                 actions = []
         return actions + self._expire(now) + self._due(now)
+
+    def _appeared(self, device_id: str, now: float) -> list[Action]:
+        """Send it all its open orders at once, and go on as patiently as at first."""
+        actions: list[Action] = []
+        for held in self._held.values():
+            if held.order.device_id == device_id and held.phase in WAITING and now < held.order.deadline:
+                held.resend_after_s = FIRST_RESEND_S
+                actions.append(self._send(held, now))
+        return actions
 
     def _move(self, held: _Held, cause: Cause) -> None:
         held.phase = TRANSITIONS[held.phase, cause]
@@ -215,8 +221,7 @@ class Desk:
         return Send(held.order)
 
     def _due(self, now: float) -> list[Action]:
-        waiting = {Phase.WRITTEN, Phase.SENT}
-        return [self._send(h, now) for h in self._held.values() if h.phase in waiting and h.resend_at <= now]
+        return [self._send(h, now) for h in self._held.values() if h.phase in WAITING and h.resend_at <= now]
 
     def _reported(self, report: Report, now: float) -> list[Action]:
         held = self._held.get(report.order_id)

@@ -1,0 +1,246 @@
+"""The life of an order, as whole lists of actions; all invariants are checked after every event."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from coordinator.fleet.orders import (
+    CLOSED,
+    FIRST_RESEND_S,
+    LAST_RESEND_S,
+    TRANSITIONS,
+    WAITING,
+    Accept,
+    Action,
+    Cause,
+    Check,
+    Checked,
+    Desk,
+    DeviceAppeared,
+    Event,
+    Expire,
+    Phase,
+    Reject,
+    ReportReceived,
+    Send,
+    Tell,
+    Tick,
+)
+from fedge.errors import ProtocolError
+from fedge.messages import Ack, BlobRef, Order, Profile, Profiled, Report
+
+DEADLINE = 60.0
+REF = BlobRef(digest="0" * 64, size_bytes=1)
+
+
+def order(device: str = "a", deadline: float = DEADLINE) -> Order:
+    return Order(
+        id=f"r.1.s.{device}",
+        device_id=device,
+        round=1,
+        step="s",
+        seed=0,
+        task_fingerprint="t",
+        deadline=deadline,
+        action=Profile(extractor=REF),
+    )
+
+
+def report(device: str = "a", *, by: str | None = None) -> Report:
+    result = Profiled(profile=(0.5,), n_samples=1)
+    return Report(order_id=f"r.1.s.{device}", device_id=by or device, seconds=1.0, result=result)
+
+
+def ack(device: str = "a", *, accepted: bool = True, reason: str = "") -> Ack:
+    return Ack(order_id=f"r.1.s.{device}", device_id=device, accepted=accepted, reason=reason)
+
+
+def desk_at(phase: Phase) -> Desk:
+    """A desk whose only order stands there, at time 1."""
+    events: dict[Phase, list[Event]] = {
+        Phase.WRITTEN: [],
+        Phase.SENT: [Tick()],
+        Phase.CHECKING: [ReportReceived(report())],
+        Phase.ACCEPTED: [ReportReceived(report()), Checked("r.1.s.a")],
+        Phase.REJECTED: [ReportReceived(report()), Checked("r.1.s.a", "bad")],
+        Phase.EXPIRED: [],
+    }
+    desk = Desk([order(deadline=1.0 if phase is Phase.EXPIRED else DEADLINE)])
+    for event in events[phase]:
+        desk.handle(event, 1.0)
+    if phase is Phase.EXPIRED:
+        desk.handle(Tick(), 1.0)
+    assert desk.phase("r.1.s.a") is phase
+    return desk
+
+
+def test_a_good_report_is_committed_before_the_device_is_told() -> None:
+    desk = Desk([order("a"), order("b")])
+    assert desk.handle(Tick(), 0.0) == [Send(order("a")), Send(order("b"))]
+    assert desk.handle(ReportReceived(report("b")), 1.0) == [Check(order("b"), report("b"))]
+    assert desk.handle(Checked("r.1.s.b"), 1.5) == [Accept(report("b")), Tell(ack("b"))]
+    assert not desk.done
+    assert desk.handle(ReportReceived(report("a")), 1.6) == [Check(order("a"), report("a"))]
+    assert desk.handle(Checked("r.1.s.a"), 1.7) == [Accept(report("a")), Tell(ack("a"))]
+    assert desk.done
+    assert desk.next_wakeup() is None
+
+
+def test_a_bad_report_is_rejected_with_its_reason() -> None:
+    desk = desk_at(Phase.CHECKING)
+    told = Tell(ack(accepted=False, reason="not-finite: NaN"))
+    assert desk.handle(Checked("r.1.s.a", "not-finite: NaN"), 2.0) == [Reject("r.1.s.a", "not-finite: NaN"), told]
+
+
+@pytest.mark.parametrize(
+    ("phase", "verdict"),
+    [
+        (Phase.ACCEPTED, ack()),
+        (Phase.REJECTED, ack(accepted=False, reason="bad")),
+        (Phase.EXPIRED, ack(accepted=False, reason="expired")),
+    ],
+)
+def test_a_report_that_comes_again_gets_the_same_verdict_and_changes_nothing(phase: Phase, verdict: Ack) -> None:
+    desk = desk_at(phase)
+    for now in (2.0, 1000.0):
+        assert desk.handle(ReportReceived(report()), now) == [Tell(verdict)]
+        assert desk.phase("r.1.s.a") is phase
+
+
+def test_a_report_that_comes_again_while_it_is_checked_is_ignored() -> None:
+    assert desk_at(Phase.CHECKING).handle(ReportReceived(report()), 2.0) == []
+
+
+def test_an_order_is_repeated_ever_more_slowly_until_its_deadline() -> None:
+    desk = Desk([order(deadline=200.0)])
+    sent, now = [], 0.0
+    while not desk.done:
+        sent += [now for action in desk.handle(Tick(), now) if isinstance(action, Send)]
+        now = desk.next_wakeup() or now
+    assert sent == [0, 2, 6, 14, 30, 60, 90, 120, 150, 180]
+    assert desk.phase("r.1.s.a") is Phase.EXPIRED
+    assert now == 200.0
+
+
+def test_a_device_that_is_back_gets_its_order_at_once_and_only_its_own() -> None:
+    desk = Desk([order("a"), order("b")])
+    for now in (0.0, 2.0, 6.0):
+        desk.handle(Tick(), now)
+    assert desk.handle(DeviceAppeared("a"), 7.0) == [Send(order("a"))]
+    assert desk.handle(Tick(), 7.0 + FIRST_RESEND_S) == [Send(order("a"))]  # as patient as at first
+    assert desk.handle(DeviceAppeared("stranger"), 10.0) == []
+
+
+@pytest.mark.parametrize("phase", sorted(CLOSED | {Phase.CHECKING}, key=lambda p: p.name))
+def test_an_order_that_is_answered_is_not_sent_again(phase: Phase) -> None:
+    assert desk_at(phase).handle(DeviceAppeared("a"), 2.0) == []
+
+
+@pytest.mark.parametrize("phase", [Phase.WRITTEN, Phase.SENT, Phase.CHECKING])
+def test_the_deadline_closes_an_open_order(phase: Phase) -> None:
+    desk = desk_at(phase)
+    assert desk.handle(Tick(), DEADLINE) == [Expire("r.1.s.a")]
+    assert desk.done
+    assert desk.handle(Tick(), DEADLINE + 1) == []
+
+
+def test_a_report_at_the_deadline_is_too_late_and_one_before_it_is_not() -> None:
+    assert desk_at(Phase.SENT).handle(ReportReceived(report()), DEADLINE) == [Expire("r.1.s.a")]
+    assert Check(order(), report()) in desk_at(Phase.SENT).handle(ReportReceived(report()), DEADLINE - 0.001)
+
+
+def test_a_check_that_ends_after_the_deadline_changes_nothing() -> None:
+    desk = desk_at(Phase.CHECKING)
+    desk.handle(Tick(), DEADLINE)
+    assert desk.handle(Checked("r.1.s.a"), DEADLINE + 1) == []
+    assert desk.phase("r.1.s.a") is Phase.EXPIRED
+
+
+def test_a_report_of_an_order_from_before_a_restart_is_taken() -> None:
+    assert desk_at(Phase.WRITTEN).handle(ReportReceived(report()), 2.0) == [Check(order(), report())]
+
+
+@pytest.mark.parametrize(("wrong", "name"), [(report("x"), "unknown-order"), (report("a", by="b"), "foreign-id")])
+def test_refused_reports_change_nothing(wrong: Report, name: str) -> None:
+    desk = Desk([order("a")])
+    with pytest.raises(ProtocolError) as caught:
+        desk.handle(ReportReceived(wrong), 1.0)
+    assert caught.value.name == name
+    assert desk.phase("r.1.s.a") is Phase.WRITTEN
+
+
+def test_the_table_leads_from_every_open_phase_to_an_end_and_nowhere_from_an_end() -> None:
+    assert {phase for phase, _ in TRANSITIONS} == set(Phase) - CLOSED
+    assert all((phase, Cause.EXPIRED) in TRANSITIONS for phase in set(Phase) - CLOSED)
+
+
+class Life(RuleBasedStateMachine):
+    """Any events in any order and at any time: an order closes once, and what was said of it stays true."""
+
+    @initialize()
+    def open(self) -> None:
+        self.now = 0.0
+        self.desk = Desk([order("a"), order("b", deadline=30.0)])
+        self.closed: dict[str, Action] = {}
+        self.checking: set[str] = set()
+
+    def feed(self, event: Event) -> None:
+        for action in self.desk.handle(event, self.now):
+            match action:
+                case Accept(report=r):
+                    self.close(r.order_id, action)
+                case Reject(order_id=order_id) | Expire(order_id=order_id):
+                    self.close(order_id, action)
+                case Tell(ack=a):
+                    assert a.accepted == isinstance(self.closed[a.order_id], Accept)
+                case Check(order=o):
+                    assert o.id not in self.checking
+                    self.checking.add(o.id)
+                case Send(order=o):
+                    assert o.id not in self.closed
+                    assert o.deadline > self.now
+
+    def close(self, order_id: str, action: Action) -> None:
+        assert order_id not in self.closed
+        self.closed[order_id] = action
+
+    @rule(device=st.sampled_from("ab"))
+    def reported(self, device: str) -> None:
+        self.feed(ReportReceived(report(device)))
+
+    @rule(device=st.sampled_from("ab"), error=st.sampled_from([None, "bad"]))
+    def checked(self, device: str, error: str | None) -> None:
+        if f"r.1.s.{device}" in self.checking:
+            self.feed(Checked(f"r.1.s.{device}", error))
+
+    @rule(device=st.sampled_from("abc"))
+    def appeared(self, device: str) -> None:
+        self.feed(DeviceAppeared(device))
+
+    @rule(seconds=st.floats(0, 40))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(Tick())
+
+    @invariant()
+    def holds_together(self) -> None:
+        if not hasattr(self, "desk"):
+            return
+        for device in "ab":
+            phase = self.desk.phase(f"r.1.s.{device}")
+            assert (phase in CLOSED) == (f"r.1.s.{device}" in self.closed)
+        assert self.desk.done == (len(self.closed) == 2)
+        wakeup = self.desk.next_wakeup()
+        assert (wakeup is None) == self.desk.done
+        assert wakeup is None or wakeup <= self.now + max(LAST_RESEND_S, DEADLINE)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_waiting_and_closed_phases_are_apart() -> None:
+    assert not WAITING & CLOSED

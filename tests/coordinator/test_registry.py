@@ -1,0 +1,114 @@
+"""Who counts as a device, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator import registry as module
+from coordinator.fleet import Device
+from coordinator.registry import Registry
+from fedge.errors import ProtocolError
+from fedge.messages import Capabilities, Context, Presence, Status
+
+
+def status(
+    device: str = "a", presence: Presence = Presence.ONLINE, incarnation: str = "1", **changes: object
+) -> Status:
+    values: dict[str, object] = {"task_fingerprint": "t", "n_samples": 5}
+    return Status(device_id=device, incarnation=incarnation, presence=presence, **(values | changes))
+
+
+def here(*ids: str) -> Registry:
+    registry = Registry("t")
+    for i in ids:
+        registry.on_status(i, status(i))
+        registry.on_context(i, Context(device_id=i))
+    return registry
+
+
+def test_devices_are_those_online_with_a_context_by_ascending_id() -> None:
+    registry = here("b", "a")
+    registry.on_status("c", status("c"))
+    assert registry.online() == (Device("a", 5, Context(device_id="a")), Device("b", 5, Context(device_id="b")))
+    registry.on_context("c", Context(device_id="c"))
+    assert [d.id for d in registry.online()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
+def test_a_device_that_left_is_not_asked(presence: Presence) -> None:
+    registry = here("a", "b")
+    assert not registry.on_status("a", status(presence=presence))
+    assert [d.id for d in registry.online()] == ["b"]
+    assert registry.presence() == {"a": presence, "b": Presence.ONLINE}
+
+
+def test_every_birth_is_told_even_of_the_same_incarnation() -> None:
+    """It may come back to a broker that has forgotten what it was sent."""
+    registry = here("a")
+    assert registry.on_status("a", status())
+    assert registry.on_status("a", status(incarnation="2"))
+
+
+def test_the_last_will_of_an_earlier_life_is_ignored() -> None:
+    registry = here("a")
+    registry.on_status("a", status(incarnation="2"))
+    registry.on_status("a", status(presence=Presence.OFFLINE, incarnation="1"))
+    assert registry.presence() == {"a": Presence.ONLINE}
+    registry.on_status("a", status(presence=Presence.OFFLINE, incarnation="2"))
+    assert registry.presence() == {"a": Presence.OFFLINE}
+
+
+def test_a_device_that_cannot_train_is_not_asked() -> None:
+    registry = here("a")
+    registry.on_status("a", status(capabilities=Capabilities(trains=False)))
+    assert registry.online() == ()
+
+
+def test_stored_contexts_count_until_there_are_new_ones() -> None:
+    registry = Registry("t", {"a": Context(device_id="a", load=1.0)})
+    registry.on_status("a", status())
+    assert registry.online()[0].context == Context(device_id="a", load=1.0)
+    registry.on_context("a", Context(device_id="a", load=2.0))
+    assert registry.online()[0].context == Context(device_id="a", load=2.0)
+
+
+@pytest.mark.parametrize(
+    ("topic_id", "message", "name"),
+    [
+        ("b", status("a"), "foreign-id"),
+        ("a", status("a", task_fingerprint="other"), "task-mismatch"),
+        ("b", Context(device_id="a"), "foreign-id"),
+        ("x", Context(device_id="x"), "unknown-device"),
+    ],
+)
+def test_refusals_change_nothing(topic_id: str, message: Status | Context, name: str) -> None:
+    registry = here("a")
+    before = registry.online(), registry.presence()
+    take = registry.on_status if isinstance(message, Status) else registry.on_context
+    with pytest.raises(ProtocolError) as caught:
+        take(topic_id, message)
+    assert caught.value.name == name
+    assert (registry.online(), registry.presence()) == before
+
+
+def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_DEVICES", 2)
+    registry = here("a", "b")
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("c", status("c"))
+    assert registry.on_status("a", status())
+
+
+async def test_waiting_ends_when_enough_are_there() -> None:
+    registry = here("a")
+    waiting = asyncio.create_task(registry.wait_for(2))
+    heard = asyncio.create_task(registry.heard_of({"a", "b"}))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.on_status("b", status("b"))
+    await heard
+    assert not waiting.done()
+    registry.on_context("b", Context(device_id="b"))
+    assert [d.id for d in await waiting] == ["a", "b"]
