@@ -106,7 +106,7 @@ HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+tuned", "expert", "personal")
 def table_of(outcome: Outcome) -> Table:
     """The final table: a line per device, and the mean."""
     title = "Accuracy on each device's own test samples, percent"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("device", no_wrap=True)
     for name in ("train", "test", "rounds", "experts", *HEADINGS.values()):
         table.add_column(name, justify="right", no_wrap=True)
