@@ -34,6 +34,11 @@ def features(x: NDArray[np.floating]) -> Array:
     return gate_features(x, gate_pool(x.shape[1:]))
 
 
+def n_features(input_shape: tuple[int, ...]) -> int:
+    """F, how many numbers of a model input the gate sees."""
+    return features(np.zeros((1, *input_shape))).shape[1]
+
+
 def train_gate(x: NDArray[np.floating], log_p: Array, scores: Array, *, seed: int) -> GateWeights:
     """Fit the gate by full-batch Adam to -mean log p_y + 0.03 * ||gate parameters||^2.
 
@@ -43,11 +48,11 @@ def train_gate(x: NDArray[np.floating], log_p: Array, scores: Array, *, seed: in
         scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
         seed: of the first layer's weights.
     """
-    inputs = features(x)
     usable = np.isfinite(log_p)
     rows = usable.any(axis=1)
     if len(x) < MIN_SAMPLES or not rows.any():
-        return GateWeights.untrained(inputs.shape[1], log_p.shape[1])
+        return GateWeights.untrained(n_features(x.shape[1:]), log_p.shape[1])
+    inputs = features(x)
     mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
     network = _network(inputs.shape[1], log_p.shape[1], seed)
     _fit(

@@ -486,7 +486,7 @@ class Worker:
             candidates=(Candidate(role=Role.GLOBAL, name=Role.GLOBAL.value, model=model),),
             log_prior=self._final_prior(),
             beta=0.0,
-            gate=GateWeights.untrained(gate.features(np.zeros((1, *self.task.input_shape))).shape[1], 1),
+            gate=GateWeights.untrained(gate.n_features(self.task.input_shape), 1),
         )
         log_p = mixture.calibrated(self._logits(model, self.data.x_val), self._prior, PLAIN)
         info = self._write(alone, action.release, "fedavg", self._metrics(log_p))
