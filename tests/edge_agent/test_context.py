@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+
+from edge_agent.context import measure
+from fedge.messages import Context, decode, encode
+
+
+def test_what_this_machine_says_is_a_valid_message():
+    found = measure("d", 17)
+    assert decode(encode(found), Context) == found
+    assert found.n_samples == 17
+    assert 0 < found.free_ram_gb <= psutil.virtual_memory().total / 1e9
+    assert found.free_disk_gb > 0
+
+
+def test_sensors_in_their_units(monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_freq", lambda: SimpleNamespace(current=1500.0))
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (2.0, 0, 0))
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    battery = SimpleNamespace(percent=40, power_plugged=False)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
+    hot = {"cpu_thermal": [SimpleNamespace(current=61.5)], "board": [SimpleNamespace(current=40.0)]}
+    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: hot, raising=False)
+    found = measure("d", 0)
+    assert (found.cpu_ghz, found.load, found.battery, found.temperature_c) == (1.5, 0.5, 0.4, 61.5)
+    battery.power_plugged = True
+    assert measure("d", 0).battery is None
+
+
+def test_missing_sensors_are_none(monkeypatch):
+    def hidden():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(psutil, "cpu_freq", hidden)
+    monkeypatch.delattr(psutil, "sensors_battery", raising=False)
+    monkeypatch.delattr(psutil, "sensors_temperatures", raising=False)
+    found = measure("d", 0)
+    assert (found.cpu_ghz, found.battery, found.temperature_c) == (None, None, None)
