@@ -36,7 +36,7 @@ def features(x: NDArray[np.floating]) -> Array:
 
 def n_features(input_shape: tuple[int, ...]) -> int:
     """F, how many numbers of a model input the gate sees."""
-    return features(np.zeros((1, *input_shape))).shape[1]
+    return int(features(np.zeros((1, *input_shape))).shape[1])
 
 
 def train_gate(x: NDArray[np.floating], log_p: Array, scores: Array, *, seed: int) -> GateWeights:
