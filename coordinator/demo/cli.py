@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -16,43 +15,15 @@ from rich.table import Table
 from coordinator.demo.outcome import METHODS, Outcome, megabytes
 from coordinator.demo.progress import Watch
 from coordinator.demo.run import DemoSettings, run
+from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
 
-TASKS = ("digits", "mnist", "fashion-mnist", "image-folder", "arrays")
 
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--agents", type=click.IntRange(1, 200), default=12, help="Devices, one process each.")
-@click.option("--rounds", type=click.IntRange(1), default=30, help="Rounds of training.")
-@click.option("--task", type=click.Choice(TASKS), default="digits", help="What is learned.")
-@click.option(
-    "--data", type=click.Path(exists=True, path_type=Path), help="Folder or file with the samples; digits need none."
-)
-@click.option(
-    "--partition",
-    type=click.Choice(["groups", "dirichlet"]),
-    default="groups",
-    help="groups: cameras mounted at 0, 90 or 180 degrees, label skew within; dirichlet: label skew alone.",
-)
-@click.option(
-    "--alpha", type=click.FloatRange(0, min_open=True), default=1.0, help="Label skew; the smaller, the stronger."
-)
-@click.option(
-    "--sensitive", type=click.FloatRange(0, 1), default=0.3, help="Share of samples that no upload may learn from."
-)
-@click.option("--method", type=click.Choice(["fedge", "fedavg"]), default="fedge", help="How the federation learns.")
-@click.option("--broker", default="auto", metavar="auto|mosquitto|amqtt|HOST:PORT", help="A local broker, or yours.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of partition, first model and training.")
-@click.option(
-    "--participation", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of devices per round."
-)
-@click.option(
-    "--samples", type=click.IntRange(1), help="Use so many samples.  [default: all; 4000 of the large image sets]"
-)
-@click.option("--out", type=click.Path(path_type=Path), help="New folder for everything.  [default: fedge-demo-TIME]")
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(DemoSettings, "demo")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def demo(out: Path | None, json_file: Path | None, **flags: Any) -> None:
+def demo(config: Path | None, json_file: Path | None, **flags: object) -> None:
     r"""Run a whole federation on this machine and show what it brings.
 
     Starts a broker, a coordinator and one agent process per device; they profile, cluster, select, train and write a
@@ -71,8 +42,9 @@ def demo(out: Path | None, json_file: Path | None, **flags: Any) -> None:
     Exit codes: 0 every device has a bundle and it ran, 1 a process failed (the end of its log is shown),
     2 wrong usage, 3 the broker does not start, 130 stopped by Ctrl-C.
     """
-    folder = new_folder(out)
-    settings = DemoSettings(out=folder, **flags)
+    settings = resolve(DemoSettings, "demo", config, flags)
+    folder = new_folder(settings.out)
+    settings = msgspec.structs.replace(settings, out=folder)
     console = Console(stderr=True)
     with Watch(console) as watch:
         outcome, background = asyncio.run(run(settings, watch))

@@ -10,11 +10,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
@@ -33,27 +35,64 @@ POLL_S: Final = 0.2
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
-LIMITS: Final = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
+LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
 """Samples of the large sets that are used unless the user says otherwise: a demo takes minutes, not hours."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoSettings:
-    """What is asked for, see `fedge demo --help`. `samples` None: all, of large sets `LIMITS`."""
+class Task(StrEnum):
+    """What can be learned in a demo."""
 
-    out: Path
-    agents: int = 12
-    rounds: int = 30
-    task: str = "digits"
-    data: Path | None = None
-    partition: Literal["groups", "dirichlet"] = "groups"
-    alpha: float = 1.0
-    sensitive: float = 0.3
-    method: str = "fedge"
-    broker: str = "auto"
-    seed: int = 0
-    participation: float = 1.0
-    samples: int | None = None
+    DIGITS = "digits"
+    MNIST = "mnist"
+    FASHION_MNIST = "fashion-mnist"
+    IMAGE_FOLDER = "image-folder"
+    ARRAYS = "arrays"
+
+
+class Partition(StrEnum):
+    """How the devices differ."""
+
+    GROUPS = "groups"
+    DIRICHLET = "dirichlet"
+
+
+class Learning(StrEnum):
+    """How the federation learns."""
+
+    FEDGE = "fedge"
+    FEDAVG = "fedavg"
+
+
+class DemoSettings(Struct, frozen=True, kw_only=True):
+    """Section [demo] of the configuration."""
+
+    agents: Annotated[int, Meta(ge=1, le=200, description="Devices, one process each.")] = 12
+    rounds: Annotated[int, Meta(ge=1, description="Rounds of training.")] = 30
+    task: Annotated[Task, Meta(description="What is learned.")] = Task.DIGITS
+    data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
+    partition: Annotated[
+        Partition,
+        Meta(description="groups: cameras mounted at 0, 90 or 180 degrees, label skew within; dirichlet: skew alone."),
+    ] = Partition.GROUPS
+    alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
+    sensitive: Annotated[
+        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
+    ] = 0.3
+    method: Annotated[Learning, Meta(description="How the federation learns.")] = Learning.FEDGE
+    broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
+    seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
+    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
+    samples: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Use so many samples; by default all, of the large image sets 4000."),
+    ] = None
+    out: Annotated[Path | None, Meta(description="New folder for everything; by default named by the time.")] = None
+
+    @property
+    def folder(self) -> Path:
+        """`out`, once it is chosen."""
+        assert self.out is not None
+        return self.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +114,7 @@ async def run(settings: DemoSettings, watch: Watch) -> tuple[Outcome, Background
     began = time.monotonic()
     watch.phase("dealing out the samples")
     cameras = deal(settings)
-    with Children(settings.out / "logs") as children:
+    with Children(settings.folder / "logs") as children:
         async with broker_of(settings) as (address, broker_name):
             summary = await federate(settings, cameras, address, children, watch)
         bundles = installed_bundles(settings, cameras, summary)
@@ -127,18 +166,18 @@ def deal(settings: DemoSettings) -> Cameras:
     shares = partition(
         samples,
         settings.agents,
-        how=settings.partition,
+        how="groups" if settings.partition is Partition.GROUPS else "dirichlet",
         alpha=settings.alpha,
         sensitive=settings.sensitive,
         seed=settings.seed,
     )
     width = len(str(settings.agents - 1))
     cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)})
-    write_task(cameras.task, settings.out / "task.json")
+    write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
         without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])
-        write_share(without_test, settings.out / device_id / "data.npz")
-        np.savez(settings.out / device_id / "test.npz", x=share.x_test)
+        write_share(without_test, settings.folder / device_id / "data.npz")
+        np.savez(settings.folder / device_id / "test.npz", x=share.x_test)
     return cameras
 
 
@@ -152,7 +191,7 @@ async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
         parse_address(settings.broker)
         yield settings.broker, settings.broker
     else:
-        async with LocalBroker(settings.broker, home=settings.out / "broker") as broker:
+        async with LocalBroker(settings.broker, home=settings.folder / "broker") as broker:
             yield f"{broker.host}:{broker.port}", broker.name
 
 
@@ -162,13 +201,15 @@ async def federate(
     """Run coordinator and agents until the coordinator is done, and return its summary."""
     watch.phase(f"{settings.method} over {address}", settings.rounds)
     common = ["--broker", address, "--federation", f"demo-{secrets.token_hex(4)}"]
-    common += ["--task", str(settings.out / "task.json")]
-    home = settings.out / "coordinator"
+    common += ["--task", str(settings.folder / "task.json")]
+    home = settings.folder / "coordinator"
     coordinator = children.start(
         "coordinator",
         ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings)],
     )
-    agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings.out / i)]) for i in cameras.shares]
+    agents = [
+        children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings.folder / i)]) for i in cameras.shares
+    ]
     await follow(coordinator, agents, Rounds(settings.rounds, settings.agents), watch)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
@@ -219,10 +260,10 @@ def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping
     bundles: dict[str, Path] = {}
     for device_id in cameras.shares:
         digest = summary["installed"].get(device_id, {}).get("bundle_digest")
-        manifests = (settings.out / device_id / "home" / "bundles").glob(f"*/{bundle.MANIFEST}")
+        manifests = (settings.folder / device_id / "home" / "bundles").glob(f"*/{bundle.MANIFEST}")
         found = [path.parent for path in manifests if digest_of(path.read_bytes()) == digest]
         if not found:
-            log = settings.out / "logs" / f"{device_id}.log"
+            log = settings.folder / "logs" / f"{device_id}.log"
             raise ProcessError(f"{device_id} ended without a bundle; {log} ends with:\n{tail(log)}")
         bundles[device_id] = found[0]
     return bundles
@@ -260,7 +301,7 @@ async def compare(
         {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
         MethodSettings(rounds=settings.rounds, participation=settings.participation, seed=settings.seed),
         summary["selection"],
-        settings.out / "baselines",
+        settings.folder / "baselines",
     )
     network = Network(cameras.task)
     accuracy: dict[str, dict[str, float]] = {}
@@ -295,7 +336,7 @@ async def infer(
 
     async def one(device_id: str) -> None:
         async with free:
-            test = settings.out / device_id / "test.npz"
+            test = settings.folder / device_id / "test.npz"
             child = children.start(f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"])
             while child.running:  # noqa: ASYNC110 - a process has no event
                 await asyncio.sleep(POLL_S / 4)

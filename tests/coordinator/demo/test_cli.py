@@ -11,6 +11,7 @@ from rich.console import Console
 
 from coordinator.demo.cli import demo, new_folder, summary_of, table_of
 from coordinator.demo.outcome import METHODS
+from fedge.cli import main
 from fedge.errors import ConfigError
 from tests.support.demo import an_outcome
 
@@ -32,18 +33,31 @@ def test_help_needs_neither_torch_nor_matplotlib() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--task", "digit"], "digit"),
-        (["--agents", "0"], "--agents"),
-        (["--alpha", "0"], "--alpha"),
-        (["--participation", "0"], "--participation"),
-        (["--sensitive", "1.5"], "--sensitive"),
-        (["--data", "/no/such/place"], "--data"),
+        (["--task", "digit"], "'digit' is not one of"),
+        (["--agents", "0"], "--agents: Expected `int` >= 1"),
+        (["--alpha", "0"], "--alpha: Expected `float` > 0"),
+        (["--participation", "0"], "--participation: Expected `float` > 0"),
+        (["--sensitive", "1.5"], "--sensitive: Expected `float` <= 1"),
+        (["--task", "mnist"], "mnist needs its four IDX files"),
+        (["--task", "image-folder", "--data", "no/such/place"], "no/such/place"),
+        (["--broker", "mosquito"], "unknown broker 'mosquito'"),
     ],
 )
-def test_wrong_flags_are_refused(flags: list[str], words: str) -> None:
-    result = CliRunner().invoke(demo, flags)
-    assert result.exit_code == 2
-    assert words in result.output
+def test_wrong_flags_are_refused(
+    flags: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path / "out"), *flags]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_settings_come_from_file_environment_and_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "fedge.toml"
+    config.write_text("[demo]\nsamples = 10\nagents = 50\n")
+    monkeypatch.setenv("FEDGE_DEMO_SAMPLES", "30")
+    assert main(["demo", "--config", str(config), "--agents", "7", "--out", str(tmp_path / "out")]) == 2
+    assert "30 samples are too few for 7 devices" in capfd.readouterr().err
 
 
 def test_too_few_samples_for_so_many_devices_is_an_error_of_the_user(tmp_path: Path) -> None:
