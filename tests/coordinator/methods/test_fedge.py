@@ -1,0 +1,221 @@
+"""The default method on real workers: its specification's section 16, as far as it lives in the method."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, dump, load
+from coordinator.methods import fedge as module
+from coordinator.methods.fedavg import FedAvg
+from coordinator.methods.fedge import (
+    Fedge,
+    FedgeState,
+    Moving,
+    Primary,
+    TrialOutcome,
+    calibrate,
+    offered,
+    starts,
+    train_experts,
+)
+from fedge.messages import CandidatesFitted, Codec, Role, Sgd, Start, Train
+from tests.support.federation import Fleet, digits
+
+EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
+
+
+async def rounds(method, state, fleet: Fleet, n: int):
+    for _ in range(n):
+        fleet.round = state.round + 1
+        state = await method.round(state, fleet)
+    return state
+
+
+def with_clusters(state: FedgeState, fleet: Fleet, *clusters: tuple[str, ...]) -> FedgeState:
+    """The state after a split into these clusters."""
+    trial = TrialOutcome(
+        ids=tuple(sorted({i for cluster in clusters for i in cluster})),
+        clusters=clusters,
+        tau=0.5,
+        separability=0.9,
+        statistic=2.0,
+        deltas={},
+        split=True,
+        similarity=np.zeros((0, 0)),
+    )
+    return msgspec.structs.replace(
+        state, trial=trial, experts=tuple(Moving(model=state.shared.model) for _ in clusters)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- shared rounds
+
+
+async def test_without_momentum_and_split_the_model_is_fedavgs_bit_for_bit(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "GAMMA", 0.0)
+    fleet, layout, first, _ = digits(tmp_path)
+    ours = await rounds(Fedge(EXACT), Fedge(EXACT).initial(layout, first), fleet, 3)
+    theirs = await rounds(FedAvg(EXACT), FedAvg(EXACT).initial(layout, first), fleet, 3)
+    assert ours.shared.model == theirs.model
+
+
+async def test_momentum_adds_half_of_the_last_step(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(EXACT)
+    one = await rounds(method, method.initial(layout, first), fleet, 1)
+    two = await rounds(method, one, fleet, 1)
+    w0, w1, w2 = (fleet.get(ref, layout).params for ref in (first, one.shared.model, two.shared.model))
+    fleet.silent = frozenset()
+    plain = await rounds(
+        FedAvg(EXACT), msgspec.structs.replace(FedAvg(EXACT).initial(layout, one.shared.model), round=1), fleet, 1
+    )
+    mean_change = fleet.get(plain.model, layout).params - w1
+    np.testing.assert_allclose(w2 - w1, mean_change + 0.5 * (w1 - w0), atol=1e-6)
+
+
+async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(EXACT)
+    before = await rounds(method, method.initial(layout, first), fleet, 2)
+    fleet.silent = frozenset(device.id for device in fleet.devices())
+    assert (await rounds(method, before, fleet, 1)).shared == before.shared
+
+
+# ---------------------------------------------------------------------------------------------- trial and split
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_turned_cameras_are_split_into_their_groups_and_label_skew_is_not(tmp_path, seed) -> None:
+    settings = MethodSettings(rounds=30, participation=0.75, seed=seed)
+    fleet, layout, first, groups = digits(tmp_path / "groups", n=12, seed=seed)
+    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
+    assert state.trial is not None
+    assert state.trial.split
+    assert {groups[i] for cluster in state.trial.clusters for i in cluster} == {0, 1, 2}
+    assert all(len({groups[i] for i in cluster}) == 1 for cluster in state.trial.clusters)
+    assert state.directions is None
+    assert state.last == {}
+
+    fleet, layout, first, _ = digits(tmp_path / "dirichlet", n=12, how="dirichlet", seed=seed)
+    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
+    assert state.trial is not None
+    assert not state.trial.split
+    assert state.experts == ()
+
+
+async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:
+    settings = MethodSettings(rounds=10)
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 4)
+    assert state.trial is not None
+    assert not state.trial.split
+
+
+async def test_a_change_enters_every_cluster_of_its_device_and_no_other_and_w_stays(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    method = Fedge(EXACT)
+    state = with_clusters(method.initial(layout, first), fleet, ("d00", "d01"), ("d01",), ("d02",))
+    order = Train(starts=(Start(model=first, cluster=0),), sgd=EXACT.sgd, codec=Codec.FLOAT32)
+    answers = await fleet.run("train", dict.fromkeys(("d00", "d01"), order))
+    updates = {i: answer.result for i, answer in answers.items()}
+    after = train_experts(state, updates, fleet)
+
+    n = {i: update.n_samples for i, update in updates.items()}
+    change = {i: fleet.get(update.update, layout).params.astype(np.float64) for i, update in updates.items()}
+    w = fleet.get(first, layout).params
+    both = (n["d00"] * change["d00"] + n["d01"] * change["d01"]) / (n["d00"] + n["d01"])
+    np.testing.assert_allclose(fleet.get(after.experts[0].model, layout).params, w + both, atol=1e-6)
+    np.testing.assert_allclose(fleet.get(after.experts[1].model, layout).params, w + change["d01"], atol=1e-6)
+    assert after.experts[2] == state.experts[2]
+    assert after.shared == state.shared
+
+
+async def test_after_a_split_the_global_model_is_frozen_and_experts_move(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(EXACT)
+    split = with_clusters(method.initial(layout, first), fleet, ("d00", "d03"), ("d01", "d04"))
+    after = await rounds(method, msgspec.structs.replace(split, round=4), fleet, 2)
+    assert after.shared == split.shared
+    assert all(new.model != old.model for new, old in zip(after.experts, split.experts, strict=True))
+    assert after.primary["d00"].cluster == 0
+    assert after.primary["d02"].cluster in {0, 1}  # in no cluster: it may take any
+    assert {primary.round for primary in after.primary.values()} == {5}  # looked up once in five rounds
+
+
+def test_what_a_device_may_start_from(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    state = Fedge(EXACT).initial(layout, first)
+    assert starts(state, "d00", 1) == (Start(model=first),)
+    state = with_clusters(state, fleet, ("d00", "d01"), ("d01",))
+    assert [start.cluster for start in starts(state, "d00", 5)] == [0]
+    assert [start.cluster for start in starts(state, "d01", 5)] == [0, 1]
+    assert [start.cluster for start in offered(state, "stranger")] == [0, 1]
+    state = msgspec.structs.replace(state, primary={"d01": Primary(cluster=1, round=5)})
+    assert [start.cluster for start in starts(state, "d01", 9)] == [1]
+    assert [start.cluster for start in starts(state, "d01", 10)] == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------- selection
+
+
+async def test_everybody_takes_part_until_there_are_profiles_then_the_bandit_chooses(tmp_path) -> None:
+    settings = MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5))
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(settings)
+    state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP)
+    assert set(state.participations.values()) == {module.WARM_UP}
+    assert state.groups == ()
+    state = await rounds(method, state, fleet, 1)
+    assert sorted(i for members in state.groups for i in members) == [f"d{i:02d}" for i in range(6)]
+    assert sum(step == "profile" for _, step, _ in fleet.asked) == 6
+    assert state.history[-1].asked < 6
+    state = await rounds(method, state, fleet, 1)
+    assert sum(step == "profile" for _, step, _ in fleet.asked) == 6  # nobody is asked twice
+
+
+async def test_a_silent_device_is_selected_less_than_the_others(tmp_path) -> None:
+    settings = MethodSettings(rounds=40, participation=0.5, sgd=Sgd(steps=3))
+    fleet, layout, first, _ = digits(tmp_path, how="dirichlet")
+    method = Fedge(settings)
+    state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP + 1)
+    fleet.silent = frozenset(["d02"])
+    fleet.asked = []
+    await rounds(method, state, fleet, 20)
+    asked = {f"d{i:02d}": sum(d == f"d{i:02d}" and s == "train" for _, s, d in fleet.asked) for i in range(6)}
+    assert asked["d02"] < np.mean([n for i, n in asked.items() if i != "d02"])
+    assert asked["d02"] >= 1  # it does not starve either
+
+
+# ---------------------------------------------------------------------------------------------- personalisation
+
+
+def test_few_validation_samples_leave_the_defaults() -> None:
+    few = [CandidatesFitted(losses={Role.GLOBAL: (1.0,) * 15 + (0.0,)}, n_validation=29)]
+    assert calibrate(Role.GLOBAL, few, pooling=False).kappa == 1
+    assert calibrate(Role.PRIVATE, few, pooling=False).kappa == 0
+    chosen = calibrate(Role.GLOBAL, few, pooling=True)
+    assert (chosen.temperature, chosen.kappa) == (2.8, 1.5)
+
+
+async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupted_anywhere(tmp_path) -> None:
+    settings = MethodSettings(rounds=10, participation=0.75, sgd=Sgd(steps=5))
+    fleet, layout, first, _ = digits(tmp_path / "straight")
+    method = Fedge(settings)
+    straight = await run(method, method.initial(layout, first), fleet)
+    assert set(straight.installed) == {f"d{i:02d}" for i in range(6)}
+    assert all(Role.GLOBAL in result.roles for result in straight.installed.values())
+    assert all(result.max_abs_diff < 1e-4 for result in straight.installed.values())
+    assert straight.pool is not None
+    assert sum(straight.pool.weights.values()) == pytest.approx(1)
+    summary = method.summary(straight)
+    assert summary["done"]
+    msgspec.json.encode(summary)
+
+    fleet, layout, first, _ = digits(tmp_path / "interrupted")
+    state = method.initial(layout, first)
+    while not method.done(state):
+        fleet.round = state.round + 1
+        await method.round(state, fleet)  # killed before its state was committed
+        state = load(dump(await method.round(state, fleet)), FedgeState)
+    assert dump(state) == dump(straight)
