@@ -1,15 +1,15 @@
 """Names of the MQTT topics, and which message each carries (docs/protocol.md).
 
-    fedge/1/{federation}/agents/{id}/status            Status, retained, last will      agent -> all
-    fedge/1/{federation}/agents/{id}/context           Context                          agent -> coordinator
-    fedge/1/{federation}/agents/{id}/orders            Order                            coordinator -> agent
-    fedge/1/{federation}/agents/{id}/reports           Report                           agent -> coordinator
-    fedge/1/{federation}/agents/{id}/acks              Ack                              coordinator -> agent
-    fedge/1/{federation}/agents/{id}/wants             Want                             agent -> coordinator
-    fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
-    fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
-    fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
-    fedge/1/{federation}/models/{name}                 ModelInfo, retained              coordinator -> all
+fedge/1/{federation}/agents/{id}/status            Status, retained, last will      agent -> all
+fedge/1/{federation}/agents/{id}/context           Context                          agent -> coordinator
+fedge/1/{federation}/agents/{id}/orders            Order                            coordinator -> agent
+fedge/1/{federation}/agents/{id}/reports           Report                           agent -> coordinator
+fedge/1/{federation}/agents/{id}/acks              Ack                              coordinator -> agent
+fedge/1/{federation}/agents/{id}/wants             Want                             agent -> coordinator
+fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
+fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
+fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
+fedge/1/{federation}/models/{name}                 ModelInfo, retained              coordinator -> all
 """
 
 from __future__ import annotations
