@@ -1,0 +1,423 @@
+"""The fleet over real brokers: devices that behave, devices that do not, and coordinators that are restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet import Answer
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.orders import Tick
+from coordinator.store import Status, Store
+from fedge import codec
+from fedge.broker import LocalBroker
+from fedge.errors import ProtocolError, StoreError
+from fedge.messages import (
+    Codec,
+    Declined,
+    Profile,
+    Profiled,
+    Report,
+    Result,
+    Sgd,
+    Start,
+    Train,
+    Trained,
+    Tried,
+    Want,
+)
+from fedge.tensors import digest_of, to_bytes
+from tests.support.broker import local_broker, settings
+from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+async def one_broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    async with local_broker("auto", tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with contextlib.closing(Store(tmp_path / "server")) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as opened:
+        yield opened
+
+
+def make_fleet(broker: LocalBroker, store: Store, deadline_s: float = DEADLINE_S) -> MqttFleet:
+    return MqttFleet(
+        settings(broker),
+        store,
+        federation="f",
+        run="r",
+        task=TASK,
+        layout=LAYOUT,
+        seed=3,
+        deadline_s=deadline_s,
+        observe=lambda event, fields: None,
+    )
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what the fleet tells nobody."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def federation(
+    stack: AsyncExitStack, broker: LocalBroker, store: Store, *ids: str, deadline_s: float = DEADLINE_S
+) -> tuple[MqttFleet, list[RawDevice]]:
+    """A fleet in round 1, and its devices."""
+    home = store.blobs.path("").parent.parent
+    fleet = await stack.enter_async_context(make_fleet(broker, store, deadline_s))
+    devices = [await stack.enter_async_context(RawDevice(broker, i, home)) for i in ids]
+    async with asyncio.timeout(DEADLINE_S):
+        await fleet.begin(1, len(ids))
+    return fleet, devices
+
+
+def train(fleet: MqttFleet, codec_: Codec = Codec.INT8) -> Train:
+    return Train(starts=(Start(model=fleet.put(tensors(1.0))),), sgd=Sgd(), codec=codec_)
+
+
+async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, stack: AsyncExitStack) -> None:
+    fleet, (a, b) = await federation(stack, broker, store, "a", "b")
+    assert [d.id for d in fleet.devices()] == ["a", "b"]
+    action = train(fleet)
+    running = asyncio.create_task(fleet.run("train", {"b": action, "a": action}))
+    for device, value in ((a, 0.5), (b, 0.25)):
+        order = await device.order("train")
+        assert order.id == f"r.1.train.{device.id}"
+        assert await device.fetch(order.action.starts[0].model) == codec.encode(tensors(1.0), Codec.FLOAT32)
+        await device.report(order, device.trained(value))
+        ack = await device.ack(order.id)
+        assert ack.accepted
+        entry = store.entry(order.id)
+        assert entry is not None
+        assert entry.status is Status.ACCEPTED  # committed before it was told
+    answers = await running
+    assert list(answers) == ["a", "b"]
+    for answer, value in zip(answers.values(), (0.5, 0.25), strict=True):
+        assert isinstance(answer.result, Trained)
+        np.testing.assert_allclose(fleet.get(answer.result.update, LAYOUT).params, value, rtol=1e-6)
+        assert answer.seconds == 0.5
+    counts = fleet.take_counts()
+    assert counts["bytes_up"] > 0 < counts["bytes_down"]
+    assert fleet.take_counts() == {"bytes_up": 0, "bytes_down": 0}
+
+
+async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a, _) = await federation(stack, one_broker, store, "a", "silent", deadline_s=1.5)
+    ticks = 0
+    decide = fleet._decide
+
+    def counting(event: Any) -> None:
+        nonlocal ticks
+        ticks += event == Tick()
+        decide(event)
+
+    fleet._decide = counting  # type: ignore[method-assign]
+    action = train(fleet)
+    running = asyncio.create_task(fleet.run("train", {"a": action, "silent": action}))
+    await a.report(await a.order("train"), Declined(reason="hot"))
+    assert await running == {"a": Answer("a", Declined(reason="hot"), 0.5), "silent": Answer("silent", None)}
+    assert ticks < 20  # it slept meanwhile
+    silent = store.entry("r.1.train.silent")
+    assert silent is not None
+    assert silent.status is Status.EXPIRED
+
+
+async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a, late) = await federation(stack, one_broker, store, "a", "late", deadline_s=1.5)
+    action = train(fleet)
+    running = asyncio.create_task(fleet.run("train", {"a": action, "late": action}))
+    order, missed = await a.order("train"), await late.order("train")
+    await a.report(order, a.trained(0.5))
+    await running
+    before = store.entries(1)
+    await a.report(order, a.trained(9.0))  # other contents, too
+    assert (await a.ack(order.id, 2)).accepted
+    await late.report(missed, late.trained(0.5))
+    assert not (await late.ack(missed.id)).accepted
+    await fleet.run("next", {})
+    await a.report(order, a.trained(9.0))  # of an earlier step now: answered from the store
+    assert (await a.ack(order.id, 3)).accepted
+    assert store.entries(1) == before
+    assert fleet.take_counts()["refused.replayed-report"] == 3
+
+
+# --------------------------------------------------------------------------------------------------------- restarts
+
+
+async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_are_sent_again(
+    broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    """What was accepted comes from the store; what was open is the same order with a fresh deadline."""
+    async with AsyncExitStack() as first:
+        home = store.blobs.path("").parent.parent
+        fleet = await first.enter_async_context(make_fleet(broker, store))
+        done, gone, slow = [
+            await stack.enter_async_context(RawDevice(broker, i, home)) for i in ("done", "gone", "slow")
+        ]
+        await fleet.begin(1, 3)
+        action = train(fleet)
+        actions = {"done": action, "gone": action, "slow": action}
+        running = asyncio.create_task(fleet.run("train", actions))
+        order = await done.order("train")
+        await done.report(order, done.trained(0.5))
+        await done.ack(order.id)
+        store.expire("r.1.train.gone", 0.0)
+        open_order = await slow.order("train")
+        running.cancel()
+        await asyncio.wait([running])
+    sent = {d.id: len(d.orders) for d in (done, gone)}
+
+    again = await stack.enter_async_context(make_fleet(broker, store))
+    await again.begin(1, 99)  # the snapshot is stored: it waits for nobody
+    assert [d.id for d in again.devices()] == ["done", "gone", "slow"]
+    running = asyncio.create_task(again.run("train", actions))
+    fresh = await slow.order("train", count=len([o for o in slow.orders if o.step == "train"]) + 1)
+    assert fresh.deadline > open_order.deadline
+    assert msgspec.structs.replace(fresh, deadline=open_order.deadline) == open_order
+    await slow.report(fresh, slow.trained(0.25))
+    answers = await running
+    assert [type(a.result) for a in answers.values()] == [Trained, type(None), Trained]
+    assert {d.id: len(d.orders) for d in (done, gone)} == sent
+    await done.report(order, done.trained(0.5))
+    assert (await done.ack(order.id, 2)).accepted
+
+
+async def test_after_a_restart_between_rounds_the_devices_of_the_last_round_are_awaited(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    """Otherwise the first to be seen would make up the next round alone."""
+    async with AsyncExitStack() as first:
+        await federation(first, one_broker, store, "a", "b")
+    fleet = make_fleet(one_broker, store)
+    # a and b have left; their retained statuses are of no use to a broker that was restarted: clear them.
+    async with RawDevice(one_broker, "cleaner", tmp_path, federation="other") as cleaner:
+        for device in ("a", "b"):
+            await cleaner.transport.publish(fleet._topics.agent(device, "status"), b"", retain=True)
+    await stack.enter_async_context(fleet)
+    beginning = asyncio.create_task(fleet.begin(2, 1))
+    for device in ("a", "b"):
+        assert not beginning.done()
+        await stack.enter_async_context(RawDevice(one_broker, device, tmp_path))
+    await beginning
+    assert [d.id for d in fleet.devices()] == ["a", "b"]
+
+
+async def test_a_device_that_comes_back_gets_its_order_at_once(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    running = asyncio.create_task(fleet.run("train", {"a": train(fleet)}))
+    await a.order("train")
+    await a.appear("2")
+    order = await a.order("train", count=2)
+    await a.report(order, Declined(reason="hot"))
+    assert (await running)["a"].result == Declined(reason="hot")
+
+
+# -------------------------------------------------------------------------------------------------- bad devices
+
+
+def nan() -> bytes:
+    values = tensors(1.0)
+    values["w"][0, 0] = np.nan
+    return to_bytes(values)
+
+
+BAD_UPDATES: dict[str, tuple[str, Codec, Callable[[], bytes]]] = {
+    "NaN": ("not-finite", Codec.FLOAT32, nan),
+    "infinite": ("not-finite", Codec.FLOAT32, lambda: to_bytes(tensors(np.inf))),
+    "shape": ("layout", Codec.FLOAT32, lambda: to_bytes(tensors(1.0) | {"w": np.ones((4, 1), np.float32)})),
+    "dtype": ("layout", Codec.FLOAT32, lambda: to_bytes(tensors(1.0) | {"w": np.ones((2, 2), np.float16)})),
+    "missing tensor": ("layout", Codec.FLOAT32, lambda: to_bytes({"w": np.ones((2, 2), np.float32)})),
+    "unknown tensor": ("layout", Codec.FLOAT32, lambda: to_bytes(tensors(1.0) | {"x": np.ones(2, np.float32)})),
+    "no tensors": ("malformed", Codec.FLOAT32, lambda: b"no tensors at all"),
+    "not packed": ("malformed", Codec.INT8, lambda: to_bytes(tensors(1.0))),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UPDATES)
+async def test_a_bad_update_is_rejected_by_name(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, codec_, make = BAD_UPDATES[case]
+    fleet, (bad, good) = await federation(stack, one_broker, store, "bad", "good")
+    action = train(fleet, codec_)
+    running = asyncio.create_task(fleet.run("train", {"bad": action, "good": action}))
+    with caplog.at_level(logging.WARNING, "fedge"):
+        await bad.report(await bad.order("train"), trained(bad.serves(make(), codec_)))
+        ack = await bad.ack("r.1.train.bad")
+    assert not ack.accepted
+    assert ack.reason.startswith(name)
+    await good.report(await good.order("train"), good.trained(0.5, codec_))
+    answers = await running
+    assert answers["bad"] == Answer("bad", None)
+    assert isinstance(answers["good"].result, Trained)
+    assert fleet.take_counts()[f"refused.{name}"] == 1
+    assert f"event=refused name={name} device=bad" in caplog.text
+    assert [e.status for e in store.entries(1)] == [Status.REJECTED, Status.ACCEPTED]
+
+
+BAD_RESULTS: dict[str, tuple[str, Callable[[RawDevice], Result]]] = {
+    "no samples": ("no-samples", lambda d: d.trained(0.5, n_samples=0)),
+    "another action's result": ("wrong-result", lambda d: Tried(delta=1.0)),
+    "another codec": ("wrong-result", lambda d: d.trained(0.5, Codec.FLOAT32)),
+    "a start that was not offered": ("wrong-result", lambda d: d.trained(0.5, cluster=3)),
+    "too large": (
+        "oversized",
+        lambda d: trained(msgspec.structs.replace(d.trained(0.5).update, size_bytes=2**30)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RESULTS)
+async def test_a_result_that_does_not_answer_the_order_is_rejected_by_name(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, case: str
+) -> None:
+    name, make = BAD_RESULTS[case]
+    fleet, (bad,) = await federation(stack, one_broker, store, "bad")
+    running = asyncio.create_task(fleet.run("train", {"bad": train(fleet)}))
+    await bad.report(await bad.order("train"), make(bad))
+    ack = await bad.ack("r.1.train.bad")
+    assert (ack.accepted, ack.reason.split(":")[0]) == (False, name)
+    assert await running == {"bad": Answer("bad", None)}
+    assert fleet.take_counts()[f"refused.{name}"] == 1
+
+
+async def test_bytes_that_are_not_what_the_digest_says_are_rejected(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (bad,) = await federation(stack, one_broker, store, "bad")
+    running = asyncio.create_task(fleet.run("train", {"bad": train(fleet)}))
+    result = bad.trained(0.5)
+    bad.blobs[result.update.digest] = bytes(result.update.size_bytes)
+    await bad.report(await bad.order("train"), result)
+    assert (await bad.ack("r.1.train.bad")).reason.startswith("digest")
+    assert await running == {"bad": Answer("bad", None)}
+    assert result.update.digest not in store.blobs
+
+
+async def test_an_update_that_never_comes_is_given_up_at_the_deadline(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (bad,) = await federation(stack, one_broker, store, "bad", deadline_s=1.5)
+    running = asyncio.create_task(fleet.run("train", {"bad": train(fleet)}))
+    result = bad.trained(0.5)
+    bad.blobs.clear()
+    await bad.report(await bad.order("train"), result)
+    assert await running == {"bad": Answer("bad", None)}
+    await asyncio.sleep(0)  # the cancelled fetch ends
+    assert not fleet._checks
+    await until(lambda: not any("/blobs/" in topic for topic in fleet._transport._subscriptions))
+
+
+async def test_a_profile_of_another_network_is_no_answer(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    """The majority of the first step says how long a profile is; even if the odd one was first."""
+    fleet, devices = await federation(stack, one_broker, store, "a", "b", "c")
+    action = Profile(extractor=fleet.put(tensors(1.0)))
+    running = asyncio.create_task(fleet.run("profile", dict.fromkeys("abc", action)))
+    for device, length in zip(devices, (3, 2, 2), strict=True):
+        await device.report(await device.order("profile"), Profiled(profile=(0.5,) * length, n_samples=5))
+        await device.ack(f"r.1.profile.{device.id}")
+    answers = await running
+    assert [a.result is None for a in answers.values()] == [True, False, False]
+    running = asyncio.create_task(fleet.run("profile-again", {"a": action}))
+    await devices[0].report(await devices[0].order("profile-again"), Profiled(profile=(0.5,) * 3, n_samples=5))
+    assert (await devices[0].ack("r.1.profile-again.a")).reason.startswith("profile-length")
+    await running
+    assert fleet.take_counts()["refused.profile-length"] == 2
+
+
+async def test_a_device_gets_the_models_of_the_step_and_nobody_elses_update(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a, b) = await federation(stack, one_broker, store, "a", "b")
+    secret = fleet.put(tensors(7.0))
+    running = asyncio.create_task(fleet.run("train", {"a": train(fleet), "b": train(fleet)}))
+    await a.order("train")
+    await a.say("wants", Want(device_id="a", digest=secret.digest, ranges=((0, secret.size_bytes),)))
+    await a.say("wants", Want(device_id="b", digest=secret.digest, ranges=((0, 1),)))
+    for device in (a, b):
+        await device.report(await device.order("train"), Declined(reason="hot"))
+    await running
+    await until(lambda: fleet._counted.total() == 2)
+    counts = fleet.take_counts()
+    assert (counts["refused.unknown-blob"], counts["refused.foreign-id"]) == (1, 1)
+
+
+async def test_a_device_with_another_task_is_not_asked(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    stranger = await stack.enter_async_context(RawDevice(one_broker, "stranger", tmp_path))
+    other = msgspec.structs.replace(TASK, classes=("a", "b", "c"))
+    await stranger.appear("2", task=other)
+    fleet, _ = await federation(stack, one_broker, store, "a")
+    assert [d.id for d in fleet.devices()] == ["a"]
+    assert fleet.take_counts()["refused.task-mismatch"] == 1
+
+
+async def test_an_unknown_order_is_refused_and_its_sender_may_forget_it(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    await a.say("reports", Report(order_id="r.9.x.a", device_id="a", seconds=1.0, result=Tried()))
+    ack = await a.ack("r.9.x.a")
+    assert (ack.accepted, ack.reason) == (False, "unknown-order")
+    assert fleet.take_counts()["refused.unknown-order"] == 1
+
+
+# -------------------------------------------------------------------------------------------------- broken disks
+
+
+async def test_a_report_that_cannot_be_written_is_not_acknowledged_and_stops_the_fleet(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    running = asyncio.create_task(fleet.run("profile", {"a": Profile(extractor=fleet.put(tensors(1.0)))}))
+    order = await a.order("profile")
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    await a.report(order, Profiled(profile=(0.123,) * 4096, n_samples=5))
+    with pytest.raises(StoreError, match="full"):
+        await running
+    entry = store.entry(order.id)
+    assert entry is not None
+    assert entry.status is Status.OPEN
+    assert a.acks == []
+
+
+async def test_models_that_are_not_there_are_errors(one_broker: LocalBroker, store: Store) -> None:
+    fleet = make_fleet(one_broker, store)
+    ref = fleet.put(tensors(1.0))
+    assert ref.digest == digest_of(codec.encode(tensors(1.0), Codec.FLOAT32))
+    np.testing.assert_array_equal(fleet.get_tensors(ref)["w"], tensors(1.0)["w"])
+    store.keep_only(())
+    with pytest.raises((StoreError, ProtocolError)):
+        fleet.get(ref, LAYOUT)
