@@ -88,15 +88,15 @@ class Commands(click.Group):
     help="Lines on standard error.  [env: FEDGE_LOG_LEVEL]",
 )
 def command(log_level: str) -> None:
-    r"""Personalised federated learning that runs at the edge.
+    """Personalised federated learning that runs at the edge.
 
     \b
     Examples:
       fedge demo
       fedge coordinator --broker localhost:1883 --federation shop --home server --task digits
       fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
-      fedge infer cam1/bundles/current photo.png
-    """
+      fedge infer cam1/bundles/1 photo.png
+    """  # noqa: D301 - click wants the backspace character itself
     configure_logging(log_level)
 
 

@@ -24,7 +24,7 @@ from fedge.files import write_atomically
 @settings_options(DemoSettings, "demo")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 def demo(config: Path | None, json_file: Path | None, **flags: object) -> None:
-    r"""Run a whole federation on this machine and show what it brings.
+    """Run a whole federation on this machine and show what it brings.
 
     Starts a broker, a coordinator and one agent process per device; they profile, cluster, select, train and write a
     bundle for each device. Then every bundle is run by ONNX Runtime on its device's own unseen test samples, and
@@ -41,7 +41,7 @@ def demo(config: Path | None, json_file: Path | None, **flags: object) -> None:
     \b
     Exit codes: 0 every device has a bundle and it ran, 1 a process failed (the end of its log is shown),
     2 wrong usage, 3 the broker does not start, 130 stopped by Ctrl-C.
-    """
+    """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(DemoSettings, "demo", config, flags)
     folder = new_folder(settings.out)
     settings = msgspec.structs.replace(settings, out=folder)

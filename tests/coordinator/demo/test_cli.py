@@ -19,7 +19,8 @@ from tests.support.demo import an_outcome
 def test_help_shows_examples_and_exit_codes() -> None:
     text = CliRunner().invoke(demo, ["--help"]).output
     assert "fedge demo --task mnist" in text
-    assert "Exit codes: 0" in text
+    assert "\n    Exit codes: 0" in text or "\n  Exit codes: 0" in text
+    assert "\\b" not in text
     for flag in ("--agents", "--rounds", "--partition", "--sensitive", "--broker", "--participation", "--samples"):
         assert flag in text
 
