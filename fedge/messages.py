@@ -327,17 +327,9 @@ class Want(_Message, frozen=True, kw_only=True, tag="want"):
     ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=256)]
 
 
-class ModelInfo(_Message, frozen=True, kw_only=True, tag="model"):
-    """Retained: a current model of the federation, for whoever comes along."""
+Message = Status | Context | Order | Report | Ack | Want
 
-    name: Id
-    model: BlobRef
-    round: Count
-
-
-Message = Status | Context | Order | Report | Ack | Want | ModelInfo
-
-M = TypeVar("M", Status, Context, Order, Report, Ack, Want, ModelInfo)
+M = TypeVar("M", Status, Context, Order, Report, Ack, Want)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])

@@ -9,7 +9,6 @@ fedge/1/{federation}/agents/{id}/wants             Want                         
 fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
 fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
 fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
-fedge/1/{federation}/models/{name}                 ModelInfo, retained              coordinator -> all
 """
 
 from __future__ import annotations
@@ -45,10 +44,6 @@ class Topics:
     def update_chunk(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
         """Where bytes of an update travel up."""
         return f"{self.prefix}/agents/{device_id}/blobs/{digest}/{offset}"
-
-    def model(self, name: str) -> str:
-        """Where the retained manifest of a current model lies."""
-        return f"{self.prefix}/models/{name}"
 
     def parts(self, topic: str) -> tuple[str, ...]:
         """The levels below the prefix, or () if the topic belongs to somebody else."""

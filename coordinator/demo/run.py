@@ -81,7 +81,7 @@ class DemoSettings(Struct, frozen=True, kw_only=True):
     method: Annotated[Learning, Meta(description="How the federation learns.")] = Learning.FEDGE
     broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
     seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
-    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
+    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 0.75
     samples: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Use so many samples; by default all, of the large image sets 4000."),
@@ -296,10 +296,11 @@ async def compare(
     from edge_agent.training import Network
 
     torch.set_num_threads(1)
+    share_spent = sum(summary["selection"].values()) / (settings.rounds * len(cameras.shares))
     simple = await baselines.learn(
         cameras.task,
         {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
-        MethodSettings(rounds=settings.rounds, participation=settings.participation, seed=settings.seed),
+        MethodSettings(rounds=settings.rounds, participation=share_spent, seed=settings.seed),
         summary["selection"],
         settings.folder / "baselines",
     )

@@ -16,7 +16,6 @@ def test_names_are_those_of_the_table() -> None:
         T.coordinator_wants("{id}"),
         T.model_chunk("{digest}", "{offset}"),
         T.update_chunk("{id}", "{digest}", "{offset}"),
-        T.model("{name}"),
     ]
     assert sorted(name.replace("/shop/", "/{federation}/") for name in built) == sorted(table)
 
