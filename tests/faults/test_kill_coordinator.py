@@ -1,0 +1,80 @@
+"""kill -9 of the coordinator in mid-round: started again with the same folder it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.methods import State
+from coordinator.methods.fedavg import FedAvgState
+from coordinator.methods.fedge import FedgeState
+from fedge.broker import LocalBroker
+from tests.support.federation import Federation, same, settings, until
+
+DEVICES = ("cam0", "cam1", "cam2")
+
+
+def without_times(state: State) -> State:
+    """The bandits remember how long devices took; with everybody taking part, nothing follows from that."""
+    return msgspec.structs.replace(state, bandits=()) if isinstance(state, FedgeState) else state
+
+
+def counted_once(federation: Federation) -> bool:
+    """Every order of every round and step is there once, and accepted."""
+    per_step = federation.rows("SELECT round, step, device_id, count(*), min(status) FROM orders GROUP BY 1, 2, 3")
+    return all(row[3:] == (1, "accepted") for row in per_step)
+
+
+@pytest.mark.parametrize(("method", "kind", "rounds"), [("fedavg", FedAvgState, 3), ("fedge", FedgeState, 7)])
+async def test_with_a_part_of_the_reports_accepted(
+    mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], rounds: int
+) -> None:
+    """In round 2 one agent stands still, so that the round is certainly open when two others have been accepted."""
+    flags = {"method": method, "rounds": rounds}
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        agents = await federation.agents()
+        coordinator = await federation.coordinator(**flags)
+        await coordinator.said("round_done", round=1)
+        agents["cam2"].send(signal.SIGSTOP)
+        await until(lambda: len(federation.accepted()) == 5)
+        await coordinator.kill()
+
+        before = federation.accepted()
+        assert federation.rows("SELECT device_id FROM orders WHERE status = 'open'") == [("cam2",)]
+        assert federation.rows("SELECT max(round) FROM states") == [(1,)]
+
+        coordinator = await federation.coordinator(**flags)
+        agents["cam2"].send(signal.SIGCONT)
+        assert await coordinator.ended() == 0
+        after = federation.accepted()
+        assert before.items() <= after.items(), "what was accepted stays accepted, with the same report"
+        assert counted_once(federation)
+        assert same(
+            without_times(federation.state(kind)), without_times(await federation.undisturbed(method, settings(rounds)))
+        )
+
+
+async def test_killed_again_and_again_at_random(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    rng = random.Random(11)
+    flags = {"method": "fedavg", "rounds": 4}
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        await federation.agents()
+        kept: dict[str, bytes] = {}
+        for _ in range(6):
+            coordinator = await federation.coordinator(**flags)
+            await coordinator.said("round_begun")
+            await asyncio.sleep(rng.uniform(0.0, 0.6))
+            await coordinator.kill()
+            accepted = federation.accepted()
+            assert kept.items() <= accepted.items()
+            kept = accepted
+        coordinator = await federation.coordinator(**flags)
+        assert await coordinator.ended() == 0
+        assert kept.items() <= federation.accepted().items()
+        assert counted_once(federation)
+        assert same(federation.state(FedAvgState), await federation.undisturbed("fedavg", settings(4)))
