@@ -76,7 +76,6 @@ MESSAGES: list[dict[str, Any]] = [
     *[REPORT | {"result": result} for result in RESULTS],
     {"type": "ack", "order_id": "r.1.train.cam1", "device_id": "cam1", "accepted": True},
     {"type": "want", "device_id": "cam1", "digest": DIGEST, "ranges": [[0, 10]]},
-    {"type": "model", "name": "global", "model": REF, "round": 3},
 ]
 
 
