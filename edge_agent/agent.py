@@ -124,12 +124,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who the agent is and what it has. n_samples: labelled training samples; n_shared: those not marked sensitive."""
+    """Who the agent is and what it has. n_shared: training samples not marked sensitive; how many are is told nobody."""
 
     device_id: str
     federation: str
     task: TaskSpec
-    n_samples: int
     n_shared: int
 
 
@@ -447,7 +446,7 @@ class Agent:
             incarnation=self._incarnation,
             presence=presence,
             task_fingerprint=self._identity.task.fingerprint(),
-            n_samples=self._identity.n_samples,
+            n_samples=self._identity.n_shared,
             capabilities=capabilities(),
         )
 

@@ -114,7 +114,7 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
 
     task = task_spec(settings.task, settings.data)
     data = device_data(task, settings.data, seed=settings.seed)
-    identity = Identity(settings.id, settings.federation, task, data.n_train, data.n_shared)
+    identity = Identity(settings.id, settings.federation, task, data.n_shared)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,

@@ -91,7 +91,7 @@ class Status(_Message, frozen=True, kw_only=True, tag="status"):
     incarnation: Id
     presence: Presence
     task_fingerprint: Text = ""
-    n_samples: Count = 0  # all labelled training samples; not how many of them are sensitive
+    n_samples: Count = 0  # training samples not marked sensitive, |D_L|; how many are marked is never told
     capabilities: Capabilities | None = None
 
 

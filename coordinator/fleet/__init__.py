@@ -21,7 +21,7 @@ from fedge.tensors import Layout, Model, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that can be asked in this round. `n_samples`: all its labelled training samples."""
+    """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|."""
 
     id: str
     n_samples: int

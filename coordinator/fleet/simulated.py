@@ -51,7 +51,7 @@ class SimulatedFleet:
 
     def devices(self) -> tuple[Device, ...]:
         """All workers."""
-        return tuple(Device(i, len(w.data.y_train), self._contexts.get(i)) for i, w in self._workers.items())
+        return tuple(Device(i, w.data.n_shared, self._contexts.get(i)) for i, w in self._workers.items())
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions in ascending device id; a worker's exception is a bug and is raised."""

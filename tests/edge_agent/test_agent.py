@@ -79,7 +79,7 @@ def make_agent(
     broker: LocalBroker, home: Path, worker: Works | Callable[[], Works], events: Events, **options: Any
 ) -> Agent:
     return Agent(
-        Identity(ME, "test", TASK, n_samples=5, n_shared=3),
+        Identity(ME, "test", TASK, n_shared=3),
         BrokerSettings(broker.host, broker.port),
         home,
         worker if callable(worker) else lambda: worker,
@@ -142,7 +142,7 @@ async def test_from_order_to_acknowledgement(broker: LocalBroker, tmp_path: Path
     async with Peer(broker, tmp_path) as peer, running(agent):
         await peer.presence(Presence.ONLINE)
         status = peer.statuses[-1]
-        assert (status.device_id, status.n_samples, status.task_fingerprint) == (ME, 5, TASK.fingerprint())
+        assert (status.device_id, status.n_samples, status.task_fingerprint) == (ME, 3, TASK.fingerprint())
         await peer.until(lambda: bool(peer.contexts))
         assert peer.contexts[0].n_samples == 3
 

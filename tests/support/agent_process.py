@@ -41,7 +41,7 @@ async def main(host: str, port: str, home: str) -> None:
     """Run until SIGTERM."""
     folder = Path(home)
     agent = Agent(
-        Identity("pi", "test", TASK, n_samples=5, n_shared=3),
+        Identity("pi", "test", TASK, n_shared=3),
         BrokerSettings(host, int(port)),
         folder,
         lambda: WatchedWorker(folder),
