@@ -7,7 +7,7 @@ from coordinator.methods import MethodSettings, accepted, dump
 from coordinator.methods.fedavg import FedAvg
 from deploy import load as load_bundle
 from fedge.messages import Codec, Sgd, Start, Train
-from tests.support.federation import digits
+from tests.support.simulation import digits
 
 SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
 

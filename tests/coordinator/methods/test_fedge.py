@@ -20,7 +20,7 @@ from coordinator.methods.fedge import (
     train_experts,
 )
 from fedge.messages import CandidatesFitted, Codec, Role, Sgd, Start, Train
-from tests.support.federation import Fleet, digits
+from tests.support.simulation import Fleet, digits
 
 EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
 
