@@ -1,211 +1,43 @@
-"""A federation of real processes: `fedge coordinator` and `fedge agent` around a broker that the test may kill."""
+"""Small simulated federations of real workers on digits, in which some devices can be silent."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import re
-import signal
-import sqlite3
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
 
-import torch
-
-from coordinator.fleet.simulated import SimulatedFleet, run
-from coordinator.methods import MethodSettings, State, dump, load, make
-from coordinator.store import Store
+from coordinator.fleet import Answer
+from coordinator.fleet.simulated import SimulatedFleet
 from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.messages import Codec, Sgd
-from fedge.models import initial
-from fedge.task import TaskSpec
-from fedge.tasks import device_data, partition, pool, task_spec, write_share, write_task
-from fedge.tensors import unflatten
-
-ROOT = Path(__file__).parents[2]
-NAME = "f"
-SEED = 3
-WAIT_S = 120.0
-POLL_S = 0.005
+from fedge import models
+from fedge.messages import Action, BlobRef, Context
+from fedge.tasks import partition, pool, share_data
+from fedge.tensors import Layout, unflatten
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another process does to files, which tells nobody."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+class Fleet(SimulatedFleet):
+    """A simulated fleet whose `silent` devices never answer. `asked`: every round, step and device, in order."""
+
+    silent: frozenset[str] = frozenset()
+
+    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        self.asked = [*getattr(self, "asked", []), *((self.round, step, device) for device in sorted(actions))]
+        heard = await super().run(step, {i: a for i, a in actions.items() if i not in self.silent})
+        return {i: heard.get(i, Answer(i, None)) for i in sorted(actions)}
 
 
-class Running:
-    """A `fedge` command. `events`: what it has said with --json; its log lines are in the file `log`."""
-
-    def __init__(self, process: Process, log: Path) -> None:
-        self.process = process
-        self.log = log
-        self.events: list[dict[str, Any]] = []
-        self._news = asyncio.Condition()
-        self._reading = asyncio.create_task(self._read())
-
-    @classmethod
-    async def start(cls, log: Path, *arguments: object) -> Self:
-        """Run `fedge ARGUMENTS --json`."""
-        command = (sys.executable, "-m", "fedge.cli", *map(str, arguments), "--json")
-        with log.open("ab") as stderr:
-            return cls(await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=stderr, cwd=ROOT), log)
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            async with self._news:
-                self.events.append(json.loads(line))
-                self._news.notify_all()
-        async with self._news:
-            self.events.append({"event": "ended"})
-            self._news.notify_all()
-
-    async def said(self, event: str, **fields: object) -> None:
-        """Wait until it has said this, or fail if it ends without."""
-        wanted = {"event": event, **fields}.items()
-
-        def heard() -> bool:
-            return any(wanted <= said.items() for said in self.events if said["event"] in {event, "ended"}) or (
-                self.events[-1:] == [{"event": "ended"}]
-            )
-
-        async with asyncio.timeout(WAIT_S), self._news:
-            await self._news.wait_for(heard)
-        assert self.events[-1:] != [{"event": "ended"}] or event == "ended", self.log.read_text()[-3000:]
-
-    async def logged(self, text: str) -> None:
-        """Wait for a text in the log."""
-        await until(lambda: text in self.log.read_text())
-
-    def refused(self) -> dict[str, int]:
-        """How often the log has which refusal."""
-        names = re.findall(r"event=refused name=(\S+)", self.log.read_text())
-        return {name: names.count(name) for name in names}
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal; to stop and continue it, or to end it cleanly."""
-        self.process.send_signal(number)
-
-    async def kill(self) -> None:
-        """kill -9."""
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.ended()
-
-    async def ended(self) -> int:
-        """Wait for its end; its exit code."""
-        async with asyncio.timeout(WAIT_S):
-            await self._reading
-            return await self.process.wait()
-
-
-class Federation:
-    """Coordinator, agents and their folders. Async context manager: whatever was started is killed at the end."""
-
-    def __init__(
-        self, broker: LocalBroker, folder: Path, *, devices: Iterable[str], task: TaskSpec | None = None
-    ) -> None:
-        self.broker = broker
-        self.folder = folder
-        self.devices = tuple(devices)
-        self.task = task or task_spec("digits")
-        self.home = folder / "coordinator"
-        self._stack = contextlib.AsyncExitStack()
-        write_task(self.task, folder / "task.json")
-        samples = pool("digits", seed=SEED, limit=100 * len(self.devices))
-        shares = partition(samples, len(self.devices), how="dirichlet", alpha=10.0, sensitive=0.3, seed=SEED)
-        for device, share in zip(self.devices, shares, strict=True):
-            write_share(share, self.data(device))
-
-    def data(self, device: str) -> Path:
-        """The samples of a device."""
-        return self.folder / f"{device}.npz"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
-
-    async def coordinator(self, **flags: object) -> Running:
-        """Start the coordinator, or start it again: its folder is always the same."""
-        given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, **flags}
-        words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
-        return await self._start("coordinator", "--home", self.home, *words)
-
-    async def agent(self, device: str) -> Running:
-        """Start an agent, or start it again."""
-        arguments = ("--id", device, "--home", self.folder / device, "--data", self.data(device))
-        return await self._start("agent", *arguments, log=device)
-
-    async def agents(self) -> dict[str, Running]:
-        """Start all agents."""
-        return {device: await self.agent(device) for device in self.devices}
-
-    async def _start(self, role: str, *arguments: object, log: str = "coordinator") -> Running:
-        common = ("--broker", f"{self.broker.host}:{self.broker.port}", "--federation", NAME)
-        task = ("--task", self.folder / "task.json")
-        running = await Running.start(self.folder / f"{log}.log", role, *common, *task, *arguments)
-        self._stack.push_async_callback(running.kill)
-        return running
-
-    # ----------------------------------------------------------------------------------------------- what is true
-
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Look into the store, whether the coordinator runs or not."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.home / 'store.db'}?mode=ro", uri=True)) as db:
-            return db.execute(query).fetchall()
-
-    def accepted(self) -> dict[str, bytes]:
-        """All accepted reports, by order id."""
-        return dict(self.rows("SELECT id, report FROM orders WHERE status = 'accepted'"))
-
-    def state(self, kind: type[State]) -> State:
-        """The method's last state; the coordinator must have ended."""
-        with contextlib.closing(Store(self.home)) as store:
-            saved = store.state()
-        assert saved is not None
-        return load(saved, kind)
-
-    async def undisturbed(self, name: str, settings: MethodSettings) -> State:
-        """The last state of the same federation in one process and without a network."""
-        layout, model = initial(self.task, SEED)
-        with one_thread():
-            workers = {
-                device: Worker(
-                    device, self.task, device_data(self.task, self.data(device), seed=0), self.folder / "sim" / device
-                )
-                for device in self.devices
-            }
-            fleet = SimulatedFleet(self.task, layout, workers, seed=SEED)
-            method = make(name, settings)
-            return await run(method, method.initial(layout, fleet.put(unflatten(model, layout))), fleet)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """As in an agent: the order of sums, and with it the last bit, depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def settings(rounds: int, *, steps: int = 10, codec: Codec = Codec.INT8) -> MethodSettings:
-    """What the simulated fleet needs to do what the coordinator does with --rounds, --local-steps and --codec."""
-    return MethodSettings(rounds=rounds, seed=SEED, sgd=Sgd(steps=steps), codec=codec)
-
-
-def same(one: State, other: State) -> bool:
-    """Equal in every bit."""
-    return dump(one) == dump(other)
+def digits(
+    home: Path, *, n: int = 6, how: str = "groups", alpha: float = 1.0, seed: int = 0, limit: int | None = None
+) -> tuple[Fleet, Layout, BlobRef, dict[str, int]]:
+    """A fleet, the layout, the initial model, and the true group of each device."""
+    samples = pool("digits", seed=seed, limit=limit)
+    shares = partition(samples, n, how=how, alpha=alpha, sensitive=0.3, seed=seed)
+    layout, first = models.initial(samples.spec, seed)
+    data = {f"d{i:02d}": share_data(samples.spec, share) for i, share in enumerate(shares)}
+    workers = {i: Worker(i, samples.spec, own, home / i) for i, own in data.items()}
+    contexts = {
+        i: Context(device_id=i, cpu_ghz=1.0 + k, free_ram_gb=4.0, n_samples=data[i].n_shared)
+        for k, i in enumerate(data)
+    }
+    fleet = Fleet(samples.spec, layout, workers, seed=seed, contexts=contexts)
+    groups = {i: share.group for i, share in zip(data, shares, strict=True)}
+    return fleet, layout, fleet.put(unflatten(first, layout)), groups
