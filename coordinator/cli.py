@@ -91,7 +91,10 @@ class Progress:
 
     def observe(self, event: str, fields: dict[str, Any]) -> None:
         """Take note of an event and redraw."""
-        if event == "round_begun":
+        if event == "waiting":
+            self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
+            self._line(self._text)
+        elif event == "round_begun":
             self._answers = 0
             self._first_round = self._first_round or fields["round"]
             self._text = f"round {fields['round']}: {fields['devices']} devices"

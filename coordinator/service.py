@@ -112,8 +112,8 @@ async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, obs
         TransportError: the broker refused us for good.
     """
     began = time.monotonic()
-    layout, model = start(settings, task, store)
     method: Method[Any] = make(settings.method, settings.for_method())
+    layout, model = start(settings, task, store)
     saved = store.state()
     state = method.initial(layout, model) if saved is None else load(saved, type(method.initial(layout, model)))
     fleet = MqttFleet(

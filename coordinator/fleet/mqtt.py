@@ -67,6 +67,8 @@ log = logging.getLogger("fedge.coordinator")
 SETTLE_S: Final = 15.0
 """After a start the devices of the last round have so long to show themselves: a broker that was restarted as well has
 forgotten them, and they come back within the transport's back-off of 10 s."""
+GOODBYE_S: Final = 5.0
+"""How long the last verdicts may take to leave: a device without one would repeat its report to nobody."""
 MAX_UNDER_WAY: Final = 4096
 """Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
 SLACK_BYTES: Final = 1 << 20
@@ -144,6 +146,8 @@ class MqttFleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and self._tasks:
+            await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -157,6 +161,8 @@ class MqttFleet:
         devices = self._store.snapshot(number)
         if devices is None:
             await self._settle(number)
+            if len(self.registry.online()) < at_least:
+                self._observe("waiting", {"round": number, "devices": at_least})
             devices = await self._or_failure(self.registry.wait_for(at_least))
             self._store.begin_round(number, devices, time.time())
         self._round, self._devices = number, devices

@@ -1,0 +1,202 @@
+"""The commands as a user meets them: help, progress, exit codes, what is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.cli import Progress, coordinator, look, status
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.methods import RoundSummary, make
+from coordinator.methods.fedavg import FedAvgState
+from coordinator.service import CoordinatorSettings, write_summary
+from coordinator.store import Store
+from fedge.broker import LocalBroker
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef
+from tests.support.broker import settings as broker_settings
+from tests.support.device import LAYOUT, TASK, RawDevice
+
+WAIT_S = 60.0
+
+
+def run_fedge(*arguments: object, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedge.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S, **kwargs)
+
+
+def common(home: Path, port: int = 1) -> list[str]:
+    return ["--broker", f"127.0.0.1:{port}", "--federation", "f", "--home", str(home), "--task", "digits"]
+
+
+@pytest.fixture
+async def home(tmp_path: Path) -> Path:
+    """A folder in which one of two rounds is done."""
+    folder = tmp_path / "server"
+    settings = CoordinatorSettings(broker="localhost", federation="f", home=folder, task="t", method="fedavg", rounds=2)
+    method = make("fedavg", settings.for_method())
+    line = RoundSummary(round=1, asked=2, answered=2, accuracy=0.875, loss=0.5)
+    state = FedAvgState(
+        round=1,
+        layout=LAYOUT,
+        model=BlobRef(digest="0" * 64, size_bytes=1),
+        participations={"cam1": 1},
+        history=(line,),
+    )
+    with contextlib.closing(Store(folder)) as store:
+        store.count({"bytes_up": 2_000_000, "refused.malformed": 3})
+        fleet = MqttFleet(
+            settings.for_broker(), store, federation="f", run="r", task=TASK, layout=LAYOUT, seed=0, deadline_s=1.0,
+            observe=lambda event, fields: None,
+        )  # fmt: skip
+        write_summary(settings, method, state, store, fleet)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_tells_rounds_devices_traffic_and_refusals(home: Path) -> None:
+    said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False)
+    assert said.exit_code == 0
+    for text in ("1 of 2", "0.875", "2.00 MB up", "malformed", "cam1: not seen, trained 1 times"):
+        assert text in said.output
+
+
+def test_status_as_json_is_the_summary(home: Path) -> None:
+    said = CliRunner().invoke(status, ["--home", str(home), "--json"], catch_exceptions=False)
+    assert json.loads(said.output) == json.loads((home / "summary.json").read_bytes())
+
+
+def test_status_of_no_coordinator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no coordinator's --home"):
+        CliRunner().invoke(status, ["--home", str(tmp_path)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("flags", [[], ["--broker", "x"], ["--home", "x", "--broker", "y", "--federation", "f"]])
+def test_status_wants_one_place_to_look_at(flags: list[str]) -> None:
+    said = CliRunner().invoke(status, flags)
+    assert said.exit_code == 2
+    assert "give either --home" in said.output
+
+
+async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    async with RawDevice(mosquitto, "cam1", tmp_path), RawDevice(mosquitto, "cam2", tmp_path, federation="other"):
+        assert await look(broker_settings(mosquitto), "f") == {"cam1": "online"}
+        flags = ["status", "--broker", f"{mosquitto.host}:{mosquitto.port}", "--federation", "f", "--json"]
+        said = await asyncio.to_thread(run_fedge, *flags)
+    assert json.loads(said.stdout) == {"federation": "f", "devices": {"cam1": "online"}}
+
+
+# ----------------------------------------------------------------------------------------------------------- progress
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    values = {
+        "round": 2, "rounds": 4, "done": False, "bytes_up": 1_500_000, "bytes_down": 500_000, "wall_s": 12.0,
+        "history": [{"accuracy": 0.75}], "installed": {},
+    }  # fmt: skip
+    return values | changes
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: bool) -> None:
+    progress = Progress(live=live)
+    progress.observe("waiting", {"round": 1, "devices": 3})
+    progress.observe("round_begun", {"round": 2, "devices": 3})
+    progress.observe("answer", {"device": "a", "result": "Trained", "seconds": 1.0})
+    progress.observe("round_done", summary())
+    progress.observe("round_done", summary(done=True, installed={"a": {}}))
+    progress.close()
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert "waiting until 3 devices are there" in said
+    assert "round 2/4  validation accuracy 0.750  1.50 MB up, 0.50 MB down  about" in said
+    assert "done: 1 bundles installed" in said
+    assert ("\r" in said) == live  # redrawn in place
+    assert live or said.count("\n") == 3
+
+
+# -------------------------------------------------------------------------------------------------------- coordinator
+
+
+@pytest.mark.parametrize("command", [coordinator, status])
+def test_help_has_examples_and_exit_codes(command: Any) -> None:
+    said = CliRunner().invoke(command, ["--help"]).output
+    assert "Examples:" in said
+    assert f"\n    fedge {command.name} " in said
+    assert "Exit codes:" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--rounds", "-1"], "--rounds"), (["--method", "sgd"], "fedavg, fedge"), (["--task", "nothing"], "nothing")],
+)
+def test_wrong_settings_are_named(tmp_path: Path, flags: list[str], named: str) -> None:
+    said = run_fedge("coordinator", *common(tmp_path / "home"), *flags)
+    assert said.returncode == 2
+    assert named in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_a_store_that_cannot_be_read_ends_with_4(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_bytes(b"no database" * 1000)
+    said = run_fedge("coordinator", *common(tmp_path))
+    assert said.returncode == 4
+    assert "error: the store cannot be read or written" in said.stderr
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A coordinator that waits for a broker which is not there."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedge.cli", "coordinator", *common(tmp_path / "home"), "--method", "fedavg", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "event=connect_failed" in line:
+            break
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_coordinator_of_a_folder_is_refused(waiting: subprocess.Popen[str], tmp_path: Path) -> None:
+    said = run_fedge("coordinator", *common(tmp_path / "home"), "--method", "fedavg")
+    assert said.returncode == 2
+    assert "another coordinator works in" in said.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_is_clean(waiting: subprocess.Popen[str], tmp_path: Path, number: signal.Signals) -> None:
+    waiting.send_signal(number)
+    _, said = waiting.communicate(timeout=WAIT_S)
+    assert waiting.returncode == 130
+    assert "Traceback" not in said
+    Store(tmp_path / "home").close()  # nobody holds it any more
+
+
+def test_the_coordinator_imports_neither_torch_nor_scikit_learn() -> None:
+    code = """
+import sys
+import coordinator.cli, coordinator.service
+from coordinator.methods import MethodSettings, make
+make("fedge", MethodSettings())
+print(sorted({"torch", "torchvision", "sklearn", "scipy", "onnx", "onnxruntime", "matplotlib"} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert found.stdout.strip() == "[]"

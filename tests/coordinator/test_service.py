@@ -1,0 +1,220 @@
+"""The durable loop, with devices that answer at once and a real broker between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator import service
+from coordinator.methods import State, load
+from coordinator.methods.fedavg import FedAvgState
+from coordinator.service import CoordinatorSettings, serve, start
+from coordinator.store import Status, Store
+from fedge import codec
+from fedge.broker import LocalBroker
+from fedge.errors import ConfigError, TransportError
+from fedge.messages import BlobRef, Codec, Install, Installed, Order, Role, Train, blobs_of
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, TensorInfo, unflatten
+from tests.support.device import TASK, RawDevice, trained
+
+LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first model without the seconds that its child needs for torch; `fedge.initial` has its own tests."""
+
+    def first(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
+        return LAYOUT, Model(np.full(3, seed, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
+
+    monkeypatch.setattr(service, "initial_in_subprocess", first)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with contextlib.closing(Store(tmp_path / "server")) as opened:
+        yield opened
+
+
+def settings(broker: LocalBroker | None, home: Path, **changes: Any) -> CoordinatorSettings:
+    address = f"{broker.host}:{broker.port}" if broker else "localhost"
+    values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, **changes}
+    return CoordinatorSettings(broker=address, federation="f", home=home, task="unused", **values)
+
+
+class Learner(RawDevice):
+    """Answers each order at once: its update is its own number everywhere. `held`: rounds whose orders it leaves."""
+
+    value = 0.0
+    held: frozenset[int] = frozenset()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.done: Counter[str] = Counter()
+        self._answers: set[asyncio.Task[None]] = set()
+
+    async def _note(self, kept: list, message: Any) -> None:
+        await super()._note(kept, message)
+        if isinstance(message, Order) and message.round not in self.held:
+            self._answers.add(asyncio.create_task(self._answer(message)))
+
+    async def _answer(self, order: Order) -> None:
+        for ref in blobs_of(order):
+            await self.fetch(ref)
+        if not self.done[order.id]:
+            self.done[order.id] += 1
+        match order.action:
+            case Train():
+                update = codec.encode({"w": np.full(3, self.value, np.float32)}, Codec.INT8)
+                await self.report(order, trained(self.serves(update)))
+            case Install():
+                await self.report(order, Installed(bundle_digest="0" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0))
+
+
+async def learners(stack: contextlib.AsyncExitStack, broker: LocalBroker, home: Path) -> list[Learner]:
+    found = []
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        device = Learner(broker, name, home)
+        device.value = value
+        found.append(await stack.enter_async_context(device))
+    return found
+
+
+def quiet(event: str, fields: dict[str, Any]) -> None:
+    """Observe nothing."""
+
+
+def final(store: Store) -> State:
+    saved = store.state()
+    assert saved is not None
+    return load(saved, FedAvgState)
+
+
+async def test_a_federation_from_beginning_to_end(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            serving = group.create_task(
+                serve(settings(mosquitto, tmp_path / "server"), TASK, store, lambda *event: events.append(event))
+            )
+            devices = await learners(stack, mosquitto, tmp_path)
+        summary = serving.result()
+        for device in devices:  # the last verdicts have left before the coordinator did
+            for order in device.orders:
+                assert (await device.ack(order.id)).accepted
+            assert [o.step for o in device.orders] == ["train", "train", "install"]
+
+    assert json.loads((tmp_path / "server" / "summary.json").read_bytes()) == json.loads(json.dumps(summary))
+    assert (summary["round"], summary["done"], summary["selection"]) == (2, True, {"a": 2, "b": 2})
+    assert sorted(summary["installed"]) == ["a", "b"]
+    assert summary["bytes_up"] > 0 < summary["bytes_down"]
+    assert summary["refused"] == {}
+    assert summary["devices"] == {"a": "online", "b": "online"}
+    assert len(summary["round_s"]) == 3
+    assert summary["wall_s"] > 0
+    assert [name for name, _ in events if name in {"round_begun", "round_done"}] == ["round_begun", "round_done"] * 3
+    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {Status.ACCEPTED}
+
+    # w = 3 (the seed) + 2 rounds of (1 + 3) / 2, and of all tensors only that is left.
+    state = final(store)
+    w = codec.decode(store.blobs.get(state.model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 2 * 2, rtol=1e-5)
+    assert list(store.blobs) == [state.model.digest]
+
+
+async def test_stopped_in_mid_round_and_served_again(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    """Every report is accepted once, each device does each order once, the end is that of an undisturbed run."""
+    wanted = settings(mosquitto, tmp_path / "server")
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        first = asyncio.create_task(serve(wanted, TASK, store, quiet))
+        a, b = await learners(stack, mosquitto, tmp_path)
+        b.held = frozenset({2})
+        await b.order("train", count=2)
+        await a.ack((await a.order("train", count=2)).id)
+        first.cancel()
+        await asyncio.wait([first])
+        half = {e.order.device_id: e.status for e in store.entries(2)}
+        assert half == {"a": Status.ACCEPTED, "b": Status.OPEN}
+        b.held = frozenset()
+        summary = await serve(wanted, TASK, store, quiet)
+    assert summary["selection"] == {"a": 2, "b": 2}
+    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {Status.ACCEPTED}
+    assert len(a.done) == len(b.done) == 3
+    w = codec.decode(store.blobs.get(final(store).model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 2 * 2, rtol=1e-5)
+
+
+async def test_a_federation_that_is_done_is_left_as_it_is(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    wanted = settings(mosquitto, tmp_path / "server", rounds=0, devices=1)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(serve(wanted, TASK, store, quiet))
+        await learners(stack, mosquitto, tmp_path)
+    before = store.state()
+    async with asyncio.timeout(WAIT_S):
+        again = await serve(wanted, TASK, store, quiet)
+    assert again["done"]
+    assert store.state() == before
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"method": "fedge"}, {"rounds": 9}])
+def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store, change: dict[str, Any]) -> None:
+    start(settings(None, tmp_path), TASK, store)
+    with pytest.raises(ConfigError, match="another federation"):
+        start(settings(None, tmp_path, **change), TASK, store)
+
+
+def test_the_first_model_is_made_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, ref = start(settings(None, tmp_path), TASK, store)
+    assert layout == LAYOUT
+    assert isinstance(ref, BlobRef)
+    first = codec.decode(store.blobs.get(ref.digest), ref.codec, layout)
+    np.testing.assert_array_equal(unflatten(first, layout)["w"], np.full(3, 3, np.float32))
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(service, "initial_in_subprocess", never)
+    assert start(settings(None, tmp_path), TASK, store) == (layout, ref)
+
+
+def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:
+    wanted = settings(
+        None, tmp_path, local_steps=7, learning_rate=0.5, codec=Codec.FLOAT32, min_reports=2, username="u"
+    )
+    method = wanted.for_method()
+    assert (method.rounds, method.seed, method.min_reports, method.codec) == (2, 3, 2, Codec.FLOAT32)
+    assert (method.sgd.steps, method.sgd.learning_rate) == (7, 0.5)
+    broker = wanted.for_broker()
+    assert (broker.host, broker.port, broker.username) == ("localhost", 1883, "u")
+
+
+async def test_a_broker_that_refuses_us_ends_it(tmp_path: Path, store: Store) -> None:
+    """Mosquitto with a password file and no password given."""
+    from fedge.broker import free_port, mosquitto_path
+
+    program = mosquitto_path()
+    if program is None:
+        pytest.skip("mosquitto is not installed")
+    port = free_port("127.0.0.1")
+    config = tmp_path / "mosquitto.conf"
+    config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous false\n")
+    process = await asyncio.create_subprocess_exec(program, "-c", str(config), stderr=asyncio.subprocess.DEVNULL)
+    try:
+        wanted = msgspec.structs.replace(settings(None, tmp_path), broker=f"127.0.0.1:{port}")
+        with pytest.raises(TransportError, match="Not authorized"):
+            async with asyncio.timeout(WAIT_S):
+                await serve(wanted, TASK, store, quiet)
+    finally:
+        process.terminate()
+        await process.wait()
