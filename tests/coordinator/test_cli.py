@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from coordinator import service
 from coordinator.cli import Progress, coordinator, look, status
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.methods import RoundSummary, make
@@ -25,6 +27,8 @@ from coordinator.store import Store
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
+from fedge.tasks import task_spec
+from fedge.tensors import Model
 from tests.support.broker import settings as broker_settings
 from tests.support.device import LAYOUT, TASK, RawDevice
 
@@ -158,8 +162,15 @@ def test_a_store_that_cannot_be_read_ends_with_4(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A coordinator that waits for a broker which is not there."""
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A coordinator that waits for a broker which is not there. Its first model is made here, without torch."""
+    first = LAYOUT, Model(np.zeros(6, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
+    monkeypatch.setattr(service, "initial_in_subprocess", lambda *_: first)
+    settings = CoordinatorSettings(
+        broker="unused", federation="f", home=tmp_path / "home", task="digits", method="fedavg"
+    )
+    with contextlib.closing(Store(settings.home)) as store:
+        service.start(settings, task_spec("digits"), store)
     process = subprocess.Popen(
         [sys.executable, "-m", "fedge.cli", "coordinator", *common(tmp_path / "home"), "--method", "fedavg", "--json"],
         stdout=subprocess.PIPE,
