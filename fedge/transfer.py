@@ -3,9 +3,13 @@
     receiver                                   sender
     subscribe chunks/+                         source(digest) -> file
     Want(digest, missing ranges)  ──────────▶  queue, merged with what others want
-    write, hash, record           ◀──────────  chunks/{offset}: bytes
+    write, record, hash           ◀──────────  chunks/{offset}: bytes, in order
     stalled: Want again what is missing
     complete: SHA-256, rename into the folder
+
+The Want follows the subscription at once: one TCP connection keeps the order, so no chunk can overtake it. A thread
+writes and hashes what came in while the next chunks arrive; the sender publishes in order, so that little is left to
+hash at the end.
 
 Nothing here trusts the broker to deliver: a chunk that is lost is asked for again, one that comes twice changes
 nothing, and any order will do. `Ranges`, `Receiving` and `Sending` decide and know neither clock nor file; `Receiver`
@@ -17,9 +21,11 @@ the record may promise bytes that never reached the disk; then the hash does not
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import os
+import sys
 import threading
 import time
 from bisect import bisect_right
@@ -68,6 +74,8 @@ SENT_BLOBS: Final = 64
 PART_KEPT_S: Final = 24 * 3600.0
 """Partial blobs that nobody has gone on with for a day are deleted when a receiver starts."""
 READ_BYTES: Final = 1024 * 1024
+HELD_CHUNKS: Final = 8
+"""Chunks of one fetch that wait for the disk; then the broker is held back."""
 
 
 # ------------------------------------------------------------------------------------------------------------- core
@@ -125,38 +133,42 @@ class Receiving:
         """Time without a new chunk after which `stalled` is to be called."""
         self._missing = Ranges([(0, size_bytes)])
         self._asked = Ranges()
+        self._unsafe_bytes = 0
         self._ask_bytes = ASK_BYTES
         for start, end in have:
             self._missing.remove(start, end)
 
     @property
     def complete(self) -> bool:
-        """All bytes are there; whether they are right is for the digest to say."""
-        return not self._missing
+        """All bytes are safe; whether they are right is for the digest to say."""
+        return not self._missing and not self._unsafe_bytes
 
     @property
     def missing(self) -> tuple[Range, ...]:
-        """What is not there, in order."""
+        """What has not arrived, in order."""
         return tuple(self._missing)
 
     @property
     def under_way(self) -> int:
-        """Bytes asked for that have not arrived."""
+        """Bytes asked for that are not safe yet."""
         return self._asked.n_bytes
 
-    def new_in(self, offset: int, length: int) -> list[Range]:
-        """The parts of a chunk that are missing here: to be stored, then told by `stored`.
+    def arrived(self, offset: int, length: int) -> list[Range]:
+        """The parts of a chunk that were missing here: to be stored, then told by `stored`.
 
         Raises:
             ProtocolError: `out-of-range`, the chunk is empty or reaches beyond the blob.
         """
         if offset < 0 or length < 1 or offset + length > self.size_bytes:
             raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
-        return self._missing.overlap(offset, offset + length)
+        new = self._missing.overlap(offset, offset + length)
+        self._missing.remove(offset, offset + length)
+        self._unsafe_bytes += sum(end - start for start, end in new)
+        return new
 
     def stored(self, start: int, end: int) -> None:
-        """[start, end) is safe now."""
-        self._missing.remove(start, end)
+        """[start, end), which had arrived, is safe now."""
+        self._unsafe_bytes -= end - start
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
@@ -254,19 +266,29 @@ class Sending:
 # ------------------------------------------------------------------------------------------------- the partial file
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Bytes that came in, and which of them (as ranges of the blob) are new."""
+
+    offset: int
+    payload: bytes
+    pieces: list[Range]
+
+
 class _Part:
     """A partial blob on disk. Its methods block; they may run in threads, also after `close` (then they do nothing)."""
 
-    def __init__(self, folder: BlobFolder, ref: BlobRef) -> None:
+    def __init__(self, folder: BlobFolder, ref: BlobRef, *, durable: bool) -> None:
         self._final = folder.path(ref.digest)
         self._data_path = self._final.with_name(f"{ref.digest}.part")
         self._record_path = self._final.with_name(f"{ref.digest}.ranges")
         self._size = ref.size_bytes
+        self._durable = durable
         self._lock = threading.Lock()
         self._hasher = hashlib.sha256()
         self._hashed = 0
-        self.have = self._read_record() if self._data_path.exists() else []
-        """What an earlier receiver left."""
+        self.have = Ranges(self._read_record() if self._data_path.exists() else ())
+        """What is recorded; at first what an earlier receiver left."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         self._data = os.open(self._data_path, flags, 0o600)
         self._record = os.open(self._record_path, flags | os.O_APPEND | (0 if self.have else os.O_TRUNC), 0o600)
@@ -281,39 +303,47 @@ class _Part:
         ranges = [(int(n[0]), int(n[1])) for n in numbers if len(n) == 2 and n[0].isdigit() and n[1].isdigit()]
         return [(start, end) for start, end in ranges if start < end <= self._size]
 
-    def write(self, offset: int, payload: bytes, pieces: Iterable[Range]) -> None:
-        """Store those pieces of the chunk at `offset`, then record them."""
-        with self._lock:
-            if self._closed:
-                return
-            for start, end in pieces:
-                data = memoryview(payload)[start - offset : end - offset]
-                _write_all(self._data, data, start)
-                os.write(self._record, b"%d %d\n" % (start, end))
-                if start == self._hashed:
-                    self._hasher.update(data)
-                    self._hashed = end
+    def write(self, chunks: Iterable[_Chunk]) -> None:
+        """Store the new pieces of chunks, record them, and hash as far as there is no gap."""
+        for chunk in chunks:
+            with self._lock:
+                if self._closed:
+                    return
+                for start, end in chunk.pieces:
+                    data = memoryview(chunk.payload)[start - chunk.offset : end - chunk.offset]
+                    _write_all(self._data, data, start)
+                    os.write(self._record, b"%d %d\n" % (start, end))
+                    self.have.add(start, end)
+                    if self._durable:
+                        _begin_writing_back(self._data, start, end)
+                    if start == self._hashed:
+                        self._hasher.update(data)
+                        self._hashed = end
+                self._hash_what_is_there()
+
+    def _hash_what_is_there(self) -> None:
+        """Read and hash what lies behind the hashed bytes without a gap: it came out of order, or earlier."""
+        _, end = next(iter(self.have), (0, 0)) if self.have.overlap(0, 1) else (0, 0)
+        while self._hashed < end and (data := os.pread(self._data, min(READ_BYTES, end - self._hashed), self._hashed)):
+            self._hasher.update(data)
+            self._hashed += len(data)
 
     def verify_and_keep(self) -> bool:
-        """Move the complete blob to its place, durably; if its digest does not fit, throw it away and return False."""
+        """Move the complete blob to its place; if its digest does not fit, throw it away and return False."""
         with self._lock:
             if self._closed:
                 return False
-            right = self._digest() == self._final.name
+            self._hash_what_is_there()
+            right = self._hasher.hexdigest() == self._final.name
             if right:
-                os.fsync(self._data)
+                if self._durable:
+                    os.fsync(self._data)
                 self._data_path.replace(self._final)
             self._data_path.unlink(missing_ok=True)
             self._record_path.unlink(missing_ok=True)
-            sync_folder(self._final.parent)
+            if self._durable:
+                sync_folder(self._final.parent)
             return right
-
-    def _digest(self) -> str:
-        """SHA-256 of the whole; what did not come in order is read once more."""
-        while data := os.pread(self._data, min(READ_BYTES, self._size - self._hashed), self._hashed):
-            self._hasher.update(data)
-            self._hashed += len(data)
-        return self._hasher.hexdigest()
 
     def close(self) -> None:
         """Close the files; what they hold stays for the next receiver."""
@@ -330,26 +360,48 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
+def _begin_writing_back(handle: int, start: int, end: int) -> None:
+    """Have the kernel start on these bytes now, while others still arrive: less is left for fsync to wait for.
+
+    That is what Linux does when told that dirty pages are not needed; they stay in memory until they are clean.
+    """
+    if sys.platform == "linux":
+        os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
 # --------------------------------------------------------------------------------------------------------- receiver
 
 
 class Receiver:
-    """Fetches blobs into a folder. Make it before the transport is entered, so that it hears of reconnects."""
+    """Fetches blobs into a folder. Make it before the transport is entered, so that it hears of reconnects.
+
+    `durable`: a fetched blob survives a power cut. Not durable: it may then be lost or damaged, for which the folder is
+    searched when a receiver starts; right for whoever can fetch it again.
+    """
 
     def __init__(
-        self, transport: Transport, folder: BlobFolder, *, max_bytes: int = MAX_BLOB_BYTES, stall_s: float = STALL_S
+        self,
+        transport: Transport,
+        folder: BlobFolder,
+        *,
+        durable: bool = True,
+        max_bytes: int = MAX_BLOB_BYTES,
+        stall_s: float = STALL_S,
     ) -> None:
         self._transport = transport
         self._folder = folder
+        self._durable = durable
         self._max_bytes = max_bytes
         self._stall_s = stall_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._fetches: set[_Fetch] = set()
         transport.on_connect(self._reconnected)
         _remove_old_parts(folder)
+        if not durable:
+            _remove_damaged(folder)
 
     async def fetch(self, ref: BlobRef, *, chunks: str, wants: str, device_id: str) -> Path:
-        """Wait until the blob is in the folder, durable and verified; at once if it is there already.
+        """Wait until the blob is in the folder and verified; at once if it is there already.
 
         It has no time-out: wrap it in `asyncio.timeout`. What arrived before a cancellation (or a kill -9) is kept, and
         the next fetch goes on from there. Two fetches of one blob share the work of the first.
@@ -379,32 +431,36 @@ class Receiver:
         for _ in range(MAX_ATTEMPTS):
             if ref.digest in self._folder:
                 return
-            part = await asyncio.to_thread(_Part, self._folder, ref)
-            fetch = _Fetch(ref, part, Receiving(ref.size_bytes, part.have), self._stall_s)
+            part = await asyncio.to_thread(_Part, self._folder, ref, durable=self._durable)
+            fetch = _Fetch(ref, part, self._stall_s)
             self._fetches.add(fetch)
             try:
                 await self._transfer(fetch, chunks, wants, device_id)
-                if await asyncio.to_thread(part.verify_and_keep):
+                verified = asyncio.to_thread(part.verify_and_keep)
+                right, _ = await asyncio.gather(verified, self._transport.unsubscribe(chunks))
+                if right:
                     return
                 log.warning("event=digest_mismatch digest=%s device=%s", ref.digest, device_id)
             finally:
                 self._fetches.discard(fetch)
-                part.close()
+                fetch.close()
+                await self._transport.unsubscribe(chunks)
         raise ProtocolError("digest", f"{ref.digest} is not what {device_id} sent, {MAX_ATTEMPTS} times")
 
     async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str) -> None:
         if fetch.receiving.complete:
             return
-        await self._transport.subscribe(chunks, fetch.on_chunk)
-        try:
-            while not fetch.receiving.complete:
-                ranges = fetch.receiving.ask(TOTAL_ASK_BYTES - sum(f.receiving.under_way for f in self._fetches))
-                if ranges:
-                    want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges)
-                    await self._transport.publish(wants, encode(want))
-                await fetch.wait()
-        finally:
-            await self._transport.unsubscribe(chunks)
+        ask = functools.partial(self._ask, fetch, wants, device_id)
+        await asyncio.gather(self._transport.subscribe(chunks, fetch.on_chunk), ask())
+        while not fetch.receiving.complete:
+            await fetch.wait()
+            await ask()
+
+    async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
+        ranges = fetch.receiving.ask(TOTAL_ASK_BYTES - sum(f.receiving.under_way for f in self._fetches))
+        if ranges:
+            want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges)
+            await self._transport.publish(wants, encode(want))
 
     async def _reconnected(self) -> None:
         for fetch in self._fetches:
@@ -413,34 +469,42 @@ class Receiver:
 
 
 class _Fetch:
-    """One transfer in: its decisions, its file and its alarm clock."""
+    """One transfer in: its decisions, its file, the task that fills it, and its alarm clock."""
 
-    def __init__(self, ref: BlobRef, part: _Part, receiving: Receiving, stall_s: float) -> None:
+    def __init__(self, ref: BlobRef, part: _Part, stall_s: float) -> None:
         self.ref = ref
-        self.receiving = receiving
+        self.receiving = Receiving(ref.size_bytes, part.have)
         self.receiving.patience_s = stall_s
         self.progress = asyncio.Event()
         self._part = part
+        self._waiting: asyncio.Queue[_Chunk] = asyncio.Queue(HELD_CHUNKS)
+        self._writer = asyncio.create_task(self._write(), name=f"write {ref.digest}")
+        self._writer.add_done_callback(lambda _: self.progress.set())
 
     async def on_chunk(self, message: Inbound) -> None:
-        """Store a chunk; its topic ends in the byte offset."""
+        """Queue a chunk for the disk; its topic ends in the byte offset."""
         level = message.topic.rpartition("/")[2]
         if not (level.isascii() and level.isdigit() and len(level) < 16):
             raise ProtocolError("malformed", f"{level!r} is no byte offset")
         offset = int(level)
-        pieces = self.receiving.new_in(offset, len(message.payload))
-        if not pieces:
-            return
-        try:
-            await asyncio.to_thread(self._part.write, offset, message.payload, pieces)
-        except OSError as error:
-            raise StoreError(f"cannot store blob {self.ref.digest}: {error}") from error
-        for start, end in pieces:
-            self.receiving.stored(start, end)
-        self.progress.set()
+        pieces = self.receiving.arrived(offset, len(message.payload))
+        if pieces:
+            await self._waiting.put(_Chunk(offset, message.payload, pieces))
+
+    async def _write(self) -> None:
+        """Store what comes in; what came during one trip to the disk goes together on the next."""
+        while True:
+            chunks = [await self._waiting.get()]
+            while not self._waiting.empty():
+                chunks.append(self._waiting.get_nowait())
+            await asyncio.to_thread(self._part.write, chunks)
+            for chunk in chunks:
+                for start, end in chunk.pieces:
+                    self.receiving.stored(start, end)
+            self.progress.set()
 
     async def wait(self) -> None:
-        """Until something new came in, or nothing did for too long."""
+        """Until something new is safe, or nothing was for too long; raises the OSError of a write that failed."""
         try:
             async with asyncio.timeout(self.receiving.patience_s):
                 await self.progress.wait()
@@ -448,6 +512,13 @@ class _Fetch:
             log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
             self.receiving.stalled()
         self.progress.clear()
+        if self._writer.done():
+            self._writer.result()
+
+    def close(self) -> None:
+        """Let go of the file; what it holds stays for the next receiver."""
+        self._writer.cancel()
+        self._part.close()
 
 
 def _remove_old_parts(folder: BlobFolder) -> None:
@@ -455,6 +526,15 @@ def _remove_old_parts(folder: BlobFolder) -> None:
     for path in folder.path("").iterdir():
         if path.suffix in {".part", ".ranges"} and path.stat().st_mtime < oldest:
             path.unlink(missing_ok=True)
+
+
+def _remove_damaged(folder: BlobFolder) -> None:
+    for digest in tuple(folder):
+        with folder.path(digest).open("rb") as file:
+            right = hashlib.file_digest(file, "sha256").hexdigest() == digest
+        if not right:
+            log.warning("event=damaged_blob digest=%s", digest)
+            folder.remove(digest)
 
 
 # ----------------------------------------------------------------------------------------------------------- sender
@@ -471,6 +551,7 @@ class Sender:
         self._source = source
         self._sending = Sending()
         self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
         self._group = asyncio.TaskGroup()
         self._workers: list[asyncio.Task[None]] = []
 
@@ -520,23 +601,35 @@ class Sender:
 
     async def _work(self) -> None:
         while True:
-            chunk = self._sending.next(self._transport.chunk_bytes)
-            if chunk is None:
-                self._wake.clear()
-                await self._wake.wait()
-            else:
-                await self._publish(*chunk)
+            async with self._turn:  # chunks go out in the order in which they were taken
+                key, start, end = await self._next()
+                data = await self._read(key, start, end)
+            if data is not None:
+                await self._publish(key, start, data)
 
-    async def _publish(self, key: Key, start: int, end: int) -> None:
-        digest, chunks = key
-        source = self._source(digest)
+    async def _next(self) -> tuple[Key, int, int]:
+        while (chunk := self._sending.next(self._transport.chunk_bytes)) is None:
+            self._wake.clear()
+            await self._wake.wait()
+        return chunk
+
+    async def _read(self, key: Key, start: int, end: int) -> bytes | None:
         try:
-            data = await _read(source, start, end)
-            await self._transport.publish(f"{chunks.removesuffix('+')}{start}", data)
-        except (OSError, ValueError, TransportError) as error:
-            # The blob was collected meanwhile, or the broker refuses it: whoever still needs it will ask again.
-            log.warning("event=chunk_failed digest=%s offset=%d reason=%r", digest, start, str(error))
-            self._sending.drop(key)
+            return await _read(self._source(key[0]), start, end)
+        except OSError as error:
+            self._give_up(key, start, error)
+            return None
+
+    async def _publish(self, key: Key, start: int, data: bytes) -> None:
+        try:
+            await self._transport.publish(f"{key[1].removesuffix('+')}{start}", data)
+        except (ValueError, TransportError) as error:
+            self._give_up(key, start, error)
+
+    def _give_up(self, key: Key, start: int, error: Exception) -> None:
+        """The blob was collected meanwhile, or the broker refuses it: whoever still needs it will ask again."""
+        log.warning("event=chunk_failed digest=%s offset=%d reason=%r", key[0], start, str(error))
+        self._sending.drop(key)
 
 
 async def _read(source: Path | bytes | None, start: int, end: int) -> bytes:

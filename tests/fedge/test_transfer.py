@@ -30,6 +30,7 @@ from fedge.transfer import (
     Receiving,
     Sender,
     Sending,
+    _Chunk,
     _Part,
 )
 from fedge.transport import LARGE_CHUNK, Inbound
@@ -71,7 +72,7 @@ def test_any_order_loss_and_duplication_ends_in_the_right_bytes(rounds):
     receiving, got = Receiving(len(blob)), bytearray(len(blob))
 
     def arrive(start: int, end: int) -> None:
-        for low, high in receiving.new_in(start, end - start):
+        for low, high in receiving.arrived(start, end - start):
             got[low:high] = blob[low:high]
             receiving.stored(low, high)
 
@@ -92,6 +93,7 @@ def test_asks_for_a_part_and_for_more_when_half_of_it_came():
     receiving = Receiving(3 * ASK_BYTES)
     assert receiving.ask(10 * ASK_BYTES) == ((0, ASK_BYTES),)
     assert receiving.ask(10 * ASK_BYTES) == ()
+    receiving.arrived(0, ASK_BYTES // 2)
     receiving.stored(0, ASK_BYTES // 2)
     assert receiving.ask(10 * ASK_BYTES) == ((ASK_BYTES, ASK_BYTES + ASK_BYTES // 2),)
     assert receiving.under_way == ASK_BYTES
@@ -110,6 +112,7 @@ def test_after_a_stall_it_begins_with_one_chunk_and_grows_again():
     assert receiving.under_way == 0
     assert receiving.patience_s == 2 * patience
     assert receiving.ask(ASK_BYTES) == ((0, LARGE_CHUNK),)
+    receiving.arrived(0, LARGE_CHUNK)
     receiving.stored(0, LARGE_CHUNK)
     assert receiving.ask(ASK_BYTES) == ((LARGE_CHUNK, 3 * LARGE_CHUNK),)
     for _ in range(10):
@@ -130,15 +133,15 @@ def test_a_want_never_has_too_many_ranges():
 
 def test_bytes_that_are_there_are_not_new():
     receiving = Receiving(100, have=[(10, 20)])
-    assert receiving.new_in(0, 30) == [(0, 10), (20, 30)]
-    assert receiving.new_in(12, 5) == []
+    assert receiving.arrived(0, 30) == [(0, 10), (20, 30)]
+    assert receiving.arrived(12, 5) == []
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 0), (-1, 5), (96, 5), (100, 1), (2**60, 1)])
 def test_chunks_beyond_the_blob_are_refused(offset, length):
     receiving = Receiving(100)
     with pytest.raises(ProtocolError) as caught:
-        receiving.new_in(offset, length)
+        receiving.arrived(offset, length)
     assert caught.value.name == "out-of-range"
     assert receiving.missing == ((0, 100),)
 
@@ -224,16 +227,17 @@ def a_ref(data: bytes) -> BlobRef:
     return BlobRef(digest=digest_of(data), size_bytes=len(data))
 
 
-def test_partial_file_goes_on_where_it_was(tmp_path):
+@pytest.mark.parametrize("durable", [True, False])
+def test_partial_file_goes_on_where_it_was(tmp_path, durable):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
-    first = _Part(folder, a_ref(data))
-    first.write(0, data[:300], [(0, 300)])
-    first.write(500, data[500:700], [(520, 600)])
+    first = _Part(folder, a_ref(data), durable=durable)
+    first.write([_Chunk(0, data[:300], [(0, 300)])])
+    first.write([_Chunk(500, data[500:700], [(520, 600)])])
     first.close()
-    second = _Part(folder, a_ref(data))
-    assert second.have == [(0, 300), (520, 600)]
-    second.write(300, data[300:], [(300, 520), (600, 1000)])
+    second = _Part(folder, a_ref(data), durable=durable)
+    assert list(second.have) == [(0, 300), (520, 600)]
+    second.write([_Chunk(300, data[300:], [(300, 520), (600, 1000)])])
     assert second.verify_and_keep()
     second.close()
     assert folder.get(digest_of(data)) == data
@@ -246,30 +250,30 @@ def test_partial_file_goes_on_where_it_was(tmp_path):
 def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
-    first = _Part(folder, a_ref(data))
-    first.write(0, data[:300], [(0, 300)])
+    first = _Part(folder, a_ref(data), durable=True)
+    first.write([_Chunk(0, data[:300], [(0, 300)])])
     first.close()
     (tmp_path / f"{digest_of(data)}.ranges").write_bytes(torn)
-    second = _Part(folder, a_ref(data))
-    assert second.have in ([], [(0, 300)])
+    second = _Part(folder, a_ref(data), durable=True)
+    assert list(second.have) in ([], [(0, 300)])
     second.close()
 
 
 def test_record_without_its_data_is_not_believed(tmp_path):
     data = os.urandom(1000)
     (tmp_path / f"{digest_of(data)}.ranges").write_bytes(b"0 1000\n")
-    part = _Part(BlobFolder(tmp_path), a_ref(data))
-    assert part.have == []
+    part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
+    assert not part.have
     part.close()
     assert (tmp_path / f"{digest_of(data)}.ranges").read_bytes() == b""
 
 
 def test_closed_partial_file_is_left_alone(tmp_path):
     data = os.urandom(1000)
-    part = _Part(BlobFolder(tmp_path), a_ref(data))
+    part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
     part.close()
     part.close()
-    part.write(0, data, [(0, 1000)])
+    part.write([_Chunk(0, data, [(0, 1000)])])
     assert not part.verify_and_keep()
     assert digest_of(data) not in BlobFolder(tmp_path)
 
