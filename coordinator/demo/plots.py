@@ -61,9 +61,8 @@ def accuracy_by_round(background: Background) -> str:
     """Lines of validation accuracy over the rounds."""
     with _figure(2.9) as (axes, svg):
         for name, curve in background.accuracy_by_round.items():
-            axes.plot(
-                [r for r, _ in curve], [a for _, a in curve], label=METHODS[name], color=BARS[name], linewidth=1.8
-            )
+            label = background.method if name == "personalised" else METHODS[name]
+            axes.plot([r for r, _ in curve], [a for _, a in curve], label=label, color=BARS[name], linewidth=1.8)
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

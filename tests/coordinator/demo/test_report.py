@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.demo import plots
 from coordinator.demo.report import lead, render, write_report
 from tests.support.demo import a_background, an_outcome
 
@@ -36,6 +37,17 @@ def test_plots_take_their_colours_from_the_page() -> None:
     for variable in used:
         assert f"{variable}:" in light
         assert f"{variable}:" in dark
+
+
+def test_the_curve_of_the_federation_has_its_methods_name() -> None:
+    svg = plots.accuracy_by_round(a_background(method="a-method"))
+    assert ">a-method<" in svg
+    assert ">FedAvg<" in svg
+    assert ">Personalised<" not in svg
+
+
+def test_a_history_without_any_measurement_is_an_empty_plot() -> None:
+    assert "<svg" in plots.accuracy_by_round(a_background(accuracy_by_round={"personalised": [], "fedavg": []}))
 
 
 def test_what_comes_from_a_user_is_text_not_markup() -> None:
