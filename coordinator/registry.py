@@ -75,11 +75,15 @@ class Registry:
         return {i: known.status.presence for i, known in sorted(self._known.items())}
 
     def online(self) -> tuple[Device, ...]:
-        """The devices that can be asked now: online, able to train, and with a context; by ascending id."""
+        """The devices that can be asked now: online and able to train; by ascending id.
+
+        One that has not said yet how it is has no context: it may take `context_interval_s` to come, and none is needed
+        before the methods choose among devices.
+        """
         return tuple(
             Device(i, known.status.n_samples, known.context)
             for i, known in sorted(self._known.items())
-            if known.status.presence is Presence.ONLINE and known.context is not None and _trains(known.status)
+            if known.status.presence is Presence.ONLINE and _trains(known.status)
         )
 
     async def wait_for(self, n: int) -> tuple[Device, ...]:

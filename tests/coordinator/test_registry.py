@@ -28,12 +28,13 @@ def here(*ids: str) -> Registry:
     return registry
 
 
-def test_devices_are_those_online_with_a_context_by_ascending_id() -> None:
+def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known() -> None:
     registry = here("b", "a")
     registry.on_status("c", status("c"))
-    assert registry.online() == (Device("a", 5, Context(device_id="a")), Device("b", 5, Context(device_id="b")))
-    registry.on_context("c", Context(device_id="c"))
-    assert [d.id for d in registry.online()] == ["a", "b", "c"]
+    known = (Device("a", 5, Context(device_id="a")), Device("b", 5, Context(device_id="b")))
+    assert registry.online() == (*known, Device("c", 5, None))
+    registry.on_context("c", Context(device_id="c", load=0.5))
+    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5)))
 
 
 @pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
@@ -109,6 +110,4 @@ async def test_waiting_ends_when_enough_are_there() -> None:
     assert not waiting.done()
     registry.on_status("b", status("b"))
     await heard
-    assert not waiting.done()
-    registry.on_context("b", Context(device_id="b"))
     assert [d.id for d in await waiting] == ["a", "b"]
