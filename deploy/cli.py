@@ -53,6 +53,9 @@ def infer(bundle: Path, inputs: tuple[Path, ...], batch: int, repeat: int, threa
       fedge infer bundles/3 photo.png
       fedge infer bundles/3 test.npz --json
       fedge infer bundles/3 sample.npy --repeat 1000
+
+    \b
+    Exit codes: 0 done, 2 no bundle there or an input that cannot be read, 5 the bundle is not what its manifest says.
     """  # noqa: D301 - click needs the character itself
     runtime = load(bundle, threads)
     for path in inputs:

@@ -32,6 +32,10 @@ def export(homes: tuple[Path, ...], out: Path | None, *, as_json: bool) -> None:
       fedge export cam1
       fedge export cam1 --out bundle
       fedge export cam1 cam2 --out bundles --json
+
+    \b
+    Exit codes: 0 verified, 2 no bundle there or --out exists, 4 the copy cannot be written, 5 a bundle is not what its
+    manifest says.
     """  # noqa: D301 - click needs the character itself
     for home in homes:
         bundle = newest(home)

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ctypes
 import getpass
+import json
 import logging
 import os
 import shutil
@@ -255,12 +256,16 @@ def main(arguments: list[str]) -> None:
 # -------------------------------------------------------------------------------------------------- `fedge broker`
 
 
-async def _run(kind: str, host: str, port: int, home: Path | None) -> None:
+async def _run(kind: str, host: str, port: int, home: Path | None, *, as_json: bool) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with LocalBroker(kind, host=host, port=port, home=home) as running:
-        click.echo(f"{running.name} listens on {running.host}:{running.port}; Ctrl-C ends it")
+        if as_json:
+            listening = {"event": "listening", "kind": running.name, "host": running.host, "port": running.port}
+            click.echo(json.dumps(listening))
+        else:
+            click.echo(f"{running.name} listens on {running.host}:{running.port}; Ctrl-C ends it")
         stopped, ended = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(running.wait())
         await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -269,21 +274,29 @@ async def _run(kind: str, host: str, port: int, home: Path | None) -> None:
         ended.cancel()
 
 
-@click.command(
-    epilog="\b\nExamples:\n  fedge broker\n  fedge broker --host 0.0.0.0 --port 1884 --kind mosquitto --home ./broker"
-)
+@click.command()
 @click.option(
     "--kind", type=click.Choice(KINDS), default="auto", show_default=True, help="Which broker; auto: the best."
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=1883, show_default=True, help="TCP port; 0: a free one.")
 @click.option("--home", type=click.Path(path_type=Path), help="Folder for its configuration and log.")
-def broker(kind: str, host: str, port: int, home: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="One JSON object when it listens, with its kind, host and port.")
+def broker(kind: str, host: str, port: int, home: Path | None, *, as_json: bool) -> None:
     """Run a broker on this machine until Ctrl-C: Mosquitto where it is installed, otherwise amqtt.
 
     It lets everybody in who can reach the address, so keep it on this machine or on a closed network.
-    """
-    asyncio.run(_run(kind, host, port, home))
+
+    \b
+    Examples:
+      fedge broker
+      fedge broker --host 0.0.0.0 --port 1884 --kind mosquitto --home ./broker
+      fedge broker --port 0 --json
+
+    \b
+    Exit codes: 0 stopped, 2 wrong usage, 3 it does not start, or ended by itself.
+    """  # noqa: D301 - click wants the backspace character itself
+    asyncio.run(_run(kind, host, port, home, as_json=as_json))
 
 
 if __name__ == "__main__":

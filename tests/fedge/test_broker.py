@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import sys
@@ -134,6 +135,18 @@ async def test_command_runs_until_a_signal(kind, number, tmp_path):
         child.send_signal(number)
         assert await child.wait() == 0
     assert not listens("127.0.0.1", port)
+
+
+async def test_command_tells_machines_where_it_listens(tmp_path):
+    command = f"from fedge.broker import broker; broker(['--port', '0', '--home', '{tmp_path}', '--json'])"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", command, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(WAIT_S):
+        told = json.loads(await child.stdout.readline())
+        assert listens(told["host"], told["port"])
+        child.send_signal(signal.SIGTERM)
+        assert await child.wait() == 0
+    assert (told["event"], told["host"]) == ("listening", "127.0.0.1")
+    assert told["kind"] == choose("auto")
 
 
 def test_help_has_examples():

@@ -1,0 +1,66 @@
+"""The documents say what the code does: commands, refusals, messages, and links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import click
+import pytest
+from msgspec import Struct
+
+from fedge.cli import COMMANDS, command
+from fedge.messages import Action, BlobRef, Capabilities, Context, Message, Report, Result, Status, Want
+from tests.support.cli_reference import reference
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PROTOCOL = (ROOT / "docs/protocol.md").read_text()
+PRIVACY = (ROOT / "docs/privacy.md").read_text()
+
+SENT_BY_DEVICES: tuple[type[Struct], ...] = (Status, Capabilities, Context, Report, *get_args(Result), Want, BlobRef)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_examples_exit_codes_and_json(name: str) -> None:
+    found = command.get_command(click.Context(command), name)  # type: ignore[attr-defined]
+    assert "Examples:" in found.help
+    assert f"fedge {name}" in found.help
+    assert "Exit codes:" in found.help
+    assert any("--json" in parameter.opts for parameter in found.params)
+
+
+def test_the_reference_of_the_commands_is_up_to_date() -> None:
+    written = (ROOT / "docs/cli.md").read_text()
+    assert written == reference(), "make it anew: python -m tests.support.cli_reference > docs/cli.md"
+
+
+def test_every_refusal_is_in_the_protocol_and_no_other() -> None:
+    sources = [file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    raised = {name for source in sources for name in re.findall(r'ProtocolError\(\s*"([a-z-]+)"', source)}
+    table = PROTOCOL.partition("## Refusals")[2].partition("\n\nAn order")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == raised
+
+
+def test_every_message_is_in_the_protocol() -> None:
+    for kind in (*get_args(Message),):
+        assert f"| {kind.__name__} |" in PROTOCOL
+    for kind in (*get_args(Action), *get_args(Result)):
+        assert f"`{kind.__struct_config__.tag}`" in PROTOCOL
+
+
+@pytest.mark.parametrize("kind", SENT_BY_DEVICES, ids=lambda kind: kind.__name__)
+def test_every_field_that_leaves_a_device_is_in_the_privacy_document(kind: type[Struct]) -> None:
+    missing = [field for field in kind.__struct_fields__ if f"`{field}`" not in PRIVACY]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_and_named_tests_are_there(document: Path) -> None:
+    text = document.read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+        assert f"def {name}" in (ROOT / file).read_text()
