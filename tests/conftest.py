@@ -1,6 +1,12 @@
-"""Fixtures for tests that need a real broker."""
+"""One thread for all numerics, and fixtures for tests that need a real broker."""
 
 from __future__ import annotations
+
+import os
+
+# As the agent does, and before anybody imports torch or numpy: several threads on small networks mostly wait for each
+# other. Child processes inherit it.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 from collections.abc import AsyncIterator
 from pathlib import Path
