@@ -2,7 +2,9 @@
 
 Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); section numbers are those of our specification of
 it. Departures: the deadline holds for each device on its own (5.2), the kernel of two sets is the sum of the kernels of
-their devices (5.3), and no device starves (5.5).
+their devices (5.3), and no device starves (5.5). A device that failed is taken to need twice the deadline until it
+answers again: the times that were measured while it answered say nothing any more, and a fast device that falls silent
+would otherwise always be feasible. Rule 5.5 still asks it now and then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.
@@ -95,6 +97,7 @@ class State(Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...] = ()
     participations: dict[str, tuple[Participation, ...]] = {}
     last_asked: dict[str, int] = {}
+    at_least: dict[str, float] = {}  # seconds that a device which failed is taken to need, until it answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +325,7 @@ def select(state: State, arms: Sequence[Arm], settings: Settings) -> tuple[Selec
     )
     selectable = [i for i, arm in enumerate(arms) if arm.n_samples >= 1 and _can_compute(arm)]
     ids = [arms[i].id for i in selectable]
-    seconds = np.array(
-        [predicted_seconds(arms[i], full[i, 0], state.participations.get(arms[i].id, ()), settings) for i in selectable]
-    )
+    seconds = np.array([_seconds(state, arms[i], full[i, 0], settings) for i in selectable])
     m = quota(settings.quota, len(arms))
     waits = [state.round - state.last_asked.get(i, 0) for i in ids]
     late = overdue(waits, m, len(arms)) if settings.fairness and ids else []
@@ -352,6 +353,11 @@ def select(state: State, arms: Sequence[Arm], settings: Settings) -> tuple[Selec
         skipped=0 if chosen else state.skipped + 1,
         last_asked=state.last_asked | dict.fromkeys(picked, state.round),
     )
+
+
+def _seconds(state: State, arm: Arm, cpu_ghz: float, settings: Settings) -> float:
+    predicted = predicted_seconds(arm, cpu_ghz, state.participations.get(arm.id, ()), settings)
+    return max(predicted, state.at_least.get(arm.id, 0.0))
 
 
 def _can_compute(arm: Arm) -> bool:
@@ -401,9 +407,12 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome |
     """
     told = [i for i in selection.ids if i in outcomes]
     participations = dict(state.participations)
+    at_least = {i: seconds for i, seconds in state.at_least.items() if i not in told}
     for i in told:
         outcome = outcomes[i]
-        if _succeeded(outcome):
+        if not _succeeded(outcome):
+            at_least[i] = 2 * _finite(selection.deadline_s, selection.seconds[i])
+        else:
             done = Participation(
                 gradient_norm=outcome.gradient_norm,
                 loss_drop=outcome.loss_before - outcome.loss_after,
@@ -415,4 +424,9 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome |
         contexts=(*state.contexts, *(selection.contexts[i] for i in told))[-settings.history :],
         rewards=(*state.rewards, *(reward(outcomes[i]) for i in told))[-settings.history :],
         participations=participations,
+        at_least=at_least,
     )
+
+
+def _finite(deadline_s: float | None, otherwise: float) -> float:
+    return otherwise if deadline_s is None or math.isinf(deadline_s) else deadline_s

@@ -346,7 +346,7 @@ def test_rewards_are_clipped_and_failures_cost():
 
 
 def test_observe_records_raw_contexts_rewards_and_a_window():
-    rules = Settings(quota=1.0, window=2, history=3, deadline_s=1e9)
+    rules = Settings(quota=1.0, window=2, history=3, deadline_s=math.inf)
     state = State()
     for k in range(3):
         selection, state = ccmab.select(state, arms(2), rules)
@@ -356,6 +356,22 @@ def test_observe_records_raw_contexts_rewards_and_a_window():
     assert [p.loss_drop for p in state.participations["d00"]] == pytest.approx([0.2, 0.3])
     assert "d01" not in state.participations
     assert state.contexts[0][0] == 2.0  # raw GHz of d01
+
+
+def test_a_fast_device_that_falls_silent_is_only_asked_as_overdue_until_it_answers():
+    rules = Settings(quota=0.5)
+    state = State()
+    for _ in range(4):  # d05 computes fastest and is always feasible
+        selection, state = play(state, arms(6), rules, lambda _: 0.1)
+    while not state.at_least:
+        selection, state = play(state, arms(6), rules, lambda i: None if i == "d05" else 0.1)
+    assert state.at_least == {"d05": 2 * selection.deadline_s}
+    for _ in range(20):
+        selection, state = play(state, arms(6), rules, lambda i: None if i == "d05" else 0.1)
+        assert ("d05" in selection.ids) == ("d05" in selection.overdue)
+    while state.at_least:
+        selection, state = play(state, arms(6), rules, lambda _: 0.1)
+    assert "d05" in selection.ids
 
 
 def test_a_device_that_declined_teaches_nothing():

@@ -1,0 +1,47 @@
+"""A device that stops answering: rounds close at the deadline, the others count, and it is chosen less and less."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from statistics import mean
+
+from coordinator.methods.fedge import FedgeState
+from fedge.broker import LocalBroker
+from tests.support.federation import Federation
+
+DEVICES = ("cam0", "cam1", "cam2", "cam3", "cam4")
+BEFORE, AFTER = 12, 24
+DEADLINE_S = 2
+FLAGS = {"method": "fedge", "rounds": 100, "participation": 0.5}
+
+
+async def test_others_go_on_without_it(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        agents = await federation.agents()
+        coordinator = await federation.coordinator(**FLAGS)
+        await coordinator.said("round_done", round=BEFORE)
+        coordinator.send(signal.SIGTERM)
+        assert await coordinator.ended() == 130
+
+        agents["cam0"].send(signal.SIGSTOP)  # the broker still thinks that it is there
+        coordinator = await federation.coordinator(**FLAGS, deadline_s=DEADLINE_S)
+        await coordinator.said("round_done", round=AFTER)
+        coordinator.send(signal.SIGTERM)
+        assert await coordinator.ended() == 130
+
+        asked = federation.rows(
+            "SELECT device_id, count(*), sum(status = 'accepted'), sum(status = 'expired') FROM orders"
+            f" WHERE step = 'train' AND round BETWEEN {BEFORE + 1} AND {AFTER} GROUP BY device_id ORDER BY device_id"
+        )
+        (silent, n_silent, *what_came), *others = asked
+        assert (silent, what_came) == ("cam0", [0, n_silent])
+        assert all(n_accepted == n for _, n, n_accepted, _ in others), "the others answer, and count"
+        assert 0 < n_silent < mean(n for _, n, *_ in others) / 2
+        took = federation.rows(
+            "SELECT done_at - begun_at, max(o.device_id = 'cam0') FROM rounds JOIN orders o USING (round)"
+            f" WHERE round BETWEEN {BEFORE + 1} AND {AFTER} GROUP BY round"
+        )
+        assert all(seconds >= DEADLINE_S for seconds, with_silent in took if with_silent)
+        history = federation.state(FedgeState).history
+        assert sum(line.asked - line.answered for line in history[BEFORE:AFTER]) == n_silent
