@@ -18,7 +18,7 @@ import click
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
 from fedge.config import resolve, settings_options
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, TransportError
 from fedge.messages import Status, decode
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
@@ -28,6 +28,8 @@ from fedge.transport import BrokerSettings, Inbound, Transport, parse_address
 INTERRUPTED: Final = 130
 QUIET_S: Final = 1.0
 """A broker that has said nothing for so long has told all that it retains."""
+REACH_S: Final = 15.0
+"""Somebody who asks for the status waits no longer for a broker; a broker without MQTT 5 needs 2 s more than others."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -109,12 +111,13 @@ class Progress:
         number, rounds = summary["round"], summary["rounds"]
         done = max(number - (self._first_round or 1) + 1, 1)
         left_s = (time.monotonic() - self._began) / done * max(rounds - number, 0)
-        accuracy = summary["history"][-1]["accuracy"] if summary["history"] else None
-        shown = "-" if accuracy is None else f"{accuracy:.3f}"
+        last = summary["history"][-1] if summary["history"] else {"accuracy": None, "answered": 0, "asked": 0}
+        devices = f"{last['answered']} of {last['asked']} devices"
+        shown = "-" if last["accuracy"] is None else f"{last['accuracy']:.3f}"
         traffic = f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
         if summary["done"]:
             return f"done: {len(summary['installed'])} bundles installed, {traffic}, {summary['wall_s']:.0f} s"
-        return f"round {number}/{rounds}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"
+        return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"
 
     def _line(self, text: str) -> None:
         click.echo(("\r\x1b[2K" if self._live else "") + text, err=True)
@@ -142,7 +145,7 @@ def status(home: Path | None, broker: str | None, federation: str | None, as_jso
       fedge status --broker localhost:1883 --federation shop
 
     \b
-    Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us.
+    Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us or cannot be reached.
     """  # noqa: D301 - click wants the backspace character itself
     if (home is None) == (broker is None) or (broker is None) != (federation is None):
         raise click.UsageError("give either --home, or --broker and --federation")
@@ -190,7 +193,7 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
     """Presence of each device as the broker retains it.
 
     Raises:
-        TransportError: the broker refused us for good.
+        TransportError: the broker refused us for good, or cannot be reached.
     """
     found: dict[str, str] = {}
     news = asyncio.Event()
@@ -203,7 +206,12 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
 
     transport = Transport(broker, f"{federation}-status-{uuid.uuid4().hex[:8]}")
     await transport.subscribe(topics.agent("+", "status"), note)
-    async with transport:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(REACH_S):
+                await stack.enter_async_context(transport)
+        except TimeoutError:
+            raise TransportError(f"the broker at {broker.host}:{broker.port} cannot be reached") from None
         with contextlib.suppress(TimeoutError):
             while True:  # retained messages come at once after the subscription
                 async with asyncio.timeout(QUIET_S):

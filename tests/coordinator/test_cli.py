@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from coordinator import service
+from coordinator import cli, service
 from coordinator.cli import Progress, coordinator, look, status
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.methods import RoundSummary, make
@@ -25,10 +25,11 @@ from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, write_summary
 from coordinator.store import Store
 from fedge.broker import LocalBroker
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, TransportError
 from fedge.messages import BlobRef
 from fedge.tasks import task_spec
 from fedge.tensors import Model
+from fedge.transport import BrokerSettings
 from tests.support.broker import settings as broker_settings
 from tests.support.device import LAYOUT, TASK, RawDevice
 
@@ -103,13 +104,19 @@ async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_
     assert json.loads(said.stdout) == {"federation": "f", "devices": {"cam1": "online"}}
 
 
+async def test_status_of_a_broker_that_is_not_there_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "REACH_S", 0.5)
+    with pytest.raises(TransportError, match="cannot be reached"):
+        await look(BrokerSettings("127.0.0.1", 1), "f")
+
+
 # ----------------------------------------------------------------------------------------------------------- progress
 
 
 def summary(**changes: Any) -> dict[str, Any]:
     values = {
         "round": 2, "rounds": 4, "done": False, "bytes_up": 1_500_000, "bytes_down": 500_000, "wall_s": 12.0,
-        "history": [{"accuracy": 0.75}], "installed": {},
+        "history": [{"accuracy": 0.75, "asked": 3, "answered": 2}], "installed": {},
     }  # fmt: skip
     return values | changes
 
@@ -126,7 +133,7 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     out, said = capsys.readouterr()
     assert out == ""
     assert "waiting until 3 devices are there" in said
-    assert "round 2/4  validation accuracy 0.750  1.50 MB up, 0.50 MB down  about" in said
+    assert "round 2/4  2 of 3 devices  validation accuracy 0.750  1.50 MB up, 0.50 MB down  about" in said
     assert "done: 1 bundles installed" in said
     assert ("\r" in said) == live  # redrawn in place
     assert live or said.count("\n") == 3

@@ -104,6 +104,16 @@ async def test_turned_cameras_are_split_into_their_groups_and_label_skew_is_not(
     assert state.experts == ()
 
 
+@pytest.mark.parametrize("alpha", [100.0, 1.0, 0.5, 0.3, 0.1])
+async def test_devices_without_groups_are_not_split_whatever_their_label_skew(tmp_path, alpha) -> None:
+    settings = MethodSettings(rounds=30)
+    for seed in range(3):
+        fleet, layout, first, _ = digits(tmp_path / str(seed), n=12, how="dirichlet", alpha=alpha, seed=seed)
+        state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
+        assert state.trial is not None
+        assert not state.trial.split
+
+
 async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:
     settings = MethodSettings(rounds=10)
     fleet, layout, first, _ = digits(tmp_path, n=3)
