@@ -124,7 +124,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who the agent is and what it has. n_shared: training samples not marked sensitive; how many are is told nobody."""
+    """Who the agent is and what it has. n_shared: training samples not marked sensitive; nobody learns how many are."""
 
     device_id: str
     federation: str
