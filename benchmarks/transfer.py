@@ -1,17 +1,24 @@
 """MB/s of a model between agent and coordinator, against paho's own publish -> subscribe ceiling.
 
-Three processes on one machine, Mosquitto between them. Each repetition runs all cases one after the other, so that a
-busy machine hits them alike:
+Processes on one machine, Mosquitto between them, a new model for each repetition as in a federation. Each repetition
+runs all cases one after the other, in an order drawn anew, so that a busy machine hits them alike:
 
     ceiling   paho with its own thread publishes chunks from memory (QoS 1, same chunk size, window 8, tuned malloc); a
               paho subscriber counts the bytes and throws them away
-    kept      the same, but the subscriber does what anybody must who keeps bytes: write them to a new file, SHA-256,
-              fsync, rename. The step from `ceiling` to `kept` is the machine's, not the protocol's
-    down      coordinator -> agent: fedge.transfer from file to file, with Want, SHA-256, fsync and rename
-    up        agent -> coordinator: the same the other way
+    kept      the same, but the subscriber does what anybody must who keeps a model: write it to a new file, SHA-256,
+              rename. What `down` could reach at best
+    durable   the same with fsync of file and folder. What `up` could reach at best
+    down      coordinator -> agent: fedge.transfer from file to file, with Want, SHA-256 and rename
+    up        agent -> coordinator: the same the other way, and durable, because an Ack follows
 
-Floor of the method: one run takes 1 ms (1.6 MB) to 40 ms (45 MB), so single values scatter; read the medians. The
-ceiling's clock runs from the first publish to the last byte, ours from `fetch` to the verified file.
+The columns: MB/s (median and range), median of the ratios within a repetition, and the CPU time of broker, sender and
+receiver together. Where all cores are busy - three processes on two cores - rate is one over CPU time, so the CPU
+time of the ceiling divided by that of a case is the share that the case can reach.
+
+Floor of the method: one run takes 2 ms (1.6 MB) to 50 ms (45 MB), so single values scatter; read the medians. The
+ceiling's clock runs from the first publish to the last byte, ours from `fetch` to the verified file: for a small model
+the way of the Want counts as well. Pages that a virtual machine touches for the first time cost ten times those that
+it has used before; both kinds occur in all cases that keep.
 
 Run: python benchmarks/transfer.py [--repeat 15] [--json FILE]
 """
@@ -24,6 +31,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import tempfile
 import threading
@@ -42,7 +50,8 @@ from fedge.transfer import Receiver, Sender
 from fedge.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport, tune_malloc
 
 SIZES = {"1.6 MB": 1_607_104, "45 MB": 45_000_000}
-CASES = ("ceiling", "kept", "down", "up")
+CASES = ("ceiling", "kept", "durable", "down", "up")
+REFERENCES = {"kept": ("ceiling",), "durable": ("ceiling",), "down": ("ceiling", "kept"), "up": ("ceiling", "durable")}
 TOPICS = Topics("benchmark")
 
 
@@ -59,24 +68,28 @@ def paho_client(port: int, name: str) -> paho.Client:
 class Kept:
     """A new file that is hashed as it grows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool) -> None:
         self.path = path
+        self.durable = durable
         self.file = path.with_suffix(".part").open("wb", buffering=0)
         self.hasher = hashlib.sha256()
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes | bytearray) -> None:
         self.file.write(data)
         self.hasher.update(data)
 
     def end(self) -> None:
-        os.fsync(self.file.fileno())
+        self.hasher.hexdigest()
+        if self.durable:
+            os.fsync(self.file.fileno())
         self.file.close()
         self.path.with_suffix(".part").replace(self.path)
-        sync_folder(self.path.parent)
+        if self.durable:
+            sync_folder(self.path.parent)
 
 
 def ceiling_subscriber(port: int, home: str, pipe: Connection) -> None:
-    """Told (size, whether to keep), answers ready; sends the time when that many bytes have come."""
+    """Told (size, case), answers ready; sends the time when that many bytes have come, and are kept."""
     tune_malloc()
     left = 0
     kept: Kept | None = None
@@ -101,18 +114,20 @@ def ceiling_subscriber(port: int, home: str, pipe: Connection) -> None:
     path = Path(home) / "kept"
     while (order := pipe.recv()) is not None:
         path.unlink(missing_ok=True)
-        left, kept = order[0], Kept(path) if order[1] else None
+        left, kept = order[0], None if order[1] == "ceiling" else Kept(path, durable=order[1] == "durable")
         pipe.send("ready")
     client.loop_stop()
 
 
 def ceiling_publisher(port: int, pipe: Connection) -> None:
-    """Told a size, publishes that much and sends the time when it began."""
+    """Told a size, answers ready; told to go, publishes that much and sends the time when it began."""
     tune_malloc()
     client = paho_client(port, "ceiling-publisher")
     client.loop_start()
     while (size := pipe.recv()) is not None:
         data = os.urandom(size)
+        pipe.send("ready")
+        pipe.recv()
         began = time.monotonic()
         infos = [
             client.publish(f"ceiling/{start}", data[start : start + LARGE_CHUNK], qos=1)
@@ -127,15 +142,15 @@ def ceiling_publisher(port: int, pipe: Connection) -> None:
 # ------------------------------------------------------------------------------------------------------- ours
 
 
-def peer(port: int, home: str, name: str, other: str, pipe: Connection) -> None:
+def peer(port: int, home: str, name: str, other: str, durable: bool, pipe: Connection) -> None:
     """A coordinator or an agent: ("make", size) -> ref; ("fetch", ref) -> seconds."""
-    asyncio.run(run_peer(port, Path(home), name, other, pipe))
+    asyncio.run(run_peer(port, Path(home), name, other, durable, pipe))
 
 
-async def run_peer(port: int, home: Path, name: str, other: str, pipe: Connection) -> None:
+async def run_peer(port: int, home: Path, name: str, other: str, durable: bool, pipe: Connection) -> None:
     folder = BlobFolder(home / name)
     transport = Transport(BrokerSettings("127.0.0.1", port), name)
-    receiver = Receiver(transport, folder)
+    receiver = Receiver(transport, folder, durable=durable)
     async with transport, Sender(transport, folder.path) as sender:
 
         async def on_want(message: object) -> None:
@@ -175,6 +190,8 @@ class Child:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)  # type: ignore[arg-type]
         self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
 
     def ask(self, request: object) -> object:
         self.pipe.send(request)
@@ -185,36 +202,109 @@ class Child:
         self.process.join(10)
 
 
-def measure(port: int, home: str, repeat: int) -> dict[str, dict[str, list[float]]]:
-    subscriber, publisher = Child(ceiling_subscriber, port, home), Child(ceiling_publisher, port)
-    coordinator = Child(peer, port, home, "coordinator", "agent")
-    agent = Child(peer, port, home, "agent", "coordinator")
-    assert coordinator.pipe.recv() == agent.pipe.recv() == "ready"
-    rates: dict[str, dict[str, list[float]]] = {name: {case: [] for case in CASES} for name in SIZES}
+def cpu_s(*pids: int) -> float:
+    """CPU time that all threads of these processes have used (Linux)."""
+    threads = (path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
+
+
+class Bench:
+    """Broker, a pair of processes for the ceiling, and a pair of peers."""
+
+    def __init__(self, broker: LocalBroker, home: str) -> None:
+        assert broker.pid is not None
+        self.broker_pid = broker.pid
+        self.subscriber = Child(ceiling_subscriber, broker.port, home)
+        self.publisher = Child(ceiling_publisher, broker.port)
+        self.coordinator = Child(peer, broker.port, home, "coordinator", "agent", True)
+        self.agent = Child(peer, broker.port, home, "agent", "coordinator", False)
+        assert self.coordinator.pipe.recv() == self.agent.pipe.recv() == "ready"
+
+    def seconds(self, case: str, size: int) -> tuple[float, float]:
+        """Wall and CPU time of one transfer."""
+        if case == "down":
+            return self._fetch(self.coordinator, self.agent, size)
+        if case == "up":
+            return self._fetch(self.agent, self.coordinator, size)
+        self.subscriber.ask((size, case))
+        self.publisher.ask(size)
+        pids = (self.broker_pid, self.publisher.pid, self.subscriber.pid)
+        before = cpu_s(*pids)
+        began = float(self.publisher.ask("go"))  # type: ignore[arg-type]
+        wall = float(self.subscriber.pipe.recv()) - began
+        return wall, cpu_s(*pids) - before
+
+    def _fetch(self, source: Child, target: Child, size: int) -> tuple[float, float]:
+        ref = source.ask(("make", size))
+        pids = (self.broker_pid, source.pid, target.pid)
+        before = cpu_s(*pids)
+        wall = float(target.ask(("fetch", ref)))  # type: ignore[arg-type]
+        cpu = cpu_s(*pids) - before
+        for child in (source, target):
+            child.ask(("remove", ref))
+        return wall, cpu
+
+    def end(self) -> None:
+        for child in (self.subscriber, self.publisher, self.coordinator, self.agent):
+            child.end()
+
+
+Figures = dict[str, dict[str, list[float]]]
+"""case -> "mb_per_s" and "cpu_ms_per_mb", one value for each repetition."""
+
+
+def measure(bench: Bench, repeat: int) -> dict[str, Figures]:
+    figures: dict[str, Figures] = {
+        name: {case: {"mb_per_s": [], "cpu_ms_per_mb": []} for case in CASES} for name in SIZES
+    }
+    shuffle = random.Random(0)
     for repetition in range(repeat + 1):
         for name, size in SIZES.items():
-            seconds = {}
-            for case, keep in (("ceiling", False), ("kept", True)):
-                subscriber.ask((size, keep))
-                began = publisher.ask(size)
-                seconds[case] = float(subscriber.pipe.recv()) - float(began)  # type: ignore[arg-type]
-            for case, source, target in (("down", coordinator, agent), ("up", agent, coordinator)):
-                ref = source.ask(("make", size))
-                seconds[case] = float(target.ask(("fetch", ref)))  # type: ignore[arg-type]
-                source.ask(("remove", ref))
-                target.ask(("remove", ref))
-            if repetition > 0:  # the first warms up
-                for case, value in seconds.items():
-                    rates[name][case].append(size / value / 1e6)
-    for child in (subscriber, publisher, coordinator, agent):
-        child.end()
-    return rates
+            for case in shuffle.sample(CASES, len(CASES)):  # each leaves the next its warm or cold memory
+                wall, cpu = bench.seconds(case, size)
+                if repetition > 0:  # the first warms up
+                    figures[name][case]["mb_per_s"].append(size / wall / 1e6)
+                    figures[name][case]["cpu_ms_per_mb"].append(cpu * 1e9 / size)
+    bench.end()
+    return figures
 
 
-async def run(repeat: int) -> dict[str, dict[str, list[float]]]:
+async def run(repeat: int) -> dict[str, Figures]:
     with tempfile.TemporaryDirectory() as home:
         async with LocalBroker("mosquitto") as broker:
-            return await asyncio.to_thread(measure, broker.port, home, repeat)
+            return await asyncio.to_thread(lambda: measure(Bench(broker, home), repeat))
+
+
+def summary(figures: Figures) -> dict[str, dict[str, object]]:
+    """Medians and ratios of each case."""
+    ceiling_cpu = statistics.median(figures["ceiling"]["cpu_ms_per_mb"])
+    result: dict[str, dict[str, object]] = {}
+    for case, values in figures.items():
+        cpu = statistics.median(values["cpu_ms_per_mb"])
+        result[case] = {
+            "median_mb_per_s": statistics.median(values["mb_per_s"]),
+            "median_cpu_ms_per_mb": cpu,
+            "share_by_cpu": ceiling_cpu / cpu,
+        }
+        for other in REFERENCES.get(case, ()):
+            pairs = zip(values["mb_per_s"], figures[other]["mb_per_s"], strict=True)
+            result[case][f"of_{other}"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return result
+
+
+def table(name: str, figures: Figures, result: dict[str, dict[str, object]]) -> str:
+    heads = ("MB/s", "(range)", "of ceiling", "of its floor", "CPU ms/MB", "share by CPU")
+    lines = ["{:8} {:>6} {:>12} {:>11} {:>13} {:>10} {:>13}".format(name, *heads)]
+    for case in CASES:
+        rates, row = figures[case]["mb_per_s"], result[case]
+        spread = f"({min(rates):.0f}-{max(rates):.0f})"
+        ratios = [f"{row[f'of_{other}']:.2f}" for other in REFERENCES.get(case, ())]
+        of_ceiling, of_floor = (*ratios, "", "")[:2]
+        lines.append(
+            f"{case:8} {row['median_mb_per_s']:6.0f} {spread:>12} {of_ceiling:>11} {of_floor:>13}"
+            f" {row['median_cpu_ms_per_mb']:10.2f} {row['share_by_cpu']:13.2f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -222,20 +312,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15, help="repetitions that count (default 15)")
     parser.add_argument("--json", type=Path, help="write all values to this file")
     options = parser.parse_args()
-    rates = asyncio.run(run(options.repeat))
-    result = {}
-    for size, cases in rates.items():
-        medians = {case: statistics.median(values) for case, values in cases.items()}
-        ratios = {case: {of: medians[case] / medians[of] for of in ("ceiling", "kept")} for case in ("down", "up")}
-        result[size] = {"mb_per_s": cases, "median_mb_per_s": medians, "ratio": ratios}
-        print(f"{size}: median MB/s (range)")
-        for case in CASES:
-            line = f"  {case:8} {medians[case]:6.0f} ({min(cases[case]):.0f}-{max(cases[case]):.0f})"
-            for of, ratio in ratios.get(case, {}).items():
-                line += f"   {ratio:.2f} of {of}"
-            print(line)
+    measured = asyncio.run(run(options.repeat))
+    result = {name: summary(figures) for name, figures in measured.items()}
+    print("\n\n".join(table(name, figures, result[name]) for name, figures in measured.items()))
+    print("\nfloor: of down, kept; of up, durable (python benchmarks/transfer.py --help)")
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        document = {name: {"values": measured[name], "summary": result[name]} for name in measured}
+        options.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
