@@ -87,7 +87,7 @@ class Running:
 
     def refused(self) -> dict[str, int]:
         """How often the log has which refusal."""
-        names = re.findall(r"event=refused name=(\S+)", self.log.read_text())
+        names = re.findall(r"event=refused .*?name=(\S+)", self.log.read_text())
         return {name: names.count(name) for name in names}
 
     def send(self, number: signal.Signals) -> None:

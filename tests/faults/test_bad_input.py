@@ -1,0 +1,218 @@
+"""A member of the federation that sends what the contract does not allow: refused by name, and without effect.
+
+Real processes; the member behaves in between, so that the others' rounds go on. What it did must leave no trace but the
+log lines, the counters and its own rejected orders: the model is that of a run without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from coordinator.methods.fedavg import FedAvgState
+from fedge.broker import LocalBroker
+from fedge.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Ack,
+    BlobRef,
+    Codec,
+    Context,
+    Declined,
+    Order,
+    Presence,
+    Profiled,
+    Report,
+    Result,
+    Status,
+    Want,
+    encode,
+)
+from fedge.tensors import digest_of, from_bytes, to_bytes
+from fedge.transport import Inbound
+from tests.support.device import RawDevice, trained
+from tests.support.federation import Federation, Running, same, settings, until
+
+HONEST = ("cam0", "cam1")
+ME = "mallory"
+ACK = Ack(order_id="o", device_id=ME, accepted=True)
+CONTEXT = Context(device_id=ME)
+UNKNOWN = Want(device_id=ME, digest="0" * 64, ranges=((0, 1),))
+
+
+class Mallory(RawDevice):
+    """Also says how often the coordinator wanted bytes."""
+
+    wants = 0
+
+    async def order_of(self, round_number: int, step: str) -> Order:
+        found: Callable[[Order], bool] = lambda o: (o.round, o.step) == (round_number, step)  # noqa: E731
+        await self._until(lambda: any(map(found, self.orders)))
+        return next(filter(found, self.orders))
+
+    async def wanted(self) -> None:
+        await self._until(lambda: self.wants > 0)
+
+    async def _on_want(self, inbound: Inbound) -> None:
+        async with self._news:
+            self.wants += 1
+            self._news.notify_all()
+        await super()._on_want(inbound)
+
+
+def raw(message: object, version: int = PROTOCOL_VERSION) -> bytes:
+    """As `encode`, without its checks."""
+    return msgspec.msgpack.encode((version, message))
+
+
+def status(**changes: object) -> Status:
+    values = {"device_id": ME, "incarnation": "1", "presence": Presence.ONLINE, "task_fingerprint": "0"}
+    return Status(**(values | changes))  # type: ignore[arg-type]
+
+
+def bad_messages(order: Order, others: bytes) -> list[tuple[str, str, bytes]]:
+    """(topic, refusal, payload) for each topic that the coordinator reads. `others`: the accepted report of cam0."""
+    report = Report(order_id=order.id, device_id=ME, seconds=0.0, result=Declined(reason="no"))
+    changed = msgspec.structs.replace
+    model = order.action.starts[0].model  # type: ignore[union-attr]
+    good = {"status": status(), "context": CONTEXT, "reports": report, "wants": UNKNOWN}
+    everywhere = [
+        *((leaf, "malformed", b"\xc1 no message") for leaf in good),
+        *((leaf, "malformed", encode(message)[:-1]) for leaf, message in good.items()),
+        *((leaf, "version", raw(message, 99)) for leaf, message in good.items()),
+        *((leaf, "oversized", bytes(MAX_MESSAGE_BYTES + 1)) for leaf in good),
+        *((leaf, "unexpected-type", encode(ACK)) for leaf in good),
+        *((leaf, "foreign-id", encode(changed(message, device_id="cam0"))) for leaf, message in good.items()),
+    ]
+    return [
+        *everywhere,
+        ("status", "task-mismatch", encode(status())),
+        ("context", "not-finite", raw(Context(device_id=ME, temperature_c=math.nan))),
+        ("context", "not-finite", raw(Context(device_id=ME, temperature_c=-math.inf))),
+        ("reports", "not-finite", raw(changed(report, seconds=math.inf))),
+        ("reports", "unknown-order", encode(changed(report, order_id="another.1.train.mallory"))),
+        ("reports", "foreign-id", encode(changed(report, order_id=order.id.replace(ME, "cam0")))),
+        ("../cam0/reports", "replayed-report", raw(msgspec.msgpack.decode(others, type=Report))),
+        ("wants", "unknown-blob", encode(UNKNOWN)),
+        ("wants", "out-of-range", encode(changed(UNKNOWN, digest=model.digest, ranges=((0, model.size_bytes + 1),)))),
+    ]
+
+
+def bad_results(mallory: RawDevice, model: bytes) -> list[tuple[str, Result]]:
+    """(refusal, result of a training order); one for each round."""
+    tensors = from_bytes(model)
+    name = next(iter(tensors))
+
+    def update(data: bytes) -> Result:
+        return trained(mallory.serves(data, Codec.FLOAT32))
+
+    def with_first(change: Callable[[np.ndarray], np.ndarray]) -> Result:
+        return update(to_bytes(tensors | {name: change(tensors[name])}))
+
+    right = to_bytes(tensors)
+    wrong_digest = digest_of(b"of something else")
+    mallory.blobs[wrong_digest] = right
+    return [
+        ("digest", trained(BlobRef(digest=wrong_digest, size_bytes=len(right)))),
+        ("wrong-result", Profiled(profile=(0.5,), n_samples=3)),
+        ("no-samples", trained(mallory.serves(right, Codec.FLOAT32), n_samples=0)),
+        ("not-finite", with_first(lambda t: np.full_like(t, np.nan))),
+        ("layout", with_first(lambda t: t[None])),
+        ("layout", with_first(lambda t: t.astype(np.float64))),
+        ("malformed", update(b"no tensors")),
+        ("oversized", trained(BlobRef(digest="1" * 64, size_bytes=2**40))),
+    ]
+
+
+async def bother_agent(mallory: RawDevice, cam0: Running, order: Order) -> None:
+    """The topics that an agent reads, one after the other: it refuses by name."""
+    orders, acks = mallory.topics.agent("cam0", "orders"), mallory.topics.agent("cam0", "acks")
+    wants = mallory.topics.coordinator_wants("cam0")
+    mine = msgspec.structs.replace(order, device_id="cam0")
+    for topic, payload in (
+        *((topic, b"\xc1 no message") for topic in (orders, acks, wants)),
+        *((topic, raw(ACK, 99)) for topic in (orders, acks, wants)),
+        *((topic, bytes(MAX_MESSAGE_BYTES + 1)) for topic in (orders, acks, wants)),
+        *((topic, encode(CONTEXT)) for topic in (orders, acks, wants)),
+        (orders, encode(order)),
+        (acks, encode(ACK)),
+        (wants, encode(UNKNOWN)),
+        (orders, encode(msgspec.structs.replace(mine, id="old", deadline=1.0))),
+        (acks, encode(msgspec.structs.replace(ACK, device_id="cam0"))),
+        (wants, encode(msgspec.structs.replace(UNKNOWN, device_id="cam0"))),
+    ):
+        await mallory.transport.publish(topic, payload)
+    threes = dict.fromkeys(("malformed", "version", "oversized", "unexpected-type", "foreign-id"), 3)
+    await until(lambda: cam0.refused() == {**threes, "expired": 1, "unknown-order": 1, "unknown-blob": 1})
+
+
+async def garbage_chunks(mallory: Mallory, coordinator: Running, digest: str) -> None:
+    """While the coordinator fetches from us: chunks at no offset, and beyond the end."""
+    await mallory.wanted()
+    for offset in ("x", "-1", str(10**12)):
+        await mallory.transport.publish(mallory.topics.update_chunk(ME, digest, offset), b"garbage")
+    await until(lambda: coordinator.log.read_text().count(f"/blobs/{digest}/") >= 3)
+
+
+async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    async with Federation(mosquitto, tmp_path, devices=HONEST) as federation:
+        agents = await federation.agents()
+        rounds = len(bad_results(RawDevice(mosquitto, "x", tmp_path), to_bytes({"w": np.zeros(1, np.float32)})))
+        flags = {"method": "fedavg", "rounds": rounds, "devices": 3, "codec": Codec.FLOAT32}
+        coordinator = await federation.coordinator(**flags)
+        await coordinator.logged("event=connected")
+        async with Mallory(mosquitto, ME, tmp_path) as mallory:
+            refused = Counter({"task-mismatch": 1, "unknown-device": 1})  # it began with another task
+            await mallory.appear(task=federation.task)
+
+            order = await mallory.order_of(1, "train")
+            await until(lambda: len(federation.accepted()) == 2)
+            before = federation.rows("SELECT * FROM orders"), federation.rows("SELECT * FROM states")
+            (cam0,) = [report for order_id, report in federation.accepted().items() if order_id.endswith("cam0")]
+            for leaf, name, payload in bad_messages(order, cam0):
+                await mallory.transport.publish(topic(mallory, leaf), payload)
+                refused[name] += 1
+            await bother_agent(mallory, agents["cam0"], order)
+            await until(lambda: coordinator.refused() == refused)
+            assert before == (federation.rows("SELECT * FROM orders"), federation.rows("SELECT * FROM states"))
+
+            model = await mallory.fetch(order.action.starts[0].model)  # type: ignore[union-attr]
+            for number, (name, result) in enumerate(bad_results(mallory, model), start=1):
+                order = await mallory.order_of(number, "train")
+                if name == "digest":
+                    digest = result.update.digest  # type: ignore[union-attr]
+                    lies = mallory.blobs.pop(digest)
+                    await mallory.report(order, result)
+                    await garbage_chunks(mallory, coordinator, digest)
+                    mallory.blobs[digest] = lies
+                else:
+                    await mallory.report(order, result)
+                ack = await mallory.ack(order.id)
+                assert (ack.accepted, ack.reason.split(":")[0]) == (False, name)
+                refused[name] += 1
+            await mallory.report(await mallory.order_of(rounds + 1, "install"), Declined(reason="no"))
+            assert await coordinator.ended() == 0
+
+        counted = dict(federation.rows("SELECT substr(name, 9), value FROM counters WHERE name LIKE 'refused.%'"))
+        assert counted == refused
+        assert federation.rows(
+            "SELECT status, count(*) FROM orders WHERE step = 'train' GROUP BY device_id, status"
+        ) == [
+            ("accepted", rounds),
+            ("accepted", rounds),
+            ("rejected", rounds),
+        ]
+        state = federation.state(FedAvgState)
+        history = tuple(msgspec.structs.replace(line, asked=line.asked - 1) for line in state.history)
+        expected = await federation.undisturbed("fedavg", settings(rounds, codec=Codec.FLOAT32))
+        assert same(msgspec.structs.replace(state, history=history), expected)
+
+
+def topic(mallory: RawDevice, leaf: str) -> str:
+    """One of its own topics, or "../{id}/{leaf}": another device's."""
+    return mallory.topics.agent("cam0", "reports") if leaf.startswith("..") else mallory.topics.agent(ME, leaf)
