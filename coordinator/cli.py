@@ -38,18 +38,20 @@ REACH_S: Final = 15.0
 def coordinator(config: Path | None, as_json: bool, **flags: object) -> int:
     """Run a federation to its end, from where it is.
 
-    Killed at any moment and started again with the same --home it goes on where it was.
+    Killed at any moment and started again with the same --home it goes on where it was. It describes the task in
+    HOME/task.json, for devices that cannot know it from their own data; samples that --data names are not trained on.
 
     \b
     Examples:
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task digits --devices 12
+      fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
       fedge coordinator --config edge_server.toml --rounds 50 --json
 
     \b
     Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
-    task = task_spec(settings.task)
+    task = task_spec(settings.task, settings.data)
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
         finished = asyncio.run(_until_stopped(settings, task, store, observe))
     return 0 if finished else INTERRUPTED

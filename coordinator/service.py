@@ -27,6 +27,7 @@ from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
 from fedge.messages import BlobRef, Codec, Sgd, blobs_of
 from fedge.task import TaskSpec
+from fedge.tasks import write_task
 from fedge.tensors import Layout, unflatten
 from fedge.transport import BrokerSettings, parse_address
 
@@ -43,7 +44,13 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
         str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation.")
     ]
     home: Annotated[Path, Meta(description="Folder of the durable state. One coordinator each.")]
-    task: Annotated[str, Meta(description="digits, mnist, fashion-mnist, a .json, or package.module:Class.")]
+    task: Annotated[
+        str,
+        Meta(description="digits, mnist, fashion-mnist, image-folder, arrays, a .json, or package.module:Class."),
+    ]
+    data: (
+        Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
+    ) = None
     method: Annotated[str, Meta(description="fedge or fedavg.")] = "fedge"
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
@@ -86,7 +93,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
 
 
 def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[Layout, BlobRef]:
-    """Layout and initial model, made once in a federation's life.
+    """Layout and initial model, made once in a federation's life; HOME/task.json is for the devices.
 
     Raises:
         ConfigError: the folder belongs to a federation with other settings.
@@ -94,6 +101,7 @@ def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[
     identity = json.dumps([settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds])
     if (kept := store.remember("identity", identity)) != identity:
         raise ConfigError(f"{settings.home} holds another federation: {kept}, not {identity}; use another --home")
+    write_task(task, settings.home / "task.json")
     known = store.recall("start")
     if known is None:
         layout, model = initial_in_subprocess(task, settings.seed)

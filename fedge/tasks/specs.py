@@ -73,7 +73,7 @@ def task_spec(name_or_file: str, data: Path | None = None) -> TaskSpec:
         )
     if data is None:
         raise ConfigError(
-            f"task {name_or_file} describes itself by its data: say where they are, or give its .json file"
+            f"task {name_or_file} describes itself by its data: say where they are (--data), or give its .json file"
         )
     return _of_images(data) if name_or_file == "image-folder" else _of_arrays(data)
 

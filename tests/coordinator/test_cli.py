@@ -161,6 +161,21 @@ def test_wrong_settings_are_named(tmp_path: Path, flags: list[str], named: str) 
     assert "Traceback" not in said.stderr
 
 
+def test_a_task_that_its_data_describe_is_written_for_the_devices(tmp_path: Path) -> None:
+    data, home = tmp_path / "samples.npz", tmp_path / "home"
+    np.savez(data, x=np.random.default_rng(0).normal(size=(40, 6)), y=np.arange(40) % 4)
+    flags = [*common(home)[:-1], "arrays"]
+    said = run_fedge("coordinator", *flags)
+    assert (said.returncode, "--data" in said.stderr) == (2, True)
+    command = [sys.executable, "-m", "fedge.cli", "coordinator", *flags, "--data", str(data)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("event=connect_failed" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+    assert task_spec(str(home / "task.json")) == task_spec("arrays", data)
+
+
 def test_a_store_that_cannot_be_read_ends_with_4(tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(b"no database" * 1000)
     said = run_fedge("coordinator", *common(tmp_path))

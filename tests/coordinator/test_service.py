@@ -24,6 +24,7 @@ from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
 from fedge.messages import BlobRef, Codec, Install, Installed, Order, Role, Train, blobs_of
 from fedge.task import TaskSpec
+from fedge.tasks import task_spec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
 from tests.support.device import TASK, RawDevice, trained
 
@@ -176,6 +177,7 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store,
 
 def test_the_first_model_is_made_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, ref = start(settings(None, tmp_path), TASK, store)
+    assert task_spec(str(tmp_path / "task.json")) == TASK, "for the devices"
     assert layout == LAYOUT
     assert isinstance(ref, BlobRef)
     first = codec.decode(store.blobs.get(ref.digest), ref.codec, layout)
