@@ -75,7 +75,7 @@ PART_KEPT_S: Final = 24 * 3600.0
 """Partial blobs that nobody has gone on with for a day are deleted when a receiver starts."""
 READ_BYTES: Final = 1024 * 1024
 HELD_CHUNKS: Final = 8
-"""Chunks of one fetch that wait for the disk; then the broker is held back."""
+"""Chunks of one fetch that wait for the disk, besides as many that a thread is writing; more hold the broker back."""
 
 
 # ------------------------------------------------------------------------------------------------------------- core

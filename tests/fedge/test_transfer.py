@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -278,6 +280,54 @@ def test_closed_partial_file_is_left_alone(tmp_path):
     assert digest_of(data) not in BlobFolder(tmp_path)
 
 
+@given(st.permutations(range(10)), st.integers(0, 10))
+def test_any_order_is_hashed_right(order, n_first):
+    """Also over a restart in between; and what has no gap before it is hashed before the end."""
+    data = os.urandom(1000)
+    chunks = [_Chunk(100 * i, data[100 * i : 100 * i + 100], [(100 * i, 100 * i + 100)]) for i in order]
+    with tempfile.TemporaryDirectory() as home:
+        folder = BlobFolder(Path(home))
+        for some in (chunks[:n_first], chunks[n_first:]):
+            part = _Part(folder, a_ref(data), durable=False)
+            part.write(some)
+            gap = next((i for i in range(10) if not part.have.overlap(100 * i, 100 * i + 1)), 10)
+            assert part._hashed == 100 * gap or not some
+            part.close()
+        last = _Part(folder, a_ref(data), durable=False)
+        assert last.verify_and_keep()
+        last.close()
+        assert folder.get(digest_of(data)) == data
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_only_what_must_survive_a_power_cut_is_synced(broker, tmp_path, monkeypatch, durable):
+    data = os.urandom(100_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down, durable=durable)
+    synced: list[bool] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(digest_of(data) in down)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    async with serving(broker, up), link:
+        await fetch(receiver, a_ref(data))
+    assert synced == ([False, True] if durable else [])  # the bytes before the rename, the folder after it
+
+
+async def test_damage_of_a_power_cut_is_found_when_a_receiver_starts(broker, tmp_path, caplog):
+    folder = BlobFolder(tmp_path)
+    good, bad = folder.put(b"good"), folder.put(b"bad")
+    folder.path(bad).write_bytes(b"bax")
+    Receiver(transport(broker, "agent"), folder, durable=False)
+    assert list(folder) == [good]
+    assert f"event=damaged_blob digest={bad}" in caplog.text
+
+
 async def test_old_partial_files_are_removed(broker, tmp_path):
     old, young = tmp_path / f"{'0' * 64}.part", tmp_path / f"{'1' * 64}.part"
     for path in (old, young):
@@ -350,6 +400,27 @@ async def test_several_receivers_share_the_chunks(mosquitto, tmp_path):
         assert sum(link.bytes_received for link in links) < 4 * len(links) * len(data)
         for link in links:
             await link.__aexit__(None, None, None)
+
+
+async def test_chunks_leave_in_order(broker, tmp_path):
+    """So that a receiver can hash them as they come."""
+    data = os.urandom(6_000_000)
+    folder = BlobFolder(tmp_path)
+    digest = folder.put(data)
+    offsets_seen: list[int] = []
+    complete = asyncio.Event()
+
+    async def on_chunk(message: Inbound) -> None:
+        offsets_seen.append(int(message.topic.rpartition("/")[2]))
+        if sum(len(data[o : o + link.chunk_bytes]) for o in offsets_seen) == len(data):
+            complete.set()
+
+    async with transport(broker, "one") as link, Sender(link, folder.path) as sender:
+        await link.subscribe("c/+", on_chunk)
+        sender.want(digest, [(0, len(data))], chunks="c/+")
+        async with asyncio.timeout(WAIT_S):
+            await complete.wait()
+    assert offsets_seen == list(range(0, len(data), link.chunk_bytes))
 
 
 async def test_two_fetches_of_one_blob_share_the_work(broker, tmp_path):
