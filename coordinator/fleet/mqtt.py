@@ -129,6 +129,7 @@ class MqttFleet:
         self._under_way: set[tuple[str, bytes]] = set()
         self._failure: asyncio.Future[None] | None = None
         self._settled_at = 0.0
+        self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -138,21 +139,28 @@ class MqttFleet:
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
         await self._transport.subscribe(topics.agent("+", "reports"), self._guard(self._on_report))
         await self._transport.subscribe(topics.agent("+", "wants"), self._guard(self._on_want))
-        await self._transport.__aenter__()
-        await self._sender.__aenter__()
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._transport)
+            await stack.enter_async_context(self._sender)
+            stack.push_async_exit(self._finish)
+            self._open = stack.pop_all()
         self._settled_at = loop.time() + SETTLE_S
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._open.__aexit__(kind, error, trace)
+
+    async def _finish(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """End our own tasks, while the transport is still there for the last verdicts."""
         if kind is None and self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._sender.__aexit__(kind, error, trace)
-        await self._transport.__aexit__(kind, error, trace)
 
     # -------------------------------------------------------------------------------------- what a method may ask for
 

@@ -421,3 +421,16 @@ async def test_models_that_are_not_there_are_errors(one_broker: LocalBroker, sto
     store.keep_only(())
     with pytest.raises((StoreError, ProtocolError)):
         fleet.get(ref, LAYOUT)
+
+
+@pytest.mark.parametrize("end", [ConnectionError, asyncio.CancelledError])
+async def test_however_it_ends_its_client_leaves_the_broker(
+    one_broker: LocalBroker, store: Store, end: type[BaseException]
+) -> None:
+    """A client that stayed would come back whenever the next coordinator, of the same name, pushes it off."""
+    fleet = make_fleet(one_broker, store)
+    with pytest.raises(end):
+        async with fleet:
+            raise end
+    assert not fleet._transport.connected
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith(("transport", "handler", "sender"))] == []
