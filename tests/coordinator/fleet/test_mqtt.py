@@ -433,4 +433,4 @@ async def test_however_it_ends_its_client_leaves_the_broker(
         async with fleet:
             raise end
     assert not fleet._transport.connected
-    assert [task for task in asyncio.all_tasks() if task.get_name().startswith(("transport", "handler", "sender"))] == []
+    assert not [t for t in asyncio.all_tasks() if t.get_name().startswith(("transport", "handler", "sender"))]
