@@ -52,7 +52,7 @@ from fedge.messages import (
 from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
-R = TypeVar("R", EnergyFitted, Installed, Profiled, WeightsFitted)
+R = TypeVar("R", EnergyFitted, Installed, WeightsFitted)
 
 LARGE = 100_000  # parameters above which directions are projected
 PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
@@ -61,6 +61,7 @@ GAMMA = 0.5  # server momentum, section 4
 RHO = 0.4  # share of the rounds before the trial, section 5
 MAX_CLUSTERS = 8  # K, section 5
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
+LONGEST_REST = 16  # rounds that a device is left alone at most which never answers
 TEMPERATURES = (1.0, 1.4, 2.0, 2.8)  # T, section 7
 KAPPAS = {  # kappa, section 7
     Role.PRIVATE: (0.0, 0.3, 0.6, 1.0),
@@ -91,6 +92,13 @@ class Primary(Struct, frozen=True, kw_only=True):
     """The expert a device starts from, and the round in which it was looked up."""
 
     cluster: int
+    round: int
+
+
+class Silence(Struct, frozen=True, kw_only=True):
+    """How many orders in a row a device has left without an answer, and the round of the last one."""
+
+    misses: int
     round: int
 
 
@@ -127,6 +135,7 @@ class FedgeState(State, frozen=True, kw_only=True):
     groups: tuple[tuple[str, ...], ...] = ()
     bandits: tuple[ccmab.State, ...] = ()
     n_placed: int = 0  # newcomers since the groups were made
+    silent: dict[str, Silence] = {}
     directions: BlobRef | None = None  # per device the sum of its unit updates
     last: dict[str, LastUpdate] = {}
     trial: TrialOutcome | None = None
@@ -162,12 +171,12 @@ class Fedge:
         r = state.round + 1
         devices = fleet.devices()
         if r > WARM_UP:
-            state = await profile(state, fleet)
+            state = await profile(state, fleet, r)
         selections, bandits = self._select(state, devices)
-        cohort = sorted(i for s in selections for i in s.ids) if selections else [device.id for device in devices]
+        cohort = sorted(i for s in selections for i in s.ids) if selections else awake(state, devices, r)
         answers = await fleet.run("train", {i: self._order(state, i, r) for i in cohort})
         updates = accepted(answers)
-        state = self._observe(state, selections, bandits, answers)
+        state = heard(self._observe(state, selections, bandits, answers), answers, r)
         if len(updates) >= self.settings.min_reports:
             state = train_experts(state, updates, fleet) if state.experts else train_shared(state, updates, fleet)
         if not state.experts and r == round(RHO * self.settings.rounds):
@@ -252,13 +261,37 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
 # --------------------------------------------------------------------------------- step 1: profiles and groups
 
 
-async def profile(state: FedgeState, fleet: Fleet) -> FedgeState:
+async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     """Profiles of devices that have none (SPRE), then AIDC groups: all anew the first time, else newcomers placed."""
     extractor = state.extractor or state.shared.model
-    strangers = [device.id for device in fleet.devices() if device.id not in state.profiles]
-    new = await ask(fleet, "profile", strangers, Profile(extractor=extractor), Profiled)
+    strangers = [i for i in awake(state, fleet.devices(), r) if i not in state.profiles]
+    answers = await fleet.run("profile", dict.fromkeys(strangers, Profile(extractor=extractor)))
+    new = {i: a.result for i, a in answers.items() if isinstance(a.result, Profiled)}
+    state = heard(state, answers, r)
     state = msgspec.structs.replace(state, extractor=extractor, profiles=dict(sorted((state.profiles | new).items())))
     return group(state, list(new)) if new else state
+
+
+def awake(state: FedgeState, devices: Sequence[Device], r: int) -> list[str]:
+    """Who is asked where no bandit chooses: not those that were silent lately, for each costs the whole deadline.
+
+    After one order without an answer a device rests for a round, after two for three, after three for seven.
+    """
+    return [
+        device.id
+        for device in devices
+        if (s := state.silent.get(device.id)) is None or r - s.round >= min(2**s.misses, LONGEST_REST)
+    ]
+
+
+def heard(state: FedgeState, answers: Mapping[str, Answer], r: int) -> FedgeState:
+    """Take note of who answered and who did not."""
+    silent = {i: s for i, s in state.silent.items() if i not in answers}
+    for i, answer in answers.items():
+        if answer.result is None:
+            before = state.silent[i].misses if i in state.silent else 0
+            silent[i] = Silence(misses=before + 1, round=r)
+    return msgspec.structs.replace(state, silent=silent)
 
 
 def group(state: FedgeState, newcomers: list[str]) -> FedgeState:

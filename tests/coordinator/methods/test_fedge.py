@@ -184,6 +184,27 @@ async def test_everybody_takes_part_until_there_are_profiles_then_the_bandit_cho
     assert sum(step == "profile" for _, step, _ in fleet.asked) == 6  # nobody is asked twice
 
 
+async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None:
+    settings = MethodSettings(rounds=100, participation=0.5, sgd=Sgd(steps=2))
+    fleet, layout, first, _ = digits(tmp_path, how="dirichlet")
+    fleet.silent = frozenset(["d02"])
+    method = Fedge(settings)
+    state = await rounds(method, method.initial(layout, first), fleet, 32)
+    assert [(r, step) for r, step, device in fleet.asked if device == "d02"] == [
+        (1, "train"), (3, "train"), (7, "profile"), (15, "profile"), (31, "profile"),
+    ]  # fmt: skip
+    assert all(state.participations[i] > module.WARM_UP for i in ("d00", "d01", "d03", "d04", "d05"))
+    assert "d02" not in state.participations
+
+    fleet.silent = frozenset()
+    fleet.asked = []
+    state = await rounds(method, state, fleet, 20)
+    assert (47, "profile", "d02") in fleet.asked, "after 16 rounds it is tried again"
+    assert "d02" in state.profiles
+    assert state.participations["d02"] > 0
+    assert state.silent == {}
+
+
 async def test_a_silent_device_is_selected_less_than_the_others(tmp_path) -> None:
     settings = MethodSettings(rounds=40, participation=0.5, sgd=Sgd(steps=3))
     fleet, layout, first, _ = digits(tmp_path, how="dirichlet")
