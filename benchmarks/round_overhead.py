@@ -1,0 +1,246 @@
+"""What a round costs apart from training: seconds, bytes, CPU and memory with agents that train nothing.
+
+Real processes on one machine: Mosquitto, the coordinator (`coordinator.service`, FedAvg) and agents
+(`edge_agent.agent.Agent`) whose worker answers at once with an update of the model's size, different in each round and
+on each agent. Models and updates travel as float32, so that the bytes are those of a plain federated average (fedge's
+default, int8 with zstd, sends less than a quarter of the updates' bytes: --codec int8+zstd).
+
+    seconds   from the end of a round to the end of the next: orders, model down, updates up and checked, durable
+              reports, average, durable model and state. Median; the first round, which connects, does not count
+    CPU       user + system seconds a round
+    memory    VmHWM: the largest resident set of the process in its life
+
+The rival's figures are published measurements of Flower 1.41 with 4 nodes; they are not measured here.
+
+Run: python benchmarks/round_overhead.py [--agents 4 8] [--rounds 10] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedge.broker import LocalBroker
+from fedge.messages import BlobRef, Codec, Declined, Order, Result, Train, Trained
+from fedge.task import TaskSpec
+from fedge.tensors import Tensors, digest_of, from_bytes
+from fedge.transport import BrokerSettings
+
+HIDDEN = {"1.6 MB": 5_333, "45 MB": 150_000}
+"""Of an mlp with 64 inputs and 10 classes: 75 numbers of 4 bytes for each hidden unit."""
+FLOWER = {"1.6 MB": {"seconds": 6.5, "server_mb": 340.0}, "45 MB": {"seconds": 9.7, "server_mb": 1420.0}}
+FEDERATION = "overhead"
+
+
+def task_of(model: str) -> TaskSpec:
+    classes = tuple("0123456789")
+    options = {"hidden": HIDDEN[model]}
+    return TaskSpec(name="overhead", classes=classes, input_shape=(64,), model="mlp", model_options=options)
+
+
+def used() -> dict[str, float]:
+    """CPU seconds and the largest resident set (MB) of this process so far."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return {"cpu_s": time.process_time(), "peak_mb": int(peak) * 1024 / 1e6}
+
+
+# ------------------------------------------------------------------------------------------------------ the agents
+
+
+class Outcome(NamedTuple):
+    result: Result
+    blobs: dict[str, bytes]
+
+
+class Idle:
+    """Answers an order to train with random numbers of the model's shapes, made once."""
+
+    def __init__(self, device_id: str) -> None:
+        self._rng = np.random.default_rng(sum(device_id.encode()))
+        self._update: Tensors = {}
+
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:  # noqa: ARG002
+        from fedge.codec import encode
+
+        action = order.action
+        if not isinstance(action, Train):
+            return Outcome(Declined(reason="a benchmark installs nothing"), {})
+        if not self._update:
+            model = from_bytes(fetch(action.starts[0].model))
+            self._update = {n: 1e-3 * self._rng.standard_normal(t.shape, np.float32) for n, t in model.items()}
+        first = next(iter(self._update.values())).reshape(-1)
+        first[0] = order.round  # the bytes of this round, and of this agent
+        data = encode(self._update, action.codec)
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
+        result = Trained(update=ref, n_samples=1, loss_before=1.0, loss_after=1.0, gradient_norm=0.0)
+        return Outcome(result, {ref.digest: data})
+
+
+async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, Any]:
+    from edge_agent.agent import Agent, Identity
+
+    identity = Identity(device_id, FEDERATION, task_of(model), n_shared=1)
+    agent = Agent(identity, BrokerSettings("127.0.0.1", port), home / device_id, lambda: Idle(device_id))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, agent.stop)
+    await agent.run()
+    return used()
+
+
+# -------------------------------------------------------------------------------------------------- the coordinator
+
+
+async def run_coordinator(port: int, home: Path, model: str, agents: int, rounds: int, codec: Codec) -> dict[str, Any]:
+    from coordinator.service import CoordinatorSettings, serve
+    from coordinator.store import Store
+
+    settings = CoordinatorSettings(
+        broker=f"127.0.0.1:{port}",
+        federation=FEDERATION,
+        home=home / "coordinator",
+        task="-",
+        method="fedavg",
+        rounds=rounds + 1,
+        devices=agents,
+        codec=codec,
+    )
+    ends: list[float] = []
+    cpu: list[float] = []
+    bytes_moved: list[tuple[int, int]] = []
+
+    def observe(event: str, fields: dict[str, Any]) -> None:
+        if event == "round_done" and len(ends) <= rounds:
+            ends.append(time.monotonic())
+            cpu.append(time.process_time())
+            bytes_moved.append((fields["bytes_up"], fields["bytes_down"]))
+
+    with closing(Store(settings.home)) as store:
+        summary = await serve(settings, task_of(model), store, observe)
+    assert all(line["answered"] == agents for line in summary["history"])
+    assert "torch" not in sys.modules
+    return {
+        "seconds": np.diff(ends).tolist(),
+        "mb_up": (bytes_moved[-1][0] - bytes_moved[0][0]) / rounds / 1e6,
+        "mb_down": (bytes_moved[-1][1] - bytes_moved[0][1]) / rounds / 1e6,
+        "cpu_s_per_round": (cpu[-1] - cpu[0]) / rounds,
+        **used(),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- measure
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    agents: int
+
+
+async def start(stack: AsyncExitStack, role: str, *arguments: object) -> asyncio.subprocess.Process:
+    command = (sys.executable, __file__, "--role", role, *map(str, arguments))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+
+    async def end() -> None:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    stack.push_async_callback(end)
+    return process
+
+
+async def answer_of(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    output, _ = await process.communicate()
+    if process.returncode != 0:
+        raise SystemExit(f"a process ended with {process.returncode}")
+    return dict(msgspec.json.decode(output))
+
+
+async def measure(case: Case, rounds: int, codec: Codec) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory())
+        broker = await stack.enter_async_context(LocalBroker("mosquitto"))
+        ids = [f"agent{i}" for i in range(case.agents)]
+        agents = [await start(stack, "agent", broker.port, home, case.model, i) for i in ids]
+        coordinator = await start(stack, "coordinator", broker.port, home, case.model, case.agents, rounds, codec)
+        waiting = [asyncio.create_task(answer_of(process)) for process in (coordinator, *agents)]
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if ended != {waiting[0]}:
+            raise SystemExit("an agent ended before the coordinator")
+        server = waiting[0].result()
+        for agent in agents:
+            agent.terminate()
+        clients = await asyncio.gather(*waiting[1:])
+    return {
+        "model": case.model,
+        "agents": case.agents,
+        "seconds": statistics.median(server["seconds"]),
+        "coordinator": server,
+        "agent": {name: statistics.median(client[name] for client in clients) for name in ("cpu_s", "peak_mb")},
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    server, seconds, rival = found["coordinator"], found["seconds"], FLOWER[found["model"]]
+    print(
+        f"{found['model']:>7} {found['agents']:>6} {seconds:8.3f} ({min(server['seconds']):.3f}-"
+        f"{max(server['seconds']):.3f}) {server['mb_up']:8.1f} {server['mb_down']:8.1f} "
+        f"{server['cpu_s_per_round']:8.3f} {server['peak_mb']:8.0f} {found['agent']['peak_mb']:8.0f}"
+        f"   {rival['seconds']:.1f} s, {rival['server_mb']:.0f} MB: {rival['seconds'] / seconds:.1f} x faster,"
+        f" {server['peak_mb'] / rival['server_mb']:.2f} of its memory"
+    )
+
+
+async def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    print("  model agents  s/round (range)         MB up  MB down  CPU s/r  server MB agent MB   Flower 1.41, 4 nodes")
+    results = []
+    for model in options.models:
+        for agents in options.agents:
+            results.append(await measure(Case(model, agents), options.rounds, options.codec))
+            show(results[-1])
+    return results
+
+
+def role(arguments: list[str]) -> None:
+    """A child: prints what it measured as JSON."""
+    kind, port, home, model, *rest = arguments
+    if kind == "agent":
+        measured = asyncio.run(run_agent(int(port), Path(home), model, rest[0]))
+    else:
+        agents, rounds, codec = int(rest[0]), int(rest[1]), Codec(rest[2])
+        measured = asyncio.run(run_coordinator(int(port), Path(home), model, agents, rounds, codec))
+    print(json.dumps(measured))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--role"]:
+        role(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, nargs="+", default=[4, 8], help="numbers of agents (default 4 8)")
+    parser.add_argument("--models", nargs="+", default=list(HIDDEN), choices=list(HIDDEN), help="sizes of the model")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds that count (default 10)")
+    parser.add_argument("--codec", type=Codec, default=Codec.FLOAT32, help="of the updates (default float32)")
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    options = parser.parse_args()
+    results = asyncio.run(run_all(options))
+    if options.json:
+        options.json.write_text(json.dumps({"results": results, "flower": FLOWER}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
