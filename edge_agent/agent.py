@@ -180,6 +180,7 @@ class Agent:
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._something_waits = asyncio.Event()
         self._end: asyncio.Future[None] | None = None
+        self._connecting: asyncio.Task[Any] | None = None  # the one in `run`, until a broker lets us in
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -200,9 +201,15 @@ class Agent:
                 acked=[verdict.order_id for verdict in self._outbox.verdicts],
             )
             self._transport = await self._wire()
+            self._connecting = asyncio.current_task()
             try:
                 async with self._transport, self._sender:
+                    self._connecting = None
                     await self._serve()
+            except asyncio.CancelledError:
+                if self._connecting is None or not self._end.done():  # not by `stop`
+                    raise
+                self._connecting.uncancel()
             finally:
                 self._halt()
 
@@ -210,6 +217,8 @@ class Agent:
         """Finish soon: stop training between two batches, say that the device sleeps, return from `run`."""
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
+            if self._connecting is not None:  # nobody to say good-bye to
+                self._connecting.cancel()
 
     async def _wire(self) -> Transport:
         """Make the transport, with all that it is subscribed to from the first connection on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -442,6 +443,19 @@ def test_limits(limits: Limits, now: dict[str, float], excuse: str | None) -> No
 
 
 # ------------------------------------------------------------------------------------------------ the process
+
+
+async def test_stopping_without_a_broker(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # never says a word
+        nobody.setblocking(False)
+        port = nobody.getsockname()[1]
+        agent = Agent(Identity(ME, "test", TASK, n_shared=3), BrokerSettings("127.0.0.1", port), tmp_path, EchoWorker)
+        running = asyncio.create_task(agent.run())
+        connection, _ = await asyncio.get_running_loop().sock_accept(nobody)
+        with connection:
+            agent.stop()
+            await asyncio.wait_for(running, WAIT_S)
+    assert not running.cancelling()
 
 
 async def test_one_agent_for_each_home(one_broker: LocalBroker, tmp_path: Path) -> None:
