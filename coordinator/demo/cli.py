@@ -80,7 +80,7 @@ def table_of(outcome: Outcome) -> Table:
     title = "Accuracy on each device's own test samples, percent"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("device", no_wrap=True)
-    for name in ("train", "test", "rounds", "experts", *HEADINGS.values()):
+    for name in ("train", "test", "rounds", "cluster", *HEADINGS.values()):
         table.add_column(name, justify="right", no_wrap=True)
     for device in outcome.devices:
         table.add_row(

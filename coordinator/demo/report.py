@@ -35,7 +35,7 @@ def render(outcome: Outcome, background: Background) -> str:
         selection=plots.selection_counts(outcome.selection),
         device_bars=plots.device_bars(outcome),
         devices=_table(
-            ("Device", "Train", "Test", "Experts", *METHODS.values(), "|Δp|"), map(_device_row, outcome.devices)
+            ("Device", "Train", "Test", "Cluster", *METHODS.values(), "|Δp|"), map(_device_row, outcome.devices)
         ),
     )
 

@@ -100,6 +100,6 @@ def test_the_table_fits_a_narrow_terminal_and_ends_with_the_mean() -> None:
     console = Console(width=80, record=True, file=StringIO())
     console.print(table_of(an_outcome()))
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    assert "device train test rounds experts local FedAvg +tuned expert personal" in lines
+    assert "device train test rounds cluster local FedAvg +tuned expert personal" in lines
     assert "camera-03 83 30 3 1 47.0 57.0 67.0 77.0 87.0" in lines
     assert "mean 48.5 58.5 68.5 78.5 88.5" in lines
