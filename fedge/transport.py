@@ -46,6 +46,9 @@ MAX_INBOUND_BYTES: Final = 1024 * 1024
 """Our Maximum Packet Size: twice the largest chunk. Protects the memory of a small device."""
 HELD_MESSAGES: Final = 256
 HELD_BYTES: Final = 16 * 1024 * 1024
+PAUSE_BYTES: Final = 8 * 1024 * 1024
+"""What waits for all handlers before the socket is left unread, so that TCP holds the broker back: Mosquitto 2.0.11
+keeps our Receive Maximum only until the first acknowledgement, and amqtt knows none. Read again below half of it."""
 """What waits for one handler, at most. Only QoS 0 floods and brokers without flow control (amqtt) can exceed it."""
 LARGE_CHUNK: Final = 512 * 1024
 SMALL_CHUNK: Final = 64 * 1024
@@ -237,11 +240,12 @@ class _Delivery:
 class _Subscription:
     """One topic filter, its handler, and the messages that wait for the handler (bounded)."""
 
-    def __init__(self, topic_filter: str, handler: Handler) -> None:
+    def __init__(self, topic_filter: str, handler: Handler, drained: Callable[[], None]) -> None:
         self.topic_filter = topic_filter
+        self.held_bytes = 0
         self._handler = handler
+        self._drained = drained
         self._queue: deque[_Delivery] = deque()
-        self._held_bytes = 0
         self._wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -251,10 +255,10 @@ class _Subscription:
     def accept(self, delivery: _Delivery) -> bool:
         """Queue a message; False (and not queued) when the handler is too far behind."""
         size = len(delivery.message.payload)
-        if len(self._queue) >= HELD_MESSAGES or self._held_bytes + size > HELD_BYTES:
+        if len(self._queue) >= HELD_MESSAGES or self.held_bytes + size > HELD_BYTES:
             return False
         self._queue.append(delivery)
-        self._held_bytes += size
+        self.held_bytes += size
         self._wake.set()
         return True
 
@@ -273,8 +277,9 @@ class _Subscription:
 
     def _drop_first(self) -> None:
         delivery = self._queue.popleft()
-        self._held_bytes -= len(delivery.message.payload)
+        self.held_bytes -= len(delivery.message.payload)
         delivery.handled()
+        self._drained()
 
     async def _handle(self, message: Inbound) -> None:
         try:
@@ -302,6 +307,7 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self.protocol = protocol
         self._clean = clean
+        self._paused = False
         self._connack: asyncio.Future[Properties | None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()
         self._grants: dict[int, asyncio.Future[None]] = {}
@@ -415,6 +421,22 @@ class _Connection:
         while isinstance(sock, ssl.SSLSocket) and sock.pending():  # bytes that no longer wake the loop
             self._client.loop_read()
             sock = self._client.socket()
+
+    def pause(self) -> None:
+        """Leave what comes in to TCP until `resume`."""
+        sock = self._client.socket()
+        if not self._paused and sock is not None and not self.closed.done():
+            self._paused = True
+            self._loop.remove_reader(sock)
+
+    def resume(self) -> None:
+        """Read on."""
+        sock = self._client.socket()
+        if self._paused and sock is not None and not self.closed.done():
+            self._paused = False
+            self._loop.add_reader(sock, self._read)
+            if isinstance(sock, ssl.SSLSocket) and sock.pending():
+                self._loop.call_soon(self._read)
 
     def _misc(self) -> None:
         if not self.closed.done():
@@ -796,7 +818,7 @@ class Transport:
         """
         if topic_filter in self._subscriptions:
             raise ValueError(f"{topic_filter} is already subscribed to")
-        subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler)
+        subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler, self._drained)
         if self._supervisor is None:
             return
         self._serve(subscription)
@@ -827,6 +849,13 @@ class Transport:
     def _serve(self, subscription: _Subscription) -> None:
         subscription.task = self._tasks.create_task(subscription.serve(), name=f"handler {subscription.topic_filter}")
 
+    def _held_bytes(self) -> int:
+        return sum(subscription.held_bytes for subscription in self._subscriptions.values())
+
+    def _drained(self) -> None:
+        if self._connection is not None and self._held_bytes() <= PAUSE_BYTES // 2:
+            self._connection.resume()
+
     def deliver(self, message: Inbound, packet_id: int, connection: _Connection) -> None:
         """A message came in (internal): queue it for every handler that wants it."""
         self.bytes_received += len(message.payload)
@@ -837,4 +866,6 @@ class Transport:
                 self.messages_dropped += 1
                 log.warning("event=dropped topic=%s filter=%s", message.topic, subscription.topic_filter)
                 delivery.handled()
+        if self._held_bytes() > PAUSE_BYTES:
+            connection.pause()
         delivery.handled()  # our own hold: acknowledges at once what nobody wants

@@ -15,6 +15,7 @@ from fedge.transport import (
     HELD_MESSAGES,
     IN_WINDOW,
     OUT_WINDOW,
+    PAUSE_BYTES,
     BrokerSettings,
     Inbound,
     Transport,
@@ -393,6 +394,28 @@ async def test_slow_handler_holds_the_broker_back(mosquitto):
         go.set()
         await until(lambda: b"end" in handled)
         assert handled == [*(b"%03d" % i for i in range(5 * IN_WINDOW)), b"end"]
+
+
+async def test_large_messages_wait_in_the_broker_while_a_handler_is_slow(broker):
+    """Also after the first acknowledgement, where Mosquitto 2.0.11 forgets our Receive Maximum, and with amqtt."""
+    handled = []
+
+    async with transport(broker, "one") as one, transport(broker, "two") as two:
+
+        async def slow(message: Inbound) -> None:
+            await asyncio.sleep(0.001)
+            handled.append(message.payload[0])
+
+        await one.subscribe("t", slow)
+        n, size = 64, one.chunk_bytes
+        held = []
+        for start in range(0, n, 8):
+            await asyncio.gather(*(two.publish("t", bytes([i]) * size) for i in range(start, start + 8)))
+            held.append(one._held_bytes())
+        await until(lambda: len(handled) >= n)
+        assert set(handled) == set(range(n))
+        assert one.messages_dropped == 0
+        assert max(held) <= PAUSE_BYTES + 2 * size
 
 
 async def test_flood_of_qos0_is_bounded(mosquitto):
