@@ -358,7 +358,7 @@ class MqttFleet:
 
     def _send(self, order: Order) -> None:
         left_s = max(int(order.deadline - time.time()), 1)
-        log.info("event=order_sent order=%s device=%s", order.id, order.device_id)
+        log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
         self._publish(self._topics.agent(order.device_id, "orders"), encode(order), expires_in_s=left_s)
 
     def _publish(self, topic: str, payload: bytes, *, expires_in_s: int) -> None:
