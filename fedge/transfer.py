@@ -120,6 +120,8 @@ class Ranges:
 
     def remove(self, start: int, end: int) -> None:
         """Take [start, end) out; it need not have been in."""
+        if start >= end:
+            return
         kept = (part for low, high in self._ranges for part in ((low, min(high, start)), (max(low, end), high)))
         self._ranges = [(low, high) for low, high in kept if low < high]
 

@@ -17,6 +17,7 @@ from fedge.broker import LocalBroker
 from tests.support.federation import Federation, same, settings, until
 
 DEVICES = ("cam0", "cam1", "cam2")
+MANY_ROUNDS = 100  # a round takes some 50 ms: they are not over before the last kill
 
 
 def without_times(state: State) -> State:
@@ -61,7 +62,7 @@ async def test_with_a_part_of_the_reports_accepted(
 
 async def test_killed_again_and_again_at_random(mosquitto: LocalBroker, tmp_path: Path) -> None:
     rng = random.Random(11)
-    flags = {"method": "fedavg", "rounds": 4}
+    flags = {"method": "fedavg", "rounds": MANY_ROUNDS}
     async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
         await federation.agents()
         kept: dict[str, bytes] = {}
@@ -77,4 +78,4 @@ async def test_killed_again_and_again_at_random(mosquitto: LocalBroker, tmp_path
         assert await coordinator.ended() == 0
         assert kept.items() <= federation.accepted().items()
         assert counted_once(federation)
-        assert same(federation.state(FedAvgState), await federation.undisturbed("fedavg", settings(4)))
+        assert same(federation.state(FedAvgState), await federation.undisturbed("fedavg", settings(MANY_ROUNDS)))
