@@ -30,7 +30,7 @@ class About(NamedTuple):
     """What `fedge --help` says of a sub-command without importing it."""
 
     summary: str
-    extra: str  # which installation it needs: pip install "fedge[extra]"
+    extra: str  # which installation it needs: pip install '.[extra]' in the clone
 
 
 COMMANDS: Final = {
@@ -156,7 +156,7 @@ def _load(name: str, point: EntryPoint) -> click.Command:
         if name not in COMMANDS or (error.name or "").split(".")[0] in OURS:
             raise
         raise ConfigError(
-            f"fedge {name} needs the package {error.name}: pip install 'fedge[{COMMANDS[name].extra}]'"
+            f"fedge {name} needs the package {error.name}: in the clone of fedge, pip install '.[{COMMANDS[name].extra}]'"
         ) from error
     assert isinstance(loaded, click.Command)
     return loaded

@@ -130,7 +130,7 @@ def test_a_missing_package_says_which_extra_brings_it(
 ) -> None:
     commands["coordinator"] = ModuleNotFoundError("No module named 'sklearn'", name="sklearn.cluster")
     assert cli.main(["coordinator"]) == 2
-    assert "pip install 'fedge[coordinator]'" in capsys.readouterr().err
+    assert "pip install '.[coordinator]'" in capsys.readouterr().err
 
 
 def test_a_missing_module_of_ours_is_a_bug(commands: dict[str, object]) -> None:
