@@ -156,7 +156,7 @@ def _load(name: str, point: EntryPoint) -> click.Command:
         if name not in COMMANDS or (error.name or "").split(".")[0] in OURS:
             raise
         raise ConfigError(
-            f"fedge {name} needs the package {error.name}: in the clone of fedge, pip install '.[{COMMANDS[name].extra}]'"
+            f"fedge {name} needs the package {error.name}: in fedge's clone, pip install '.[{COMMANDS[name].extra}]'"
         ) from error
     assert isinstance(loaded, click.Command)
     return loaded
