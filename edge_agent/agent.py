@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ from edge_agent.session import (
     WorkFinished,
     WorkStopped,
 )
+from fedge.background import Background
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder
 from fedge.messages import (
@@ -176,7 +177,7 @@ class Agent:
         self._work: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(self._fail)
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._something_waits = asyncio.Event()
         self._end: asyncio.Future[None] | None = None
@@ -236,8 +237,8 @@ class Agent:
     async def _serve(self) -> None:
         """Work until the end, then say good-bye. The end is an exception if a background task failed."""
         assert self._end is not None
-        self._spawn(self._publish_what_waits())
-        self._spawn(self._tell_context())
+        self._background.spawn(self._publish_what_waits())
+        self._background.spawn(self._tell_context())
         await self._end
         self._say("stopping")
         self._feed(Closing())
@@ -257,19 +258,7 @@ class Agent:
         self._stop_work.set()
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+        self._background.cancel()
 
     def _fail(self, error: BaseException) -> None:
         if self._end is not None and not self._end.done():
@@ -341,7 +330,7 @@ class Agent:
                 self._say("order_received", **_about(order), deadline_in_s=round(order.deadline - time.time(), 1))
             case Run(order):
                 self._stop_work.clear()
-                self._work = self._spawn(self._carry_out(order))
+                self._work = self._background.spawn(self._carry_out(order))
             case Stop(order_id):
                 self._say("order_stopping", order=order_id)
                 self._stop_work.set()

@@ -39,6 +39,7 @@ from coordinator.registry import Registry
 from coordinator.store import Entry, Store
 from coordinator.store import Status as OrderStatus
 from fedge import codec
+from fedge.background import Background
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.messages import (
     Ack,
@@ -123,7 +124,7 @@ class MqttFleet:
         self._devices: tuple[Device, ...] = ()
         self._desk = Desk(())
         self._something_happened = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
         self._decoding = asyncio.Lock()  # one update in memory at a time
         self._under_way: set[tuple[str, bytes]] = set()
@@ -156,11 +157,11 @@ class MqttFleet:
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         """End our own tasks, while the transport is still there for the last verdicts."""
-        if kind is None and self._tasks:
-            await asyncio.wait(self._tasks, timeout=GOODBYE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = self._background.tasks
+        if kind is None and tasks:
+            await asyncio.wait(tasks, timeout=GOODBYE_S)
+        self._background.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -------------------------------------------------------------------------------------- what a method may ask for
 
@@ -340,7 +341,7 @@ class MqttFleet:
             case Send(order):
                 self._send(order)
             case Check(order, report):
-                self._checks[order.id] = self._spawn(self._check(order, report))
+                self._checks[order.id] = self._background.spawn(self._check(order, report))
             case Accept(report):
                 self._store.accept(report, time.time())
                 kind = type(report.result).__name__
@@ -364,7 +365,7 @@ class MqttFleet:
     def _publish(self, topic: str, payload: bytes, *, expires_in_s: int) -> None:
         if (topic, payload) not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
             self._under_way.add((topic, payload))
-            self._spawn(self._deliver(topic, payload, expires_in_s))
+            self._background.spawn(self._deliver(topic, payload, expires_in_s))
 
     async def _deliver(self, topic: str, payload: bytes, expires_in_s: int) -> None:
         try:
@@ -407,17 +408,6 @@ class MqttFleet:
         return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
 
     # --------------------------------------------------------------------------------------------------------- tasks
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():

@@ -1,0 +1,32 @@
+"""Tasks that run beside the main work of an event loop, none of which may fail unseen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Background:
+    """Tasks that are kept until they end; `fail` is told the exception of one that fails (a cancellation is none)."""
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._fail = fail
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Ask all tasks to end."""
+        for task in self.tasks:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
