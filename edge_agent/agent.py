@@ -75,7 +75,7 @@ from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
 
 if TYPE_CHECKING:
-    from edge_agent.worker import Outcome
+    from edge_agent.outcome import Outcome
     from fedge.task import TaskSpec
 
 log = logging.getLogger("fedge.agent")

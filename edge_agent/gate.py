@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edge_agent.mixture import Array
-from edge_agent.training import tensor
 from export.mixture import GATE_HIDDEN, GateWeights
 from export.reference import gate_features
+from fedge.models.training import tensor
 from fedge.task import gate_pool
 
 MIN_SAMPLES: Final = 10

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.mixture import BASE_CHECKPOINT, TIE, choose_steps, log_prior, total_loss
-from edge_agent.training import Network, Trainer, never
 from fedge.messages import Calibration, Sgd
+from fedge.models.training import Network, Trainer, never
 from fedge.tensors import Model
 
 CHECKPOINTS: Final = (20, 40, 80, 160)

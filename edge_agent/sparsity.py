@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edge_agent.training import CHUNK, tensor
 from fedge.divergence import divergence
 from fedge.errors import ConfigError
+from fedge.models.training import CHUNK, tensor
 
 _EXACT: Final = (nn.ReLU, nn.ReLU6)
 _INEXACT: Final = (

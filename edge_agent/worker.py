@@ -10,7 +10,7 @@ What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,11 +21,15 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from edge_agent import gate, mixture, private_model
+from edge_agent import cold_start, gate, mixture, personal, private_model
+from edge_agent.install import install
+from edge_agent.labels import describe_labels
 from edge_agent.mixture import BETAS, Array
+from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, installed
+from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
+from edge_agent.scmoe import fit_mixture
 from edge_agent.sparsity import sparsity_profile
-from edge_agent.training import Network, Trainer, loss_and_gradient_norm, mean_loss, never
 from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, write_bundle
 from fedge import codec
 from fedge.errors import FedgeError, StoreError
@@ -35,20 +39,27 @@ from fedge.messages import (
     Calibration,
     CandidatesFitted,
     Declined,
+    DescribeLabels,
     EnergyFitted,
     Failed,
     FitCandidates,
     FitEnergy,
     FitGate,
+    FitMixture,
+    FitPool,
     FitWeights,
     Install,
+    InstallBundle,
     Installed,
+    MeanFeatures,
     Order,
     Profile,
     Profiled,
     Result,
     Role,
+    Route,
     Sgd,
+    SharePrivate,
     Start,
     Train,
     Trained,
@@ -56,24 +67,14 @@ from fedge.messages import (
     Tried,
     WeightsFitted,
 )
+from fedge.models.training import Network, Trainer, loss_and_gradient_norm, mean_loss, never
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
 
-Fetch = Callable[[BlobRef], bytes]
-Stop = Callable[[], bool]
-
 PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
 WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 _PRIVATE, _LOCAL, _GATE, _FINAL_PRIVATE, _FINAL_LOCAL = range(5)  # streams of random numbers within an order
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of an order. `blobs`: digest -> bytes of what the result refers to."""
-
-    result: Result
-    blobs: dict[str, bytes]
 
 
 class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,10 +86,6 @@ class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     initial: str
     local_steps: int
     cluster: int
-
-
-class _FailedError(Exception):
-    """The order cannot be done; the text goes into the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +120,9 @@ class Worker:
         self.device_id = device_id
         self.task = task
         self.data = data
-        self._home = home
-        self._network = Network(task)
-        self._prior = mixture.log_prior(data.class_counts(task.n_classes))
+        self.home = home
+        self.network = Network(task)
+        self.prior = mixture.log_prior(data.class_counts(task.n_classes))
 
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never) -> Outcome:
         """Carry out an order.
@@ -148,10 +145,10 @@ class Worker:
                 return self._execute(order, fetch, stop)
             except StoreError:
                 raise
-            except (FedgeError, _FailedError, ValueError) as error:
+            except (FedgeError, FailedError, ValueError) as error:
                 return Outcome(Failed(reason=f"{self.device_id}: {error}"[:1000]), {})
 
-    def _execute(self, order: Order, fetch: Fetch, stop: Stop) -> Outcome:
+    def _execute(self, order: Order, fetch: Fetch, stop: Stop) -> Outcome:  # noqa: PLR0912 - one branch per action
         result: Result
         match order.action:
             case Train() as action:
@@ -169,15 +166,31 @@ class Worker:
             case FitGate() as action:
                 result = self._fit_gate(action, order.seed, stop)
             case Install() as action:
-                result = self._install(action, fetch)
+                result = install(self, action, fetch, order, stop)
+            case FitMixture() as action:
+                result = fit_mixture(self, action, fetch, order, stop)
+            case MeanFeatures() as action:
+                result = personal.mean_features(self, action, fetch)
+            case SharePrivate() as action:
+                return personal.share(self, action, order)
+            case FitPool() as action:
+                result = fit_pool(self, action, fetch, order, stop)
+            case DescribeLabels() as action:
+                result = describe_labels(self, action, order)
+            case Route() as action:
+                result = cold_start.route(action, fetch, self.data.x_train)
+            case InstallBundle() as action:
+                result = cold_start.install_bundle(action, fetch, self.home)
         return Outcome(result, {})
 
     @property
-    def _validation(self) -> Samples:
+    def validation(self) -> Samples:
+        """Held-out samples: they choose, and train nothing before everything is chosen."""
         return self.data.x_val, self.data.y_val
 
-    def _model(self, ref: BlobRef, fetch: Fetch) -> Model:
-        return codec.decode(fetch(ref), ref.codec, self._network.layout)
+    def model(self, ref: BlobRef, fetch: Fetch) -> Model:
+        """A model of the task's network that an order names."""
+        return codec.decode(fetch(ref), ref.codec, self.network.layout)
 
     # ----------------------------------------------------------------------------------------- section 4: shared rounds
 
@@ -185,16 +198,16 @@ class Worker:
         if not self.data.n_shared:
             return Outcome(Declined(reason="no shareable samples"), {})
         x, y = self.data.shared
-        start, chosen = self._best_start(action.starts, fetch)
-        val_accuracy = self._accuracy(start)
-        network = self._network
+        start, chosen = self.best_start(action.starts, fetch)
+        val_accuracy = self.accuracy(start)
+        network = self.network
         network.load(start)
         loss_before, gradient_norm = loss_and_gradient_norm(network, x, y)
         Trainer(network, x, y, action.sgd, np.random.default_rng(seed)).run(action.sgd.steps, stop)
         trained = network.dump()
         loss_after = mean_loss(network, x, y)
         if not all(map(math.isfinite, (loss_before, loss_after, gradient_norm))):
-            raise _FailedError("training diverged")
+            raise FailedError("training diverged")
         update = Model(trained.params - start.params, trained.buffers, trained.counters)
         exact = {info.name for info in network.layout.of_kind("buffer")}
         data = codec.encode(unflatten(update, network.layout), action.codec, exact)
@@ -210,27 +223,29 @@ class Worker:
         )
         return Outcome(result, {ref.digest: data})
 
-    def _best_start(self, starts: tuple[Start, ...], fetch: Fetch) -> tuple[Model, Start]:
+    def best_start(self, starts: tuple[Start, ...], fetch: Fetch) -> tuple[Model, Start]:
         """The start with the smallest validation loss with prior, the first on a tie (section 5)."""
-        found = [self._model(start.model, fetch) for start in starts]
+        found = [self.model(start.model, fetch) for start in starts]
         if len(found) == 1:
             return found[0], starts[0]
-        samples = self._validation if len(self.data.y_val) else self.data.shared  # without both: the first
-        best = mixture.first_best([-self._loss(model, samples) for model in found])
+        samples = self.validation if len(self.data.y_val) else self.data.shared  # without both: the first
+        best = mixture.first_best([-self.loss(model, samples) for model in found])
         return found[best], starts[best]
 
-    def _loss(self, model: Model, samples: Samples) -> float:
+    def loss(self, model: Model, samples: Samples) -> float:
         """Sum of losses with T = 1, kappa = 1 and the prior of the training samples."""
         x, y = samples
-        return mixture.total_loss(self._logits(model, x), y, self._prior, WITH_PRIOR)
+        return mixture.total_loss(self.logits(model, x), y, self.prior, WITH_PRIOR)
 
-    def _logits(self, model: Model, x: NDArray[np.float32]) -> Array:
-        return self._network.logits(model, x).reshape(len(x), self.task.n_classes)
+    def logits(self, model: Model, x: NDArray[np.float32]) -> Array:
+        """Logits (n, C) of model inputs; (0, C) of none."""
+        return self.network.logits(model, x).reshape(len(x), self.task.n_classes)
 
-    def _accuracy(self, model: Model) -> float | None:
+    def accuracy(self, model: Model) -> float | None:
+        """On the validation samples; None without any."""
         if not len(self.data.y_val):
             return None
-        return float((self._logits(model, self.data.x_val).argmax(axis=1) == self.data.y_val).mean())
+        return float((self.logits(model, self.data.x_val).argmax(axis=1) == self.data.y_val).mean())
 
     # --------------------------------------------------------------------------------- sections 1, 5: profile and trial
 
@@ -238,8 +253,8 @@ class Worker:
         if not self.data.n_shared:
             return Declined(reason="no shareable samples")
         x, _ = self.data.shared
-        self._network.load(self._model(action.extractor, fetch))
-        found = sparsity_profile(self._network.module, x)
+        self.network.load(self.model(action.extractor, fetch))
+        found = sparsity_profile(self.network.module, x)
         return Profiled(profile=tuple(found.shares.tolist()), halves=found.halves, n_samples=len(x))
 
     def _try(self, action: Trial, fetch: Fetch) -> Tried:
@@ -247,26 +262,26 @@ class Worker:
         if not m:
             return Tried(delta=None)
         shared, expert = (
-            self._loss(self._model(ref, fetch), self._validation) for ref in (action.global_model, action.expert)
+            self.loss(self.model(ref, fetch), self.validation) for ref in (action.global_model, action.expert)
         )
         return Tried(delta=(shared - expert) / m)
 
     # ---------------------------------------------------------------------------------------- sections 6, 7: candidates
 
     def _fit_candidates(self, action: FitCandidates, fetch: Fetch, seed: int, stop: Stop) -> CandidatesFitted:
-        network, data = self._network, self.data
+        network, data = self.network, self.data
         training = (data.x_train, data.y_train)
-        models = {Role.GLOBAL: self._model(action.global_model, fetch)}
+        models = {Role.GLOBAL: self.model(action.global_model, fetch)}
         start, cluster = models[Role.GLOBAL], -1
         if action.experts:
-            start, chosen = self._best_start(action.experts, fetch)
+            start, chosen = self.best_start(action.experts, fetch)
             models[Role.EXPERT], cluster = start, chosen.cluster
-        initial = self._model(action.initial_model, fetch)
+        initial = self.model(action.initial_model, fetch)
         private_steps = 0
         if data.n_train >= 2:
             rng = _rng(seed, _PRIVATE)
             models[Role.PRIVATE], private_steps = private_model.fit_private(
-                network, start, training, self._validation, action.sgd, rng, stop
+                network, start, training, self.validation, action.sgd, rng, stop
             )
             if action.local_steps:
                 rng = _rng(seed, _LOCAL)
@@ -275,7 +290,7 @@ class Worker:
                 )
         self._keep(models, start, private_steps, initial, action.local_steps, cluster)
         losses = {
-            role: mixture.grid_losses(self._logits(models[role], data.x_val), data.y_val, self._prior, role)
+            role: mixture.grid_losses(self.logits(models[role], data.x_val), data.y_val, self.prior, role)
             for role in Role
             if role in models
         }
@@ -291,10 +306,10 @@ class Worker:
         cluster: int,
     ) -> None:
         """Make the candidates durable: first the tensors, then the file that names them, then the old ones go."""
-        folder = BlobFolder(self._home / "candidates")
+        folder = BlobFolder(self.home / "candidates")
 
         def put(model: Model) -> str:
-            return folder.put(to_bytes(unflatten(model, self._network.layout)))
+            return folder.put(to_bytes(unflatten(model, self.network.layout)))
 
         kept = Kept(
             models={role: put(model) for role, model in models.items()},
@@ -304,33 +319,33 @@ class Worker:
             local_steps=local_steps,
             cluster=cluster,
         )
-        write_atomically(self._home / "candidates" / "state.json", msgspec.json.encode(kept))
+        write_atomically(self.home / "candidates" / "state.json", msgspec.json.encode(kept))
         for digest in set(folder) - {*kept.models.values(), kept.private_start, kept.initial}:
             folder.remove(digest)
 
     def _kept(self) -> Kept:
-        path = self._home / "candidates" / "state.json"
+        path = self.home / "candidates" / "state.json"
         if not path.exists():
-            raise _FailedError("no candidates: FitCandidates was not done here")
+            raise FailedError("no candidates: FitCandidates was not done here")
         try:
             return msgspec.json.decode(path.read_bytes(), type=Kept)
         except (OSError, msgspec.DecodeError) as error:
             raise StoreError(f"{path} cannot be read: {error}") from error
 
     def _kept_model(self, digest: str) -> Model:
-        data = BlobFolder(self._home / "candidates").get(digest)
-        return flatten(from_bytes(data), self._network.layout)
+        data = BlobFolder(self.home / "candidates").get(digest)
+        return flatten(from_bytes(data), self.network.layout)
 
     def _candidates(self, calibration: Mapping[Role, Calibration]) -> _Candidates:
         """The kept candidates that `calibration` names, on the validation samples."""
         kept = self._kept()
         roles = tuple(role for role in Role if role in kept.models and role in calibration)
         if not roles:
-            raise _FailedError(f"the order names {sorted(calibration)}, this device has {sorted(kept.models)}")
+            raise FailedError(f"the order names {sorted(calibration)}, this device has {sorted(kept.models)}")
         models = tuple(self._kept_model(kept.models[role]) for role in roles)
-        logits = np.stack([self._logits(model, self.data.x_val) for model in models])
+        logits = np.stack([self.logits(model, self.data.x_val) for model in models])
         calibrations = tuple(calibration[role] for role in roles)
-        log_q = np.stack([mixture.calibrated(l_k, self._prior, c) for l_k, c in zip(logits, calibrations, strict=True)])
+        log_q = np.stack([mixture.calibrated(l_k, self.prior, c) for l_k, c in zip(logits, calibrations, strict=True)])
         raw = mixture.raw_energies(logits)
         mean, std = mixture.energy_statistics(raw)
         return _Candidates(
@@ -404,19 +419,19 @@ class Worker:
             candidates.append(self._without_weight(guard[0]))
             trained = _with_room(trained)
         index = None if guard is None else [c.role for c in candidates].index(guard[0])
-        info = self._write(
+        info = self.write(
             Mixture(
                 candidates=tuple(candidates),
-                log_prior=self._final_prior(),
+                log_prior=self.final_prior(),
                 beta=beta,
                 gate=trained,
                 guard=None if guard is None or index is None else Guard(index, guard[1].temperature, guard[1].kappa),
             ),
             action.release,
             "fedge",
-            self._metrics(fused),
+            self.metrics(fused),
         )
-        return _installed(info, tuple(c.role for c in candidates), guarded=guard is not None)
+        return installed(info, tuple(c.role for c in candidates), guarded=guard is not None)
 
     def _guard(self, calibration: Mapping[Role, Calibration], fused: Array) -> tuple[Role, Calibration] | None:
         """Section 11: the alternative that takes half of the output, on the models before section 10 and with r = 0."""
@@ -431,8 +446,8 @@ class Worker:
         ]
         scores = []
         for role, chosen in alternatives:
-            logits = self._logits(self._kept_model(kept.models[role]), self.data.x_val)
-            scores.append(self._score(mixture.calibrated(logits, self._prior, chosen)))
+            logits = self.logits(self._kept_model(kept.models[role]), self.data.x_val)
+            scores.append(self._score(mixture.calibrated(logits, self.prior, chosen)))
         best = mixture.guard(self._score(fused), scores)
         return None if best is None else alternatives[best]
 
@@ -445,7 +460,7 @@ class Worker:
         """Section 10: the private and the local model also learn from the validation samples, once all is chosen."""
         if not len(self.data.y_val):
             return list(found.models)
-        kept, network = self._kept(), self._network
+        kept, network = self._kept(), self.network
         everything = (
             np.concatenate([self.data.x_train, self.data.x_val]),
             np.concatenate([self.data.y_train, self.data.y_val]),
@@ -468,10 +483,12 @@ class Worker:
         """A candidate for the guard alone: the local model that the pool left out."""
         return Candidate(role=role, name=role.value, model=self._kept_model(self._kept().models[role]), weight=0.0)
 
-    def _final_prior(self) -> Array:
+    def final_prior(self) -> Array:
+        """Log class shares (C,) of training and validation samples."""
         return mixture.log_prior(self.data.class_counts(self.task.n_classes, with_validation=True))
 
-    def _metrics(self, log_p: Array) -> dict[str, float]:
+    def metrics(self, log_p: Array) -> dict[str, float]:
+        """Figures for the bundle, from log-probabilities (m, C) of the validation samples."""
         if not len(self.data.y_val):
             return {}
         log_likelihood, correct = self._score(log_p)
@@ -480,33 +497,18 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- bundles
 
-    def _install(self, action: Install, fetch: Fetch) -> Installed:
-        model = self._model(action.global_model, fetch)
-        alone = Mixture(
-            candidates=(Candidate(role=Role.GLOBAL, name=Role.GLOBAL.value, model=model),),
-            log_prior=self._final_prior(),
-            beta=0.0,
-            gate=GateWeights.untrained(gate.n_features(self.task.input_shape), 1),
-        )
-        log_p = mixture.calibrated(self._logits(model, self.data.x_val), self._prior, PLAIN)
-        info = self._write(alone, action.release, "fedavg", self._metrics(log_p))
-        return _installed(info, (Role.GLOBAL,), guarded=False)
-
-    def _write(self, made: Mixture, release: int, method: str, metrics: dict[str, float]) -> BundleInfo:
+    def write(self, made: Mixture, release: int, method: str, metrics: dict[str, float]) -> BundleInfo:
+        """Write a bundle and check it against torch on the validation samples."""
         return write_bundle(
-            self._home / "bundles" / str(release),
+            self.home / "bundles" / str(release),
             task=self.task,
-            layout=self._network.layout,
+            layout=self.network.layout,
             mixture=made,
             validation=self.data.x_val,
             release=release,
             method=method,
             metrics=metrics,
         )
-
-
-def _installed(info: BundleInfo, roles: tuple[Role, ...], *, guarded: bool) -> Installed:
-    return Installed(bundle_digest=info.digest, roles=roles, max_abs_diff=info.max_abs_diff, guarded=guarded)
 
 
 def _only(calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]) -> dict[Role, Calibration]:

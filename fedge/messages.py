@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -50,6 +50,14 @@ class Role(StrEnum):
     LOCAL = "local"
 
 
+class Part(StrEnum):
+    """Which tensors of a model: all, the head (the last linear layer), or the base (everything else)."""
+
+    ALL = "all"
+    BASE = "base"
+    HEAD = "head"
+
+
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
     pass
 
@@ -59,7 +67,7 @@ class BlobRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     digest: Digest
     size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
-    codec: Codec = Codec.FLOAT32
+    codec: Codec = Codec.FLOAT32  # of a file that holds no tensors it says nothing
 
 
 # ---------------------------------------------------------------------------------------------- what a device is
@@ -128,12 +136,51 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cluster: Annotated[int, Meta(ge=-1, le=2**31)] = -1
 
 
+class KeepPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="keep_part"):
+    """Model split (pm_moe.md section 4): `private` is trained with the rest but stays on the device.
+
+    FedPer: the head; LG-FedAvg: the base; FedRep: the head, trained alone for `head_steps`, then the base alone.
+    """
+
+    private: Part
+    head_steps: Count = 0  # 0: base and head are trained together
+
+
+class KeepModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="keep_model"):
+    """Ditto: besides the shared model a personal one learns with (lambda/2) ||v - w||^2, w the start of the round."""
+
+    proximal_lambda: NonNegative
+
+
+class KeepHead(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="keep_head"):
+    """FedRoD: the shared model learns with balanced softmax; a second head on its features stays here."""
+
+
+class KeepOffset(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="keep_offset"):
+    """DBE: a vector that is added to the features stays here; their mean is drawn to the global one."""
+
+    global_mean: BlobRef  # {"mean": (D,) float32}
+    momentum: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    kappa: NonNegative = 1.0
+
+
+Keep = KeepPart | KeepModel | KeepHead | KeepOffset
+"""What a device trains for itself in a round of training. It is stored on the device and never sent by `Train`."""
+
+
 class Train(_Message, frozen=True, kw_only=True, tag="train"):
-    """Train on D_L from the best of `starts` (smallest validation loss with prior; one start: no look-up)."""
+    """Train on D_L from the best of `starts` (smallest validation loss with prior; one start: no look-up).
+
+    `part`: the tensors that travel: those of the starts and of the update; the others a device takes from what it kept,
+    at first from `initial`.
+    """
 
     starts: Annotated[tuple[Start, ...], Meta(min_length=1, max_length=64)]
     sgd: Sgd
     codec: Codec = Codec.INT8
+    part: Part = Part.ALL
+    keep: Keep | None = None
+    initial: BlobRef | None = None  # all tensors; needed with `keep` and for a part
 
 
 class Profile(_Message, frozen=True, kw_only=True, tag="profile"):
@@ -196,14 +243,120 @@ class FitGate(_Message, frozen=True, kw_only=True, tag="fit_gate"):
     release: Count
 
 
+class FineTune(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Training on all of the device's training samples that ends in a bundle; nothing of it is sent.
+
+    `checkpoints`: numbers of steps that compete on validation loss, the smaller on a tie; one alone is simply done.
+    """
+
+    sgd: Sgd  # its `steps` are not used
+    checkpoints: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=32)]
+    otherwise: Count  # steps where there are no validation samples and several checkpoints
+
+
 class Install(_Message, frozen=True, kw_only=True, tag="install"):
-    """Write a bundle of the shared model alone, as it is (FedAvg's end)."""
+    """Write a bundle of one model: the given one, with what `Train(keep=...)` left on the device put over it."""
 
     global_model: BlobRef
     release: Count
+    method: Text
+    part: Part = Part.ALL  # which tensors `global_model` holds
+    keep: Keep | None = None  # as in Train; None: the model as it is
+    initial: BlobRef | None = None  # with `keep`, for a device that never trained
+    fine_tune: FineTune | None = None
 
 
-Action = Train | Profile | Trial | FitCandidates | FitWeights | FitEnergy | FitGate | Install
+class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
+    """SCMoE-PFL sections 10 and 11 in one order: private model, gate over it and the experts, bundle."""
+
+    experts: Annotated[tuple[Start, ...], Meta(max_length=64)]
+    initial_model: BlobRef
+    sgd: Sgd  # of the private model; `steps` are its steps
+    private_data: Literal["sensitive", "all"] = "all"
+    private_start: Literal["initial", "best"] = "best"
+    gate: Literal["validation", "training", "uniform"] = "validation"  # data it learns from; uniform: no gate
+    energy: bool = True
+    energy_offset: Literal["never", "untrained", "always"] = "untrained"
+    average: bool = False  # without the gate: parameters of the experts are averaged, no private model
+    top: Annotated[int, Meta(ge=1, le=64)] = 2
+    release: Count
+
+
+class MeanFeatures(_Message, frozen=True, kw_only=True, tag="mean_features"):
+    """Mean of the base's features over D_L (DBE, before its second phase)."""
+
+    model: BlobRef
+
+
+class SharePrivate(_Message, frozen=True, kw_only=True, tag="share_private"):
+    """PM-MoE's one upload: what `Train(keep=...)` kept. Off unless the operator turned it on (docs/privacy.md).
+
+    `clip`, `noise`: the whole module is clipped to that norm and gets N(0, (noise * clip)^2); None: as it is.
+    """
+
+    keep: Keep
+    clip: Annotated[float, Meta(gt=0)] | None = None
+    noise: NonNegative = 0.0
+
+
+class FitPool(_Message, frozen=True, kw_only=True, tag="fit_pool"):
+    """PM-MoE stage 2: denoise the pool, train the gate, write the bundle (pm_moe.md sections 5 to 7)."""
+
+    global_model: BlobRef
+    part: Part = Part.ALL
+    keep: Keep  # of stage 1
+    initial: BlobRef
+    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=400)]  # None: that client is gone
+    own: Count  # index in the pool; it is read from the device's own store
+    preset: Literal["paper", "anchored"] = "anchored"
+    top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
+    denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    epochs: Count = 50
+    batch_size: Annotated[int, Meta(ge=1)] = 32
+    learning_rate: Annotated[float, Meta(gt=0)] = 0.1
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    guard: bool = True
+    release: Count
+
+
+class DescribeLabels(_Message, frozen=True, kw_only=True, tag="describe_labels"):
+    """CFIC's label feature psi of D_L (cfic.md section 3); `epsilon`: by randomised response, drawn once and stored."""
+
+    mode: Literal["signed", "abs"] = "signed"
+    epsilon: Annotated[float, Meta(gt=0)] | None = None
+
+
+class Route(_Message, frozen=True, kw_only=True, tag="route"):
+    """FedCoE's cold start, first half: mean output of the gate over the device's samples. Needs no torch."""
+
+    gate: BlobRef  # an ONNX file: x (n, *input_shape) -> p (n, K)
+
+
+class InstallBundle(_Message, frozen=True, kw_only=True, tag="install_bundle"):
+    """Put a finished bundle in place: its files by name. Needs no torch."""
+
+    files: Annotated[dict[Text, BlobRef], Meta(min_length=3, max_length=64)]
+    release: Count
+
+
+Action = (
+    Train
+    | Profile
+    | Trial
+    | FitCandidates
+    | FitWeights
+    | FitEnergy
+    | FitGate
+    | Install
+    | FitMixture
+    | MeanFeatures
+    | SharePrivate
+    | FitPool
+    | DescribeLabels
+    | Route
+    | InstallBundle
+)
 
 
 class Order(_Message, frozen=True, kw_only=True, tag="order"):
@@ -283,6 +436,33 @@ class Installed(_Message, frozen=True, kw_only=True, tag="installed"):
     guarded: bool = False
 
 
+class FeaturesMeasured(_Message, frozen=True, kw_only=True, tag="features_measured"):
+    """Mean feature vector (D,) of D_L."""
+
+    mean: Annotated[tuple[float, ...], Meta(min_length=1, max_length=4096)]
+    n_samples: Count
+
+
+class PrivateShared(_Message, frozen=True, kw_only=True, tag="private_shared"):
+    """The private module, as tensors of its own names; codec float32."""
+
+    module: BlobRef
+
+
+class LabelsDescribed(_Message, frozen=True, kw_only=True, tag="labels_described"):
+    """Label feature 0..C-1, or -1 without samples."""
+
+    feature: Annotated[int, Meta(ge=-1, le=2**31)]
+    n_samples: Count
+
+
+class Routed(_Message, frozen=True, kw_only=True, tag="routed"):
+    """rho: shares of the experts, (K,), which sum to 1."""
+
+    shares: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=1024)]
+    n_samples: Count
+
+
 class Declined(_Message, frozen=True, kw_only=True, tag="declined"):
     """The device will not do it now (RAM, temperature, battery, no data): no fault, no update."""
 
@@ -295,7 +475,21 @@ class Failed(_Message, frozen=True, kw_only=True, tag="failed"):
     reason: Text
 
 
-Result = Trained | Profiled | Tried | CandidatesFitted | WeightsFitted | EnergyFitted | Installed | Declined | Failed
+Result = (
+    Trained
+    | Profiled
+    | Tried
+    | CandidatesFitted
+    | WeightsFitted
+    | EnergyFitted
+    | Installed
+    | FeaturesMeasured
+    | PrivateShared
+    | LabelsDescribed
+    | Routed
+    | Declined
+    | Failed
+)
 
 
 class Report(_Message, frozen=True, kw_only=True, tag="report"):

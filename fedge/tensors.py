@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fedge.errors import ProtocolError
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import Part
 
 N = TypeVar("N", bound=np.generic)
 
@@ -47,6 +48,20 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def of_kind(self, kind: str) -> tuple[TensorInfo, ...]:
         """The tensors of one kind, in order."""
         return tuple(t for t in self.tensors if t.kind == kind)
+
+    def part(self, part: Part) -> Layout:
+        """The tensors of a part. The head is the last layer that was registered: its weight (C, D) and bias (C).
+
+        Raises:
+            ConfigError: the last parameters are no linear layer.
+        """
+        if part is Part.ALL:
+            return self
+        weight, bias = self.of_kind("param")[-2:] if len(self.of_kind("param")) > 2 else (None, None)
+        if weight is None or bias is None or len(weight.shape) != 2 or bias.shape != weight.shape[:1]:
+            raise ConfigError("the network cannot be split: its last layer must be linear, with weight and bias")
+        head = (weight.name, bias.name)
+        return Layout(tensors=tuple(t for t in self.tensors if (t.name in head) == (part is Part.HEAD)))
 
     @property
     def n_params(self) -> int:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, RoundSummary
 from coordinator.methods.fedavg import FedAvg
-from edge_agent.training import Network, Trainer, mean_loss
 from edge_agent.worker import Worker
 from fedge.messages import Sgd, blobs_of
 from fedge.models import initial
+from fedge.models.training import Network, Trainer, mean_loss
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, unflatten

@@ -293,7 +293,7 @@ async def compare(
     import torch
 
     from coordinator.demo import baselines
-    from edge_agent.training import Network
+    from fedge.models.training import Network
 
     torch.set_num_threads(1)
     share_spent = sum(summary["selection"].values()) / (settings.rounds * len(cameras.shares))

@@ -21,11 +21,15 @@ from fedge.tensors import Layout, Model, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|."""
+    """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|.
+
+    `births`: how often it has said that it is there; two numbers that differ mean that it has come back between.
+    """
 
     id: str
     n_samples: int
     context: Context | None = None
+    births: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,11 @@ class Fleet(Protocol):
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep a model, so that actions may refer to it. Equal tensors give an equal reference."""
 
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Keep a file, so that actions may refer to it; the codec in the reference means nothing."""
+
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """A model or an accepted update; an update's `params` are the difference from its start."""
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors that this side has `put` in FLOAT32, whatever their names and shapes."""
+        """Tensors in FLOAT32 that this side has `put` or a device has sent, whatever their names and shapes."""

@@ -246,6 +246,10 @@ class MqttFleet:
         data = codec.encode(tensors, codec_)
         return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data), codec=codec_)
 
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Store a file."""
+        return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data))
+
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """Decode a model or an accepted update."""
         return codec.decode(self._store.blobs.get(ref.digest), ref.codec, layout)

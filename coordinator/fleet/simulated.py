@@ -76,6 +76,12 @@ class SimulatedFleet:
         self._blobs[ref.digest] = data
         return ref
 
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Keep a file in memory."""
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
+        self._blobs[ref.digest] = data
+        return ref
+
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """A model or an update."""
         if ref.digest not in self._blobs:

@@ -7,8 +7,9 @@ come from (seed, round), so a round that is run again after a crash writes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol, TypeVar
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,8 +18,11 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Fleet
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Codec, Declined, Sgd, Trained
+from fedge.loading import load_object
+from fedge.messages import BlobRef, Codec, Declined, FineTune, Install, Installed, Sgd, Trained
 from fedge.tensors import Layout, from_bytes, to_bytes
+
+Option = int | float | str | bool
 
 
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +34,12 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: Annotated[int, Meta(ge=0)] = 0
     sgd: Sgd = Sgd()
     codec: Codec = Codec.INT8
+    fine_tune: bool = False  # "+ft": every device goes on training the model that it is given, before it installs it
+    options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
+
+
+class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a method that has none."""
 
 
 class RoundSummary(Struct, frozen=True, kw_only=True):
@@ -49,6 +59,7 @@ class State(Struct, frozen=True, kw_only=True):
     layout: Layout
     participations: dict[str, int] = {}
     history: tuple[RoundSummary, ...] = ()
+    installed: dict[str, Installed] = {}
 
 
 S = TypeVar("S", bound=State)
@@ -60,6 +71,10 @@ class Method(Protocol[S]):
     name: str
     settings: MethodSettings
 
+    @property
+    def Options(self) -> type[Struct]:  # noqa: N802 - a class
+        """What a configuration may set in the table [method], or `--option NAME=VALUE`."""
+
     def initial(self, layout: Layout, model: BlobRef) -> S:
         """The state before round 1; `model` is the common initial model."""
 
@@ -69,23 +84,93 @@ class Method(Protocol[S]):
     def done(self, state: S) -> bool:
         """Whether nothing is left to do."""
 
+    def serves(self, state: S, device_id: str) -> BlobRef:
+        """The shared model that the device would be given now (what it kept for itself comes on top of it)."""
+
     def summary(self, state: S) -> dict[str, Any]:
         """What a person or a plot wants to know, as JSON values."""
 
 
+METHODS: Final = {
+    "fedavg": "coordinator.methods.fedavg:FedAvg",
+    "fedge": "coordinator.methods.fedge:Fedge",
+}
+"""Name -> where its class is; imported when it is asked for."""
+FINE_TUNED: Final = "+ft"
+
+
 def make(name: str, settings: MethodSettings) -> Method[Any]:
-    """The method of that name.
+    """The method of that name; "fedavg+ft" is "fedavg" with fine-tuning at the end.
 
     Raises:
-        ConfigError: there is none; the text lists them.
+        ConfigError: there is none, or it has no such option; the text lists them.
     """
-    from coordinator.methods.fedavg import FedAvg
-    from coordinator.methods.fedge import Fedge
+    base = name.removesuffix(FINE_TUNED)
+    if base not in METHODS:
+        raise ConfigError(f"there is no method {name!r}; choose one of {', '.join(sorted(METHODS))}")
+    tuned = msgspec.structs.replace(settings, fine_tune=settings.fine_tune or base != name)
+    method: Method[Any] = load_object(METHODS[base])(tuned)
+    return method
 
-    methods: dict[str, Callable[[MethodSettings], Method[Any]]] = {"fedavg": FedAvg, "fedge": Fedge}
-    if name not in methods:
-        raise ConfigError(f"there is no method {name!r}; choose one of {', '.join(sorted(methods))}")
-    return methods[name](settings)
+
+OwnOptions = TypeVar("OwnOptions", bound=Struct)
+
+
+def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
+    """The method's own options, checked.
+
+    Raises:
+        ConfigError: an unknown name (the nearest right one is named) or a value out of range.
+    """
+    known = [field.name for field in msgspec.structs.fields(kind)]
+    for name in settings.options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise ConfigError(f"the method has no option {name!r}; {hint}")
+    try:
+        return msgspec.convert(settings.options, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"option of the method: {error}") from error
+
+
+CHECKPOINTS: Final = (0, 10, 20, 40, 80)
+"""Steps of fine-tuning that compete on validation samples (fedge.md section 15.1); 0 is the model as it is."""
+WITHOUT_VALIDATION: Final = 40
+"""Steps of fine-tuning where a device has nothing to choose by (fedge.md section 6)."""
+
+
+async def install(method: Method[Any], state: S, fleet: Fleet, release: int = 1) -> S:
+    """The last round of a method whose devices run one model: each installs what it is served."""
+    settings = method.settings
+    tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
+    orders = {
+        device.id: Install(
+            global_model=method.serves(state, device.id),
+            release=release,
+            method=method.name,
+            fine_tune=tuning if settings.fine_tune else None,
+        )
+        for device in fleet.devices()
+    }
+    answers = await fleet.run("install", orders)
+    installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+    return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
+
+
+def summary_of(method: Method[S], state: S) -> dict[str, Any]:
+    """What every method's summary holds."""
+    return {
+        "method": method.name + (FINE_TUNED if method.settings.fine_tune else ""),
+        "round": min(state.round, method.settings.rounds),
+        "rounds": method.settings.rounds,
+        "done": method.done(state),
+        "history": msgspec.to_builtins(state.history),
+        "selection": state.participations,
+        "installed": msgspec.to_builtins(state.installed),
+        "split": False,
+        "clusters": {},
+    }
 
 
 def round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:

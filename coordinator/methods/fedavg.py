@@ -12,8 +12,20 @@ import msgspec
 
 from coordinator.aggregation import averaged
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, State, accepted, counted, round_rng, sizes, summarise
-from fedge.messages import BlobRef, Install, Installed, Start, Train
+from coordinator.methods import (
+    MethodSettings,
+    NoOptions,
+    State,
+    accepted,
+    counted,
+    install,
+    options_of,
+    round_rng,
+    sizes,
+    summarise,
+    summary_of,
+)
+from fedge.messages import BlobRef, Start, Train
 from fedge.tensors import Layout, unflatten
 
 
@@ -21,16 +33,17 @@ class FedAvgState(State, frozen=True, kw_only=True):
     """`model`: the global model w."""
 
     model: BlobRef
-    installed: dict[str, Installed] = {}
 
 
 class FedAvg:
     """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "fedavg"
+    Options = NoOptions
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
+        options_of(settings, NoOptions)
 
     def initial(self, layout: Layout, model: BlobRef) -> FedAvgState:
         """The state before round 1."""
@@ -43,7 +56,7 @@ class FedAvg:
     async def round(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
-            return await self._install(state, fleet)
+            return await install(self, state, fleet)
         ids = [device.id for device in fleet.devices()]
         size = max(1, round(self.settings.participation * len(ids))) if ids else 0
         cohort = sorted(round_rng(self.settings, state.round + 1).permutation(ids)[:size].tolist())
@@ -63,22 +76,10 @@ class FedAvg:
             history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
         )
 
-    async def _install(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
-        order = Install(global_model=state.model, release=1)
-        answers = await fleet.run("install", {device.id: order for device in fleet.devices()})
-        installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
-        return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
+    def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
+        """The global model."""
+        return state.model
 
     def summary(self, state: FedAvgState) -> dict[str, Any]:
         """History, selection counts, bundles."""
-        return {
-            "method": self.name,
-            "round": min(state.round, self.settings.rounds),
-            "rounds": self.settings.rounds,
-            "done": self.done(state),
-            "history": msgspec.to_builtins(state.history),
-            "selection": state.participations,
-            "installed": msgspec.to_builtins(state.installed),
-            "split": False,
-            "clusters": {},
-        }
+        return summary_of(self, state)

@@ -25,7 +25,18 @@ from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
 from coordinator.clustering import aidc, mctc
 from coordinator.fleet import Answer, Device, Fleet
-from coordinator.methods import MethodSettings, State, accepted, counted, declined, sizes, summarise
+from coordinator.methods import (
+    MethodSettings,
+    NoOptions,
+    State,
+    accepted,
+    counted,
+    declined,
+    options_of,
+    sizes,
+    summarise,
+    summary_of,
+)
 from coordinator.selection import ccmab
 from fedge.messages import (
     Action,
@@ -52,7 +63,7 @@ from fedge.messages import (
 from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
-R = TypeVar("R", EnergyFitted, Installed, WeightsFitted)
+R = TypeVar("R")
 
 LARGE = 100_000  # parameters above which directions are projected
 PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
@@ -96,10 +107,11 @@ class Primary(Struct, frozen=True, kw_only=True):
 
 
 class Silence(Struct, frozen=True, kw_only=True):
-    """How many orders in a row a device has left without an answer, and the round of the last one."""
+    """How many orders in a row a device has left without an answer; round of the last one, and its births by then."""
 
     misses: int
     round: int
+    births: int
 
 
 class TrialOutcome(Struct, frozen=True, kw_only=True):
@@ -142,16 +154,17 @@ class FedgeState(State, frozen=True, kw_only=True):
     experts: tuple[Moving, ...] = ()
     primary: dict[str, Primary] = {}
     pool: Pool | None = None
-    installed: dict[str, Installed] = {}
 
 
 class Fedge:
     """The default method; `round` follows the table of the specification's section 1."""
 
     name = "fedge"
+    Options = NoOptions
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
+        options_of(settings, NoOptions)
         everybody = settings.participation == 1
         self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
@@ -165,22 +178,22 @@ class Fedge:
 
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Steps 1 to 3 in rounds 1..R, steps 4 to 8 after the last."""
-        if state.round == self.settings.rounds:
-            state = await personalise(state, fleet, self.settings)
-            return msgspec.structs.replace(state, round=state.round + 1)
         r = state.round + 1
-        devices = fleet.devices()
+        if state.round == self.settings.rounds:
+            state = await personalise(state, fleet, self.settings, r)
+            return msgspec.structs.replace(state, round=r)
         if r > WARM_UP:
             state = await profile(state, fleet, r)
-        selections, bandits = self._select(state, devices)
-        cohort = sorted(i for s in selections for i in s.ids) if selections else awake(state, devices, r)
-        answers = await fleet.run("train", {i: self._order(state, i, r) for i in cohort})
+        present = awake(state, fleet, r)
+        selections, bandits = self._select(state, present)
+        cohort = sorted(i for s in selections for i in s.ids) if selections else list(present)
+        state, answers = await ask(state, fleet, r, "train", {i: self._order(state, i, r) for i in cohort})
         updates = accepted(answers)
-        state = heard(self._observe(state, selections, bandits, answers), answers, r)
+        state = self._observe(state, selections, bandits, answers)
         if len(updates) >= self.settings.min_reports:
             state = train_experts(state, updates, fleet) if state.experts else train_shared(state, updates, fleet)
         if not state.experts and r == round(RHO * self.settings.rounds):
-            state = await split(state, fleet)
+            state = await split(state, fleet, r)
         return msgspec.structs.replace(
             state,
             round=r,
@@ -189,9 +202,10 @@ class Fedge:
             history=(*state.history, summarise(r, len(cohort), updates)),
         )
 
-    def _select(self, state: FedgeState, devices: Sequence[Device]) -> tuple[list[ccmab.Selection], list[ccmab.State]]:
+    def _select(
+        self, state: FedgeState, present: Mapping[str, Device]
+    ) -> tuple[list[ccmab.Selection], list[ccmab.State]]:
         """FedEPC section 5, in each group; nothing before there are groups, when everybody takes part."""
-        present = {device.id: device for device in devices}
         choices = [
             ccmab.select(bandit, [self._arm(present[i]) for i in members if i in present], self._bandit)
             for members, bandit in zip(state.groups, state.bandits, strict=True)
@@ -226,22 +240,22 @@ class Fedge:
     def _order(self, state: FedgeState, device_id: str, r: int) -> Train:
         return Train(starts=starts(state, device_id, r), sgd=self.settings.sgd, codec=self.settings.codec)
 
+    def serves(self, state: FedgeState, device_id: str) -> BlobRef:
+        """The device's primary expert, or the global model."""
+        if not state.experts:
+            return state.shared.model
+        primary = state.primary.get(device_id)
+        return state.experts[primary.cluster].model if primary else offered(state, device_id)[0].model
+
     def summary(self, state: FedgeState) -> dict[str, Any]:
         """History, groups, clusters, the trial, selection counts, what was pooled, bundles."""
         trial = msgspec.to_builtins(state.trial, enc_hook=np.ndarray.tolist) if state.trial else None
-        return {
-            "method": self.name,
-            "round": min(state.round, self.settings.rounds),
-            "rounds": self.settings.rounds,
-            "done": self.done(state),
-            "history": msgspec.to_builtins(state.history),
-            "selection": state.participations,
+        return summary_of(self, state) | {
             "groups": {str(k): list(members) for k, members in enumerate(state.groups)},
             "trial": trial,
             "split": bool(state.experts),
             "clusters": {str(k): c for k, c in enumerate(trial["clusters"])} if trial and state.experts else {},
             "pool": msgspec.to_builtins(state.pool) if state.pool else None,
-            "installed": msgspec.to_builtins(state.installed),
         }
 
 
@@ -258,40 +272,57 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
     )
 
 
+# ------------------------------------------------------------------------------------------------ who is asked
+
+
+def awake(state: FedgeState, fleet: Fleet, r: int) -> dict[str, Device]:
+    """The devices that are asked, by id: not those that were silent lately, for each costs the whole deadline.
+
+    After one order without an answer a device rests for a round, after two for three, after three for seven. One that
+    was born since then rests shorter: not at all the first time, then for one round, for two, should it go on failing.
+    Where nobody is awake all are asked: there is nobody whom they could delay.
+    """
+    devices = {device.id: device for device in fleet.devices()}
+    return {i: device for i, device in devices.items() if not _rests(state.silent.get(i), device, r)} or devices
+
+
+def _rests(silence: Silence | None, device: Device, r: int) -> bool:
+    if silence is None:
+        return False
+    rest = silence.misses if device.births != silence.births else 2**silence.misses
+    return r - silence.round < min(rest, LONGEST_REST)
+
+
+async def ask(
+    state: FedgeState, fleet: Fleet, r: int, step: str, actions: Mapping[str, Action]
+) -> tuple[FedgeState, dict[str, Answer]]:
+    """Have devices do something, and take note of who answered and who did not."""
+    answers = await fleet.run(step, actions)
+    births = {device.id: device.births for device in fleet.devices()}
+    silent = {i: s for i, s in state.silent.items() if i not in answers}
+    for i, answer in answers.items():
+        if answer.result is None:
+            before = state.silent[i].misses if i in state.silent else 0
+            silent[i] = Silence(misses=before + 1, round=r, births=births[i])
+    return msgspec.structs.replace(state, silent=silent), answers
+
+
+def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
+    """What came of one kind, by ascending device id."""
+    return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
+
+
 # --------------------------------------------------------------------------------- step 1: profiles and groups
 
 
 async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     """Profiles of devices that have none (SPRE), then AIDC groups: all anew the first time, else newcomers placed."""
     extractor = state.extractor or state.shared.model
-    strangers = [i for i in awake(state, fleet.devices(), r) if i not in state.profiles]
-    answers = await fleet.run("profile", dict.fromkeys(strangers, Profile(extractor=extractor)))
-    new = {i: a.result for i, a in answers.items() if isinstance(a.result, Profiled)}
-    state = heard(state, answers, r)
+    strangers = [i for i in awake(state, fleet, r) if i not in state.profiles]
+    state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(strangers, Profile(extractor=extractor)))
+    new = results(answers, Profiled)
     state = msgspec.structs.replace(state, extractor=extractor, profiles=dict(sorted((state.profiles | new).items())))
     return group(state, list(new)) if new else state
-
-
-def awake(state: FedgeState, devices: Sequence[Device], r: int) -> list[str]:
-    """Who is asked where no bandit chooses: not those that were silent lately, for each costs the whole deadline.
-
-    After one order without an answer a device rests for a round, after two for three, after three for seven.
-    """
-    return [
-        device.id
-        for device in devices
-        if (s := state.silent.get(device.id)) is None or r - s.round >= min(2**s.misses, LONGEST_REST)
-    ]
-
-
-def heard(state: FedgeState, answers: Mapping[str, Answer], r: int) -> FedgeState:
-    """Take note of who answered and who did not."""
-    silent = {i: s for i, s in state.silent.items() if i not in answers}
-    for i, answer in answers.items():
-        if answer.result is None:
-            before = state.silent[i].misses if i in state.silent else 0
-            silent[i] = Silence(misses=before + 1, round=r)
-    return msgspec.structs.replace(state, silent=silent)
 
 
 def group(state: FedgeState, newcomers: list[str]) -> FedgeState:
@@ -387,19 +418,20 @@ def moved(moving: Moving, mean: Average, layout: Layout, fleet: Fleet) -> Moving
 # -------------------------------------------------------------------------------------- step 3: trial and split
 
 
-async def split(state: FedgeState, fleet: Fleet) -> FedgeState:
+async def split(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     """Section 5: clusters of the mean unit updates; experts only if the trial says so."""
-    forgotten = msgspec.structs.replace(state, directions=None, last={})
     if state.directions is None:
-        return forgotten
+        return state
     directions = dict(sorted(fleet.get_tensors(state.directions).items()))
     ids = tuple(directions)
     z = mctc.embed(mctc.gram(np.stack(list(directions.values()))))
     clustering = mctc.mctc(z, n_clusters=MAX_CLUSTERS)
     separability = clustering.separability or 0.0
     clusters = tuple(tuple(ids[i] for i in members) for members in clustering.partition.members)
-    answers = await try_clusters(state, fleet, clusters) if len(clusters) > 1 else {}
-    statistic = trial_statistic(list(answers.values()))
+    deltas: dict[str, float] = {}
+    if len(clusters) > 1:
+        state, deltas = await try_clusters(state, fleet, clusters, r)
+    statistic = trial_statistic(list(deltas.values()))
     splits = len(clusters) > 1 and wants_split(statistic, separability, len(ids))
     trial = TrialOutcome(
         ids=ids,
@@ -407,15 +439,17 @@ async def split(state: FedgeState, fleet: Fleet) -> FedgeState:
         tau=clustering.tau,
         separability=separability,
         statistic=statistic,
-        deltas=answers,
+        deltas=deltas,
         split=splits,
         similarity=mctc.similarity(z),
     )
     experts = tuple(Moving(model=state.shared.model) for _ in clusters) if splits else ()
-    return msgspec.structs.replace(forgotten, trial=trial, experts=experts)
+    return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
 
 
-async def try_clusters(state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]) -> dict[str, float]:
+async def try_clusters(
+    state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...], r: int
+) -> tuple[FedgeState, dict[str, float]]:
     """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
     w = fleet.get(state.shared.model, state.layout)
     ids = list(state.last)
@@ -428,9 +462,11 @@ async def try_clusters(state: FedgeState, fleet: Fleet, clusters: tuple[tuple[st
     )
     models = [fleet.put(unflatten(mean.added_to(w), state.layout)) for mean in means if mean is not None]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
-    present = [device.id for device in fleet.devices() if device.id in first]
-    answers = await fleet.run("trial", {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in present})
-    return {i: a.result.delta for i, a in answers.items() if isinstance(a.result, Tried) and a.result.delta is not None}
+    trials = {
+        i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet, r) if i in first
+    }
+    state, answers = await ask(state, fleet, r, "trial", trials)
+    return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
 
 
 def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
@@ -478,23 +514,27 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 # ------------------------------------------------------------------------------------- steps 4 to 8: the mixtures
 
 
-async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings) -> FedgeState:
-    """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled."""
+async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings, r: int) -> FedgeState:
+    """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
+
+    Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its work
+    was for nothing.
+    """
     typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
-    answers = await fleet.run(
-        "candidates",
-        {
-            device.id: FitCandidates(
-                global_model=state.shared.model,
-                experts=offered(state, device.id) if state.experts else (),
-                initial_model=state.initial_model,
-                sgd=settings.sgd,
-                local_steps=settings.sgd.steps * state.participations.get(device.id, typical),
-            )
-            for device in fleet.devices()
-        },
-    )
-    fitted = {i: a.result for i, a in answers.items() if isinstance(a.result, CandidatesFitted)}
+    asked = awake(state, fleet, r).keys() | state.participations.keys()
+    fits = {
+        device.id: FitCandidates(
+            global_model=state.shared.model,
+            experts=offered(state, device.id) if state.experts else (),
+            initial_model=state.initial_model,
+            sgd=settings.sgd,
+            local_steps=settings.sgd.steps * state.participations.get(device.id, typical),
+        )
+        for device in fleet.devices()
+        if device.id in asked
+    }
+    state, answers = await ask(state, fleet, r, "candidates", fits)
+    fitted = results(answers, CandidatesFitted)
     if not fitted:
         return state
     roles: list[Role] = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
@@ -507,20 +547,22 @@ async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings)
     pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
     for turn in ("weights-1", "weights-2") if pooling else ():
         order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
-        weighed = await ask(fleet, turn, fitted, order, WeightsFitted)
+        state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.silent})
+        weighed = results(answers, WeightsFitted).values()
         if weighed:
             pooled = tuple(
-                pooled_weights([(w.weights[v], w.n_validation) for w in weighed.values()]) for v in range(len(variants))
+                pooled_weights([(w.weights[v], w.n_validation) for w in weighed]) for v in range(len(variants))
             )
 
     # Sections 8 and 9: is the local model worth having; how much does the energy count.
     chosen, beta = 0, 0.0
     if pooling:
         energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=A)
-        measured = await ask(fleet, "energy", fitted, energy, EnergyFitted)
+        state, answers = await ask(state, fleet, r, "energy", {i: energy for i in fitted if i not in state.silent})
+        measured = results(answers, EnergyFitted).values()
         if measured:
-            chosen = pooled_choice([m.pooled_losses for m in measured.values()])
-            beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in measured.values()])]
+            chosen = pooled_choice([m.pooled_losses for m in measured])
+            beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in measured])]
 
     finish = FitGate(
         calibration={role: calibration[role] for role in pooled[chosen]},
@@ -530,12 +572,13 @@ async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings)
         sgd=settings.sgd,
         release=1,
     )
+    state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(fitted, finish))
     return msgspec.structs.replace(
         state,
         pool=Pool(
             calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
         ),
-        installed=await ask(fleet, "gate", fitted, finish, Installed),
+        installed=results(answers, Installed),
     )
 
 
@@ -546,9 +589,3 @@ def calibrate(role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) 
         return Calibration(temperature=1.0, kappa=1.0 if role in {Role.GLOBAL, Role.EXPERT} else 0.0)
     best = pooled_choice(losses)
     return Calibration(temperature=TEMPERATURES[best // 4], kappa=KAPPAS[role][best % 4])
-
-
-async def ask(fleet: Fleet, step: str, ids: Iterable[str], action: Action, kind: type[R]) -> dict[str, R]:
-    """Have all devices do the same; those that answered, by ascending id."""
-    answers = await fleet.run(step, dict.fromkeys(ids, action))
-    return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}

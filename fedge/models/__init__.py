@@ -50,6 +50,29 @@ def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
     return layout, dump(module, layout)
 
 
+def head_of(module: nn.Module) -> nn.Linear:
+    """The last layer, as `Layout.part` sees it: its input are the features (n, D), its output the logits (n, C).
+
+    Raises:
+        ConfigError: it is no linear layer.
+    """
+    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
+    if not layers or not isinstance(layers[-1], nn.Linear):
+        raise ConfigError("the network cannot be split: its last layer must be linear, with weight and bias")
+    return layers[-1]
+
+
+def features_and_logits(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What goes into the head, (n, D), and what comes out of the network, (n, C); both have gradients."""
+    seen: list[torch.Tensor] = []
+    hook = head_of(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        logits: torch.Tensor = module(x)
+    finally:
+        hook.remove()
+    return seen[-1], logits
+
+
 def layout_of(module: nn.Module) -> Layout:
     """Names, shapes and kinds of all tensors that make up the state of a module.
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from edge_agent.private_model import _overfits, fit, fit_private, log_likelihood, mean_model
-from edge_agent.training import Network
 from fedge import models
 from fedge.messages import Sgd
+from fedge.models.training import Network
 from fedge.task import TaskSpec
 from fedge.tensors import Model
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from edge_agent import sparsity
 from edge_agent.sparsity import sparsity_profile
-from edge_agent.training import tensor
 from fedge.divergence import divergence
 from fedge.errors import ConfigError
+from fedge.models.training import tensor
 
 
 def relu_of_inputs():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from deploy import load
-from edge_agent.training import StoppedError, mean_loss
 from edge_agent.worker import Worker
 from fedge import codec, models
 from fedge.messages import (
@@ -35,6 +34,7 @@ from fedge.messages import (
     Tried,
     WeightsFitted,
 )
+from fedge.models.training import StoppedError, mean_loss
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, unflatten
@@ -131,7 +131,7 @@ def test_training_lowers_the_loss_and_the_update_is_the_change(tmp_path, blobs, 
     change = codec.decode(outcome.blobs[result.update.digest], update_codec, layout)
     assert result.update.size_bytes == len(outcome.blobs[result.update.digest])
     assert 0 < np.abs(change.params).max() < 2
-    network = worker._network
+    network = worker.network
     network.load(Model(start.params + change.params, start.buffers, start.counters))
     assert mean_loss(network, *worker.data.shared) == pytest.approx(result.loss_after, rel=0.02)
 
@@ -264,7 +264,7 @@ def test_the_prior_while_choosing_does_not_see_the_validation_labels(tmp_path):
     data = make_data()
     other = replace(data, y_val=np.zeros_like(data.y_val))
     first, second = Worker("a", TASK, data, tmp_path), Worker("b", TASK, other, tmp_path)
-    assert (first._prior == second._prior).all()
+    assert (first.prior == second.prior).all()
     assert (first._final_prior() != second._final_prior()).any()
 
 
@@ -318,11 +318,11 @@ def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(
 def test_install_is_the_shared_model_as_it_is(tmp_path, blobs):
     data = make_data()
     worker = Worker("d", TASK, data, tmp_path)
-    result = worker.execute(order(Install(global_model=blobs.model(1), release=1)), blobs).result
+    result = worker.execute(order(Install(global_model=blobs.model(1), release=1, method="fedavg")), blobs).result
     assert isinstance(result, Installed), result
     assert result.roles == (Role.GLOBAL,)
     _, model = models.initial(TASK, 1)
-    logits = worker._network.logits(model, data.x_val)
+    logits = worker.network.logits(model, data.x_val)
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     found = load(tmp_path / "bundles" / "1").predict(data.x_val)
     assert found.probabilities == pytest.approx(expected, abs=1e-5)

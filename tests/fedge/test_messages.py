@@ -31,6 +31,7 @@ REF = {"digest": DIGEST, "size_bytes": 10, "codec": "float32"}
 SGD = {"steps": 3}
 CALIBRATION = {"private": {"temperature": 1.0, "kappa": 0.0}}
 POOLED = {"private": 0.5, "global": 0.5}
+KEEP = {"type": "keep_part", "private": "head"}
 
 ACTIONS: list[dict[str, Any]] = [
     {"type": "train", "starts": [{"model": REF}], "sgd": SGD},
@@ -43,7 +44,17 @@ ACTIONS: list[dict[str, Any]] = [
         "type": "fit_gate", "calibration": CALIBRATION, "pooled": POOLED, "shrinkage": 20.0,
         "beta": 0.5, "sgd": SGD, "release": 1,
     },
-    {"type": "install", "global_model": REF, "release": 1},
+    {"type": "install", "global_model": REF, "release": 1, "method": "fedavg"},
+    {"type": "fit_mixture", "experts": [{"model": REF}], "initial_model": REF, "sgd": SGD, "release": 1},
+    {"type": "mean_features", "model": REF},
+    {"type": "share_private", "keep": KEEP},
+    {
+        "type": "fit_pool", "global_model": REF, "part": "base", "keep": KEEP, "initial": REF, "pool": [REF, None],
+        "own": 0, "release": 1,
+    },
+    {"type": "describe_labels", "epsilon": 3.0},
+    {"type": "route", "gate": REF},
+    {"type": "install_bundle", "files": {"a": REF, "b": REF, "c": REF}, "release": 1},
 ]  # fmt: skip
 RESULTS: list[dict[str, Any]] = [
     {"type": "trained", "update": REF, "n_samples": 5, "loss_before": 2.0, "loss_after": 1.0, "gradient_norm": 0.1},
@@ -53,6 +64,10 @@ RESULTS: list[dict[str, Any]] = [
     {"type": "weights_fitted", "weights": [POOLED], "n_validation": 3},
     {"type": "energy_fitted", "pooled_losses": [1.0], "beta_losses": [[1.0, 1.0, 1.0]], "n_validation": 3},
     {"type": "installed", "bundle_digest": DIGEST, "roles": ["private"], "max_abs_diff": 1e-6},
+    {"type": "features_measured", "mean": [0.5, 1.5], "n_samples": 5},
+    {"type": "private_shared", "module": REF},
+    {"type": "labels_described", "feature": -1, "n_samples": 0},
+    {"type": "routed", "shares": [0.25, 0.75], "n_samples": 5},
     {"type": "declined", "reason": "battery"},
     {"type": "failed", "reason": "no blob"},
 ]

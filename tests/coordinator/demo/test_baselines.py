@@ -7,9 +7,9 @@ import pytest
 from coordinator.demo import baselines
 from coordinator.demo.run import DemoSettings, deal
 from coordinator.methods import MethodSettings
-from edge_agent.training import Network, mean_loss
 from fedge.messages import Sgd
 from fedge.models import initial
+from fedge.models.training import Network, mean_loss
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, share_data
 

@@ -69,7 +69,7 @@ GOOD: list[tuple[Action, Result]] = [
     (FIT_WEIGHTS, WeightsFitted(weights=({Role.PRIVATE: 0.3, Role.GLOBAL: 0.7}, {Role.GLOBAL: 1.0}), n_validation=3)),
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0, 2.0), beta_losses=((1.0, 1.0, 1.0),) * 2, n_validation=3)),
     (FIT_GATE, installed(Role.PRIVATE, Role.GLOBAL)),
-    (Install(global_model=REF, release=1), installed(Role.GLOBAL)),
+    (Install(global_model=REF, release=1, method="fedavg"), installed(Role.GLOBAL)),
 ]
 
 BAD: list[tuple[Action, Result, str]] = [

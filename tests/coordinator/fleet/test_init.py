@@ -5,7 +5,7 @@ from fedge.messages import BlobRef, Install, Order, decode, encode
 from fedge.task import TaskSpec
 
 TASK = TaskSpec(name="toy", classes=("a", "b"), input_shape=(2,), model="mlp")
-ACTION = Install(global_model=BlobRef(digest="0" * 64, size_bytes=8), release=1)
+ACTION = Install(global_model=BlobRef(digest="0" * 64, size_bytes=8), release=1, method="fedavg")
 
 
 def order(*, run: str = "r", seed: int = 0, number: int = 1, step: str = "train", device: str = "d") -> Order:

@@ -13,11 +13,11 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fedge import models
-from fedge.messages import Sgd
+from fedge.messages import Part, Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
 
@@ -50,6 +50,17 @@ class Network:
             parameter.data = self.weights[start:end].view(parameter.shape)
             parameter.grad = self.gradient[start:end].view(parameter.shape)
             start = end
+
+    def slice_of(self, part: Part) -> slice:
+        """Where the trainable tensors of a part lie among `weights`: the head comes last.
+
+        Raises:
+            ConfigError: the network has no linear layer as its last one.
+        """
+        if part is Part.ALL:
+            return slice(None)
+        n_base = self.layout.part(Part.BASE).n_params
+        return slice(n_base, None) if part is Part.HEAD else slice(0, n_base)
 
     def load(self, model: Model) -> None:
         """Take over a model's weights, in evaluation mode."""
@@ -93,20 +104,44 @@ def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArr
         waiting = waiting[size:]
 
 
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""Module in training mode, inputs (b, ...), labels (b,) -> mean loss of the batch, a scalar that has a gradient."""
+
+
+def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy of the module's logits."""
+    return functional.cross_entropy(module(x), y)
+
+
 class Trainer:
     """One run of SGD from the network's present weights; `run` goes on where the last one ended.
 
-    v <- momentum * v + gradient of the batch's mean cross-entropy + mu * (w - w_start);  w <- w - learning_rate * v.
+    v <- momentum * v + gradient of the batch's mean loss + mu * (w - anchor);  w <- w - learning_rate * v.
+
+    `loss`: default cross-entropy; `moves`: the part of the weights that learns, the rest stays as it is; `anchor`: (d,)
+    the weights that the proximal term draws to, by default the present ones.
     """
 
     def __init__(
-        self, network: Network, x: NDArray[np.float32], y: NDArray[np.int64], sgd: Sgd, rng: np.random.Generator
+        self,
+        network: Network,
+        x: NDArray[np.float32],
+        y: NDArray[np.int64],
+        sgd: Sgd,
+        rng: np.random.Generator,
+        *,
+        loss: Loss = cross_entropy,
+        moves: Part = Part.ALL,
+        anchor: NDArray[np.float32] | None = None,
     ) -> None:
         self._network = network
+        self._loss = loss
+        self._moves = network.slice_of(moves)
         self._x, self._y, self._sgd = tensor(x), tensor(y), sgd
         self._batches = batches(len(y), sgd.batch_size, rng)
-        self._velocity = torch.zeros_like(network.weights)
-        self._start = network.weights.clone() if sgd.proximal_mu else None
+        self._velocity = torch.zeros_like(network.weights[self._moves])
+        start = network.weights.clone() if anchor is None else tensor(anchor)
+        self._anchor = start[self._moves] if sgd.proximal_mu else None
 
     def run(self, steps: int, stop: Callable[[], bool] = never) -> None:
         """Take some steps and leave the network in evaluation mode.
@@ -121,14 +156,14 @@ class Trainer:
                 raise StoppedError
             batch = torch.from_numpy(next(self._batches))
             network.gradient.zero_()
-            functional.cross_entropy(network.module(self._x[batch]), self._y[batch]).backward()  # type: ignore[no-untyped-call]
+            self._loss(network.module, self._x[batch], self._y[batch]).backward()  # type: ignore[no-untyped-call]
             self._step()
         network.module.eval()
 
     def _step(self) -> None:
-        weights, gradient = self._network.weights, self._network.gradient
-        if self._start is not None:
-            gradient.add_(weights - self._start, alpha=self._sgd.proximal_mu)
+        weights, gradient = self._network.weights[self._moves], self._network.gradient[self._moves]
+        if self._anchor is not None:
+            gradient.add_(weights - self._anchor, alpha=self._sgd.proximal_mu)
         self._velocity.mul_(self._sgd.momentum).add_(gradient)
         weights.add_(self._velocity, alpha=-self._sgd.learning_rate)
 

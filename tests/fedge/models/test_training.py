@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from edge_agent.training import Network, StoppedError, Trainer, batches, loss_and_gradient_norm, mean_loss, tensor
 from fedge import models
 from fedge.messages import Sgd
+from fedge.models.training import Network, StoppedError, Trainer, batches, loss_and_gradient_norm, mean_loss, tensor
 from fedge.task import TaskSpec
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(5,), model="mlp", model_options={"hidden": 7})
@@ -55,7 +55,7 @@ def test_the_worked_proximal_step():
     net = network()
     net.weights[:3] = torch.tensor([1.0, 2, -1])
     trainer = Trainer(net, X, Y, Sgd(learning_rate=0.1, momentum=0.0, proximal_mu=0.5), np.random.default_rng(0))
-    trainer._start[:3] = torch.tensor([0.0, 2, 1])
+    trainer._anchor[:3] = torch.tensor([0.0, 2, 1])
     net.gradient.zero_()
     net.gradient[:3] = torch.tensor([0.5, -0.5, 0])
     trainer._step()
@@ -85,7 +85,7 @@ def test_loss_and_gradient_are_those_of_the_mean_whatever_the_chunks(monkeypatch
     gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert norm == pytest.approx(float(gradient.norm()), rel=1e-4)
-    monkeypatch.setattr("edge_agent.training.CHUNK", 7)
+    monkeypatch.setattr("fedge.models.training.CHUNK", 7)
     assert loss_and_gradient_norm(net, X, Y) == pytest.approx((loss, norm), rel=1e-5)
     assert mean_loss(net, X, Y) == pytest.approx(loss, rel=1e-5)
 
