@@ -19,6 +19,7 @@ MAX_DEVICES: Final = 10_000
 class _Known:
     status: Status
     context: Context | None = None
+    births: int = 0
 
 
 class Registry:
@@ -53,9 +54,10 @@ class Registry:
         if before and status.presence is Presence.OFFLINE and status.incarnation != before.status.incarnation:
             return False  # the last will of an earlier life
         context = before.context if before else self._contexts.get(topic_id)
-        self._known[topic_id] = _Known(status, context)
+        born = status.presence is Presence.ONLINE
+        self._known[topic_id] = _Known(status, context, (before.births if before else 0) + born)
         self._changed.set()
-        return status.presence is Presence.ONLINE
+        return born
 
     def on_context(self, topic_id: str, context: Context) -> None:
         """Take note of how a device is.
@@ -81,7 +83,7 @@ class Registry:
         before the methods choose among devices.
         """
         return tuple(
-            Device(i, known.status.n_samples, known.context)
+            Device(i, known.status.n_samples, known.context, known.births)
             for i, known in sorted(self._known.items())
             if known.status.presence is Presence.ONLINE and _trains(known.status)
         )

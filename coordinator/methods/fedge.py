@@ -4,7 +4,8 @@ Source: the method's specification, "fedge" (sections are quoted at the lines), 
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
-model is the extractor of the profiles, and updates from a common start make the clearest clusters.
+model is the extractor of the profiles, and updates from a common start make the clearest clusters. A device that does
+not answer is left alone for a while, twice as long each time (`awake`): the bandits see those alone that are awake.
 """
 
 from __future__ import annotations
@@ -517,8 +518,8 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings, r: int) -> FedgeState:
     """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
 
-    Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its work
-    was for nothing.
+    Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its
+    work was for nothing.
     """
     typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
     asked = awake(state, fleet, r).keys() | state.participations.keys()

@@ -31,10 +31,10 @@ def here(*ids: str) -> Registry:
 def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known() -> None:
     registry = here("b", "a")
     registry.on_status("c", status("c"))
-    known = (Device("a", 5, Context(device_id="a")), Device("b", 5, Context(device_id="b")))
-    assert registry.online() == (*known, Device("c", 5, None))
+    known = (Device("a", 5, Context(device_id="a"), births=1), Device("b", 5, Context(device_id="b"), births=1))
+    assert registry.online() == (*known, Device("c", 5, None, births=1))
     registry.on_context("c", Context(device_id="c", load=0.5))
-    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5)))
+    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), births=1))
 
 
 @pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
@@ -50,6 +50,9 @@ def test_every_birth_is_told_even_of_the_same_incarnation() -> None:
     registry = here("a")
     assert registry.on_status("a", status())
     assert registry.on_status("a", status(incarnation="2"))
+    registry.on_status("a", status(presence=Presence.SLEEPING, incarnation="2"))
+    assert registry.on_status("a", status(incarnation="2"))
+    assert [device.births for device in registry.online()] == [4]
 
 
 def test_the_last_will_of_an_earlier_life_is_ignored() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from coordinator.fleet import Answer
+from coordinator.fleet import Answer, Device
 from coordinator.fleet.simulated import SimulatedFleet
 from edge_agent.worker import Worker
 from fedge import models
@@ -15,9 +16,16 @@ from fedge.tensors import Layout, unflatten
 
 
 class Fleet(SimulatedFleet):
-    """A simulated fleet whose `silent` devices never answer. `asked`: every round, step and device, in order."""
+    """A simulated fleet whose `silent` devices never answer. `asked`: every round, step and device, in order.
+
+    `births`: how often each device has been born, where that is not 0.
+    """
 
     silent: frozenset[str] = frozenset()
+    births: Mapping[str, int] = {}
+
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(dataclasses.replace(d, births=self.births.get(d.id, 0)) for d in super().devices())
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         self.asked = [*getattr(self, "asked", []), *((self.round, step, device) for device in sorted(actions))]

@@ -22,6 +22,8 @@ from coordinator.methods.fedge import (
 from fedge.messages import CandidatesFitted, Codec, Role, Sgd, Start, Train
 from tests.support.simulation import Fleet, digits
 
+BOUND = 11
+"""Rounds within which every reachable device is asked: F + ceil(N_k / ceil(m/4)) + 1 (FedEPC section 5.5), N_k <= 6."""
 EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
 
 
@@ -205,17 +207,83 @@ async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None
     assert state.silent == {}
 
 
-async def test_a_silent_device_is_selected_less_than_the_others(tmp_path) -> None:
-    settings = MethodSettings(rounds=40, participation=0.5, sgd=Sgd(steps=3))
-    fleet, layout, first, _ = digits(tmp_path, how="dirichlet")
+@pytest.mark.parametrize("participation", [0.5, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, seed, participation) -> None:
+    settings = MethodSettings(rounds=200, participation=participation, seed=seed, sgd=Sgd(steps=3))
+    fleet, layout, first, _ = digits(tmp_path, how="dirichlet", seed=seed)
     method = Fedge(settings)
     state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP + 1)
     fleet.silent = frozenset(["d02"])
     fleet.asked = []
-    await rounds(method, state, fleet, 20)
-    asked = {f"d{i:02d}": sum(d == f"d{i:02d}" and s == "train" for _, s, d in fleet.asked) for i in range(6)}
-    assert asked["d02"] < np.mean([n for i, n in asked.items() if i != "d02"])
-    assert asked["d02"] >= 1  # it does not starve either
+    state = await rounds(method, state, fleet, 60)
+    asked = [r for r, _, device in fleet.asked if device == "d02"]
+    rests = [2, 4, 8, 16, 16]
+    assert all(gap >= rest for gap, rest in zip(np.diff(asked), rests, strict=False))
+    assert all(gap <= 16 + BOUND for gap in np.diff(asked)), "it does not starve either"
+    others = [sum(d == f"d{i:02d}" for _, _, d in fleet.asked) for i in range(6) if i != 2]
+    assert len(asked) <= 1 + len(rests)
+    assert np.mean(others) >= 60 * participation - len(asked), "and the others as often as ever"
+
+    fleet.silent = frozenset()
+    state = await rounds(method, state, fleet, 16 + BOUND)
+    assert state.silent == {}
+    fleet.asked = []
+    await rounds(method, state, fleet, 40)
+    asked = [r for r, _, device in fleet.asked if device == "d02"]
+    assert all(gap <= BOUND for gap in np.diff(asked)), "as soon as it answers it is one of them again"
+    assert len(asked) >= 40 // BOUND
+
+
+@pytest.mark.parametrize("step", ["train", "trial", "candidates", "weights-1", "energy"])
+async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tmp_path, monkeypatch, step) -> None:
+    """And once more at the very end, if it had taken part: without a mixture all of its work was for nothing."""
+    settings = MethodSettings(rounds=5, sgd=Sgd(steps=5))
+    fleet, layout, first, _ = digits(tmp_path)
+    until_now, in_vain = fleet.run, []
+
+    async def falls_silent(name, actions):
+        if name == step:
+            fleet.silent = frozenset(["d02"])
+        in_vain.extend((fleet.round, name) for device in actions if device in fleet.silent)
+        return await until_now(name, actions)
+
+    monkeypatch.setattr(fleet, "run", falls_silent)
+    method = Fedge(settings)
+    await run(method, method.initial(layout, first), fleet)
+    assert (
+        in_vain
+        == {
+            "train": [(1, "train"), (3, "train")],
+            "trial": [(2, "trial"), (4, "train"), (6, "candidates")],
+            "candidates": [(6, "candidates")],
+            "weights-1": [(6, "weights-1"), (6, "gate")],
+            "energy": [(6, "energy"), (6, "gate")],
+        }[step]
+    )
+
+
+async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_fails(tmp_path) -> None:
+    settings = MethodSettings(rounds=100, sgd=Sgd(steps=2))
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    fleet.silent = frozenset(["d02"])
+    method = Fedge(settings)
+    state = method.initial(layout, first)
+    for r in range(1, 12):  # started again and again, and dies of every order
+        fleet.births = {"d02": r}
+        state = await rounds(method, state, fleet, 1)
+    assert [r for r, _, device in fleet.asked if device == "d02"] == [1, 2, 4, 7, 11]
+
+
+async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    fleet.silent = frozenset(device.id for device in fleet.devices())
+    method = Fedge(EXACT)
+    state = await rounds(method, method.initial(layout, first), fleet, 2)
+    fleet.silent = frozenset()
+    state = await rounds(method, state, fleet, 1)
+    assert [line.asked for line in state.history] == [3, 3, 3]
+    assert state.history[-1].answered == 3
 
 
 # ---------------------------------------------------------------------------------------------- personalisation
