@@ -265,7 +265,7 @@ def test_the_prior_while_choosing_does_not_see_the_validation_labels(tmp_path):
     other = replace(data, y_val=np.zeros_like(data.y_val))
     first, second = Worker("a", TASK, data, tmp_path), Worker("b", TASK, other, tmp_path)
     assert (first.prior == second.prior).all()
-    assert (first._final_prior() != second._final_prior()).any()
+    assert (first.final_prior() != second.final_prior()).any()
 
 
 def test_orders_that_need_candidates_fail_without_them(tmp_path, blobs):
