@@ -1,4 +1,4 @@
-"""One thread for all numerics, and fixtures for tests that need a real broker."""
+"""One thread for all numerics, logging as it was after each test, and fixtures for tests that need a real broker."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ import os
 # other. Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from fedge.broker import LocalBroker, mosquitto_path
 from tests.support.broker import BROKERS, local_broker
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A test that runs `fedge` in this process sends all log lines to its own standard error, which is then closed."""
+    root, ours = logging.getLogger(), logging.getLogger("fedge")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture(params=BROKERS)

@@ -13,7 +13,7 @@ from tests.support.federation import Federation
 
 DEVICES = ("cam0", "cam1", "cam2", "cam3", "cam4")
 BEFORE, AFTER = 12, 26
-"""Whatever the groups and the timing: cam0 is asked in rounds 13, 15, 19 and 27 at the earliest, and for the first time in
+"""Whatever the groups and the timing: cam0 is asked in rounds 13, 15, 19 and 27 at the earliest, for the first time in
 round 22 at the latest, when it is overdue (FedEPC section 5.5); the others train in at least half of the rounds."""
 DEADLINE_S = 8
 """The others need milliseconds; on a busy machine they once needed more than 2 s."""

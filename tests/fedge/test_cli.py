@@ -106,6 +106,15 @@ def test_any_other_error_is_a_bug_and_shows_its_traceback(commands: dict[str, ob
         cli.main(["demo"])
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+def test_the_log_lines_of_a_command_are_not_those_of_the_next_test(commands: dict[str, object], turn: int) -> None:
+    """`main` sends them to the standard error of its test, which is closed by then."""
+    assert not any(isinstance(handler.formatter, cli.LineFormatter) for handler in logging.getLogger().handlers)
+    commands["demo"] = raising(ZeroDivisionError(turn))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
 def test_success_and_an_exit_code_of_the_command(commands: dict[str, object]) -> None:
     @click.command()
     @click.option("--code", type=int)
