@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edge_agent import gate, mixture
+from edge_agent.mixture import PLAIN, TIE
 from edge_agent.outcome import Fetch, Stop, installed
+from edge_agent.private_model import Samples
 from export import Candidate, GateWeights, Mixture
-from fedge.messages import Calibration, Install, Installed, Order, Role
+from fedge.messages import FineTune, Install, Installed, Order, Role
+from fedge.models.training import Network, Trainer, mean_loss, never
+from fedge.tensors import Model
 
 if TYPE_CHECKING:
     from edge_agent.worker import Worker
@@ -15,14 +22,51 @@ if TYPE_CHECKING:
 
 def install(worker: Worker, action: Install, fetch: Fetch, order: Order, stop: Stop) -> Installed:
     """Write the bundle of the model that the action describes."""
-    model = worker.model(action.global_model, fetch)
+    data = worker.data
+    model, role = worker.model(action.global_model, fetch), Role.GLOBAL
+    if action.fine_tune is not None and data.n_train:
+        rng = np.random.default_rng(order.seed)
+        training = (data.x_train, data.y_train)
+        model = fine_tuned(worker.network, model, training, worker.validation, action.fine_tune, rng, stop)
+        role = Role.PRIVATE
     alone = Mixture(
-        candidates=(Candidate(role=Role.GLOBAL, name=Role.GLOBAL.value, model=model),),
+        candidates=(Candidate(role=role, name=role.value, model=model),),
         log_prior=worker.final_prior(),
         beta=0.0,
         gate=GateWeights.untrained(gate.n_features(worker.task.input_shape), 1),
     )
-    plain = Calibration(temperature=1.0, kappa=0.0)
-    log_p = mixture.calibrated(worker.logits(model, worker.data.x_val), worker.prior, plain)
+    log_p = mixture.calibrated(worker.logits(model, data.x_val), worker.prior, PLAIN)
     info = worker.write(alone, action.release, action.method, worker.metrics(log_p))
-    return installed(info, (Role.GLOBAL,), guarded=False)
+    return installed(info, (role,), guarded=False)
+
+
+def fine_tuned(
+    network: Network,
+    start: Model,
+    training: Samples,
+    validation: Samples,
+    tuning: FineTune,
+    rng: np.random.Generator,
+    stop: Stop = never,
+) -> Model:
+    """`start` trained on n >= 1 samples: the checkpoint with the smallest validation loss, the earliest on a tie.
+
+    A single checkpoint is that many steps, whatever validation says; without validation samples `otherwise` is. Where
+    training diverges, the best checkpoint before it counts, and `start` if there is none.
+
+    Raises:
+        ProtocolError: `not-finite`: a number of steps without competition diverged.
+    """
+    checkpoints = sorted(set(tuning.checkpoints))
+    network.load(start)
+    trainer = Trainer(network, *training, tuning.sgd, rng)
+    if len(checkpoints) == 1 or not len(validation[1]):
+        trainer.run(checkpoints[0] if len(checkpoints) == 1 else tuning.otherwise, stop)
+        return network.dump()
+    best, smallest = start, math.inf
+    for before, after in zip([0, *checkpoints], checkpoints, strict=False):
+        trainer.run(after - before, stop)
+        loss = mean_loss(network, *validation)
+        if loss < smallest - TIE:  # never of a loss that is not a number
+            best, smallest = network.dump(), loss
+    return best
