@@ -1,0 +1,211 @@
+"""FedCoE's maths: how well clients fit experts, and the weighted sums of parameters that follow from it.
+
+Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
+arXiv 2605.21264, Eq. 1 and 5 to 13; sections are those of the specification "fedcoe". Departures: a temperature in
+Eq. 1 (section 3), ranking by affinity (section 10.1), the profile prior (section 7).
+
+Indices: experts j in 0..K-1, clients i in 0..N-1 by ascending device id, classes c in 0..C-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.tensors import Model
+
+Array = NDArray[np.float64]
+Indices = tuple[int, ...]
+
+EPSILON: Final = 1e-12
+"""Guard in the denominators of Eq. 8."""
+ON_THE_SIMPLEX: Final = 1e-3
+"""How far the sum of a profile may be from 1 (section 11)."""
+
+
+def class_groups(n_classes: int, n_experts: int) -> tuple[int, ...]:
+    """The expert of each class, floor(c K / C) (section 3); with K > C some experts have none.
+
+    Example:
+        >>> class_groups(10, 4)
+        (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
+    """
+    return tuple(c * n_experts // n_classes for c in range(n_classes))
+
+
+def suitability(q: Array, temperature: float) -> Array:
+    """Eq. 1: what the gate should say, softmax of q / T_s over the experts.
+
+    Args:
+        q: (n, K) probability that each expert gives to the true class of a sample.
+        temperature: T_s > 0; 1 as printed, 0.1 repaired.
+
+    Returns:
+        (n, K), rows on the simplex.
+    """
+    scores = np.exp((q - q.max(axis=1, keepdims=True)) / temperature)
+    shares: Array = scores / scores.sum(axis=1, keepdims=True)
+    return shares
+
+
+def correlation(p: Array, a: Array) -> Array:
+    """Eq. 7: M = sum over samples of p(x) a(x)^T, (K, N), from the routing (n, K) and the clients' scores (n, N)."""
+    m: Array = p.T @ a
+    return m
+
+
+def by_expert(m: Array) -> Array:
+    """Eq. 8, M_E: each row of M (K, N) divided by its sum."""
+    normalised: Array = m / (m.sum(axis=1, keepdims=True) + EPSILON)
+    return normalised
+
+
+def by_client(m: Array) -> Array:
+    """Eq. 8, M_C: each column of M (K, N) divided by its sum: which share of a client goes to which expert."""
+    normalised: Array = m / (m.sum(axis=0, keepdims=True) + EPSILON)
+    return normalised
+
+
+def select(ranking: Array, n_top: int, eligible: Sequence[int] | None = None) -> tuple[Indices, ...]:
+    """S_j for each expert: the clients with the largest R[j, :], the lower index first on a tie.
+
+    Args:
+        ranking: R (K, N): M_E ("raw", as printed) or M_C ("affinity", repaired).
+        n_top: N_top >= 1; where fewer are eligible, all are taken.
+        eligible: clients that may be selected, ascending; None: all.
+
+    Example:
+        >>> select(np.array([[0.5, 0.2, 0.5], [0.1, 0.3, 0.2]]), 2)
+        ((0, 2), (1, 2))
+    """
+    allowed = np.arange(ranking.shape[1]) if eligible is None else np.array(eligible, np.int64)
+    return tuple(tuple(int(i) for i in allowed[np.argsort(-row[allowed], kind="stable")[:n_top]]) for row in ranking)
+
+
+def expert_weights(m: Array, selected: Sequence[Indices], sizes: Sequence[int] | None = None) -> Array:
+    """Eq. 10: W (K, N), the share of each selected client in the next expert; other clients have 0.
+
+    Args:
+        m: M, (K, N), >= 0.
+        selected: S_j for each expert; an empty one has a row of zeros: the expert stays as it is.
+        sizes: N_i; given, M_E[j, i] is multiplied by it (section 10.9).
+
+    Returns:
+        W, whose rows sum to 1; uniform over S_j where the row of M is all zero.
+    """
+    shares = by_expert(m) * (1.0 if sizes is None else np.asarray(sizes, np.float64))
+    weights = np.zeros_like(m)
+    for j, clients in enumerate(selected):
+        if clients:
+            own = shares[j, list(clients)]
+            weights[j, list(clients)] = own / own.sum() if own.sum() > 0 else 1 / len(clients)
+    return weights
+
+
+def mixed(models: Iterable[Model], weights: Array) -> tuple[Model | None, ...]:
+    """Weighted sums of models in float64: the sums of Eq. 9, 11 and 13.
+
+    Args:
+        models: each is read once.
+        weights: (n_sums, n_models), >= 0; a row sums to 1, or is all zero.
+
+    Returns:
+        For each row sum_i weights[i] theta_i; counters are those of the model with the largest weight, the first on a
+        tie (section 11). None for a row of zeros.
+
+    Raises:
+        ValueError: another number of models than of columns.
+
+    Cost: O(n_sums * n_models * d) time, 8 * n_sums * d bytes beyond the model at hand.
+    """
+    sums: list[tuple[Array, Array, NDArray[np.int64]] | None] = [None] * len(weights)
+    largest = weights.argmax(axis=1)
+    for i, (model, column) in enumerate(zip(models, weights.T, strict=True)):
+        for k, weight in enumerate(column):
+            if weight == 0:
+                continue
+            params, buffers, counters = sums[k] or (
+                np.zeros(len(model.params)),
+                np.zeros(len(model.buffers)),
+                model.counters,
+            )
+            params += weight * model.params.astype(np.float64)
+            buffers += weight * model.buffers.astype(np.float64)
+            sums[k] = params, buffers, model.counters if i == largest[k] else counters
+    return tuple(None if s is None else Model(s[0].astype(np.float32), s[1].astype(np.float32), s[2]) for s in sums)
+
+
+def moved(model: Model, towards: Model | None, tau: float) -> Model:
+    """(1 - tau) model + tau towards: the smoothing of Eq. 9 and 11. `towards` None: the model as it is.
+
+    Counters are those of the one with the larger weight, `model` on a tie.
+    """
+    if towards is None or tau == 0:
+        return model
+
+    def between(old: NDArray[np.float32], new: NDArray[np.float32]) -> NDArray[np.float32]:
+        return ((1 - tau) * old.astype(np.float64) + tau * new.astype(np.float64)).astype(np.float32)
+
+    counters = towards.counters if tau > 0.5 else model.counters
+    return Model(between(model.params, towards.params), between(model.buffers, towards.buffers), counters)
+
+
+def profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: float) -> Array:
+    """t_c = ln((rho_g(c) + delta) / (mean rho_g(c) + delta)), added to the logits of class c (section 7).
+
+    Args:
+        profile: rho (K,), of the new client.
+        typical: mean of the gate over the reserved set, (K,).
+        groups: g, the expert of each class.
+        delta: > 0; 0.02.
+
+    Returns:
+        (C,).
+
+    Example:
+        >>> profile_prior(np.array([0.7, 0.3]), np.array([0.5, 0.5]), (0, 1), 0.02).round(6).tolist()
+        [0.325422, -0.485508]
+    """
+    t: Array = np.log((profile + delta) / (typical + delta))[list(groups)]
+    return t
+
+
+def is_profile(shares: Sequence[float], n_experts: int) -> bool:
+    """Whether numbers from a device are a profile: one for each expert, on the simplex up to rounding."""
+    rho = np.asarray(shares, np.float64)
+    return rho.shape == (n_experts,) and bool((rho >= 0).all()) and abs(float(rho.sum()) - 1) <= ON_THE_SIMPLEX
+
+
+def routed(p: Array, probabilities: Array, top: int) -> Array:
+    """Eq. 4: the global model's class probabilities (n, C): the `top` experts of each sample, weighted by the gate.
+
+    Args:
+        p: gate (n, K); the lower index wins a tie.
+        probabilities: (K, n, C) of the experts.
+        top: k, at least 1.
+    """
+    chosen = np.argsort(-p, axis=1, kind="stable")[:, :top]
+    weights = np.zeros_like(p)
+    np.put_along_axis(weights, chosen, np.take_along_axis(p, chosen, axis=1), axis=1)
+    fused: Array = np.einsum("nk,knc->nc", weights / weights.sum(axis=1, keepdims=True), probabilities)
+    return fused
+
+
+# ---------------------------------------------------------------------------------------------------- diagnostics
+
+
+def overlap(selected: Sequence[Indices]) -> float:
+    """Mean over pairs of experts of |S_i and S_j in common| / |S_i|, in [0, 1]; 0 with one expert (section 13)."""
+    pairs = [(a, b) for k, a in enumerate(selected) for b in selected[k + 1 :] if a]
+    return float(np.mean([len(set(a) & set(b)) / len(a) for a, b in pairs])) if pairs else 0.0
+
+
+def spread(experts: Sequence[Model]) -> float:
+    """Mean over experts of ||theta_j - mean|| / ||mean|| (section 13); 0 when all are zero."""
+    stacked = np.stack([expert.params for expert in experts]).astype(np.float64)
+    mean = stacked.mean(axis=0)
+    norm = float(np.linalg.norm(mean))
+    return float(np.linalg.norm(stacked - mean, axis=1).mean()) / norm if norm else 0.0
