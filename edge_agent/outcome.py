@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from export import BundleInfo
 from fedge.messages import BlobRef, Installed, Result, Role
+
+if TYPE_CHECKING:
+    from export import BundleInfo
 
 Fetch = Callable[[BlobRef], bytes]
 Stop = Callable[[], bool]

@@ -180,7 +180,7 @@ class Worker:
             case Route() as action:
                 result = cold_start.route(action, fetch, self.data.x_train)
             case InstallBundle() as action:
-                result = cold_start.install_bundle(action, fetch, self.home)
+                result = cold_start.install_bundle(action, fetch, self.home, self.task)
         return Outcome(result, {})
 
     @property

@@ -28,7 +28,7 @@ from fedge.bundle import (
     with_parts,
 )
 from fedge.errors import StoreError
-from fedge.files import sync_folder, write_atomically
+from fedge.files import replace_folder, write_atomically
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, to_bytes, unflatten
 
@@ -88,7 +88,7 @@ def write_bundle(
             difference = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
             manifest = encode(_manifest(task, mixture, names, graph, release, method, metrics, difference))
             write_atomically(unfinished / MANIFEST, manifest)
-            _replace(unfinished, folder)
+            replace_folder(folder, unfinished)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
@@ -183,16 +183,3 @@ def _manifest(
         metrics={name: float(value) for name, value in metrics.items()},
         max_abs_diff=difference,
     )
-
-
-def _replace(unfinished: Path, folder: Path) -> None:
-    """Rename into place, durably. A bundle that is there is moved aside first and then removed."""
-    sync_folder(unfinished)
-    old = None
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
-        folder.rename(old / "bundle")
-    unfinished.rename(folder)
-    sync_folder(folder.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace_folder(folder: Path, finished: Path) -> None:
+    """Rename `finished`, which lies beside it, to `folder`, durably. One that is there is moved aside, then removed.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    sync_folder(finished)
+    old = None
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
+        folder.rename(old / "bundle")
+    finished.rename(folder)
+    sync_folder(folder.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class BlobFolder:

@@ -15,9 +15,6 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import Part
 
@@ -123,6 +120,8 @@ def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:
 
 def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     """Safetensors without metadata, keys sorted by the format: equal tensors give equal bytes."""
+    from safetensors.numpy import save  # absent where nothing is trained
+
     return save({name: np.asarray(array, order="C") for name, array in tensors.items()})
 
 
@@ -132,6 +131,9 @@ def from_bytes(data: bytes) -> Tensors:
     Raises:
         ProtocolError: `malformed`.
     """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,76 @@
+"""FedCoE's shared gate as an ONNX file: what a new device downloads to profile its data (fedcoe.md sections 4 and 7).
+
+The graph is written node by node: the adaptive pooling of images is a product with two fixed matrices, so any image
+size will do, and equal weights give equal bytes. Weights lie in the file; a gate is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from export.branch import IR_VERSION, OPSET
+from fedge.bundle import INPUT
+
+SHARES: Final = "p"
+POOLED: Final = 4
+"""Rows and columns that are left of an image before the first linear layer (section 4)."""
+
+
+def gate_onnx(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int, ...]) -> bytes:
+    """The gate as a file: x (n, *input_shape) float32 -> p (n, K), rows on the simplex.
+
+    Args:
+        tensors: conv1.weight (8, channels, 3, 3), conv1.bias, conv2.weight (16, 8, 3, 3), conv2.bias for images (a gate
+            without them takes flat inputs), hidden.weight (64, F), hidden.bias (64,), out.weight (K, 64).
+        input_shape: of a sample.
+    """
+    import onnx
+
+    nodes: list[onnx.NodeProto] = []
+    constants = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+    def add(kind: str, *inputs: str, out: str = "", **attributes: object) -> str:
+        name = out or f"t{len(nodes)}"
+        nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name=f"{kind}:{name}", **attributes))
+        return name
+
+    h = INPUT
+    if "conv1.weight" in tensors:
+        for layer in ("conv1", "conv2"):
+            convolved = add("Conv", h, f"{layer}.weight", f"{layer}.bias", kernel_shape=(3, 3), pads=(1, 1, 1, 1))
+            h = add("MaxPool", add("Relu", convolved), kernel_shape=(2, 2), strides=(2, 2))
+        rows, columns = (extent // 2 // 2 for extent in input_shape[1:])
+        constants |= {"rows": pooling(rows, POOLED), "columns": pooling(columns, POOLED).T}
+        h = add("MatMul", add("MatMul", "rows", h), "columns")
+    hidden = add("Gemm", add("Flatten", h), "hidden.weight", "hidden.bias", transB=1)
+    scores = add("Gemm", add("Relu", hidden), "out.weight", transB=1)
+    add("Softmax", scores, axis=1, out=SHARES)
+    graph = onnx.helper.make_graph(
+        nodes,
+        "gate",
+        [onnx.helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, ["n", *input_shape])],
+        [onnx.helper.make_tensor_value_info(SHARES, onnx.TensorProto.FLOAT, ["n", len(tensors["out.weight"])])],
+        [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in sorted(constants.items())],
+    )
+    opset = [onnx.helper.make_opsetid("", OPSET)]
+    model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION, producer_name="fedge")
+    data: bytes = model.SerializeToString(deterministic=True)
+    return data
+
+
+def pooling(n_in: int, n_out: int) -> NDArray[np.float32]:
+    """Adaptive average pooling of a line as a matrix (n_out, n_in): row o averages [floor(o n / m), ceil((o+1) n / m)).
+
+    Example:
+        >>> pooling(3, 2).tolist()
+        [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
+    """
+    matrix = np.zeros((n_out, n_in), np.float32)
+    for o in range(n_out):
+        start, stop = o * n_in // n_out, -(-(o + 1) * n_in // n_out)
+        matrix[o, start:stop] = 1 / (stop - start)
+    return matrix
