@@ -7,6 +7,7 @@ is folded into the first layer, so that the bundle's gate takes inputs as they a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -39,14 +40,26 @@ def n_features(input_shape: tuple[int, ...]) -> int:
     return int(features(np.zeros((1, *input_shape))).shape[1])
 
 
-def train_gate(x: NDArray[np.floating], log_p: Array, scores: Array, *, seed: int) -> GateWeights:
-    """Fit the gate by full-batch Adam to -mean log p_y + 0.03 * ||gate parameters||^2.
+def train_gate(
+    x: NDArray[np.floating],
+    log_p: Array,
+    scores: Array,
+    *,
+    seed: int,
+    decay: float = DECAY,
+    experts: Sequence[int] = (),
+    top: int = 2,
+) -> GateWeights:
+    """Fit the gate by full-batch Adam to -mean log p_y + decay * ||gate parameters||^2.
 
     Args:
         x: (m, *input_shape) model inputs of the validation samples; m < 10: the untrained gate.
         log_p: (m, M) log q_k of the true classes; a candidate that is not finite is dropped for the sample.
         scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
         seed: of the first layer's weights.
+        decay: see above; of all parameters.
+        experts: candidates of which only the `top` largest scores take part in a sample, as in `mixture.fuse`.
+        top: see `experts`.
     """
     usable = np.isfinite(log_p)
     rows = usable.any(axis=1)
@@ -60,6 +73,9 @@ def train_gate(x: NDArray[np.floating], log_p: Array, scores: Array, *, seed: in
         tensor(((inputs - mean) / scale)[rows].astype(np.float32)),
         tensor(np.where(usable, log_p, -np.inf)[rows].astype(np.float32)),
         tensor(np.where(usable, scores, -np.inf)[rows].astype(np.float32)),
+        decay,
+        torch.tensor(experts if len(experts) > top else ()),
+        top,
     )
     hidden_weight, hidden_bias, out_weight, out_bias = (p.detach().double().numpy() for p in network.parameters())
     folded = hidden_weight / scale
@@ -86,13 +102,23 @@ def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
     return network
 
 
-def _fit(network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor) -> None:
+def _fit(
+    network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor, decay: float, experts: Tensor, top: int
+) -> None:
     parameters = list(network.parameters())
     optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     for _ in range(STEPS):
-        log_alpha = torch.log_softmax(scores + network(inputs), dim=1)
+        log_alpha = torch.log_softmax(_selected(scores + network(inputs), experts, top), dim=1)
         likelihood = torch.logsumexp(log_alpha + log_p, dim=1).mean()
-        decay = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+        squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
         optimiser.zero_grad()
-        (DECAY * decay - likelihood).backward()  # type: ignore[no-untyped-call]
+        (decay * squares - likelihood).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
+
+
+def _selected(scores: Tensor, experts: Tensor, top: int) -> Tensor:
+    """Scores with -inf for the experts that are not among the `top` of a sample, the lower index first on a tie."""
+    if not len(experts):
+        return scores
+    order = torch.argsort(-scores[:, experts].detach(), dim=1, stable=True)
+    return scores.scatter(1, experts[order[:, top:]], -torch.inf)

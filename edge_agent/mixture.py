@@ -28,6 +28,8 @@ KAPPAS: Final = {Role.PRIVATE: _OWN, Role.GLOBAL: _SHARED, Role.EXPERT: _SHARED,
 BETAS: Final = (0.0, 0.5, 1.0)
 """Grid of beta, section 9."""
 
+PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
+"""A model's own probabilities."""
 EM_STEPS: Final = 60
 BASE_CHECKPOINT: Final = 1  # 40 steps, section 6
 STEPS_MARGIN_NATS: Final = 2.0
@@ -45,6 +47,12 @@ def first_best(values: Sequence[float]) -> int:
         if value > values[best] + TIE:
             best = i
     return best
+
+
+def first_ranked(ranks: Sequence[tuple[float, float]]) -> int:
+    """Index of the best rank: the first number decides, then the second; the first on a tie."""
+    best = max(first for first, _ in ranks)
+    return first_best([second if first == best else -math.inf for first, second in ranks])
 
 
 def choose_steps(log_likelihoods: Sequence[float]) -> int:

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_agent.mixture import BASE_CHECKPOINT, TIE, choose_steps, log_prior, total_loss
-from fedge.messages import Calibration, Sgd
+from edge_agent.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, log_prior, total_loss
+from fedge.messages import Sgd
 from fedge.models.training import Network, Trainer, never
 from fedge.tensors import Model
 
@@ -17,7 +17,6 @@ CHECKPOINTS: Final = (20, 40, 80, 160)
 """Steps after which the private model is looked at; 40 unless validation clearly asks for another."""
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
-_PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
 
 
 def fit_private(
@@ -54,7 +53,7 @@ def fit_private(
 def log_likelihood(network: Network, model: Model, samples: Samples) -> float:
     """Total log-likelihood of n >= 1 samples, without prior and temperature."""
     logits = network.logits(model, samples[0])
-    return -total_loss(logits, samples[1], log_prior(np.zeros(logits.shape[1], np.int64)), _PLAIN)
+    return -total_loss(logits, samples[1], log_prior(np.zeros(logits.shape[1], np.int64)), PLAIN)
 
 
 def fit(

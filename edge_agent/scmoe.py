@@ -1,16 +1,135 @@
-"""SCMoE-PFL on a device: private model, gate, bundle (scmoe_pfl.md sections 10, 11)."""
+"""SCMoE-PFL on a device: private model, energy-aware gate, bundle.
+
+Source: Li et al., "SCMoE-PFL", Information Fusion, 2026, section 3.1 steps 2 and 6, section 3.3, Algorithm 2; section
+numbers are those of our specification of it (scmoe_pfl.md sections 8 to 11). Departures: one squared-weights penalty
+for all of the gate's parameters, and full batches.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from edge_agent.outcome import Fetch, Stop
-from fedge.messages import FitMixture, Installed, Order
+import numpy as np
+
+from edge_agent import gate, mixture, private_model
+from edge_agent.mixture import PLAIN, Array
+from edge_agent.outcome import FailedError, Fetch, Stop, installed
+from edge_agent.private_model import Samples
+from export import Candidate, GateWeights, Mixture
+from fedge.messages import FitMixture, Installed, Order, Role
+from fedge.tensors import Model
 
 if TYPE_CHECKING:
     from edge_agent.worker import Worker
 
+NEAR: Final = 0.02  # of the best validation accuracy, section 9
+MOST: Final = 3
+DECAY: Final = 1e-3  # of the gate, section 11.5
+
 
 def fit_mixture(worker: Worker, action: FitMixture, fetch: Fetch, order: Order, stop: Stop) -> Installed:
-    """Train the private model and the gate, write the bundle."""
-    raise NotImplementedError
+    """Private model, gate over it and the experts, bundle; nothing of it is sent.
+
+    Raises:
+        FailedError: there is neither an expert nor a training sample.
+    """
+    experts = [worker.model(start.model, fetch) for start in action.experts]
+    if action.near_best:
+        experts = near_best(worker, experts)
+    if action.average and experts:
+        return _write(worker, action, [averaged(experts)], (Role.EXPERT,), None, np.zeros(1))
+    private = fit_private(worker, action, experts, fetch, order, stop)
+    models = [*([private] if private else []), *experts]
+    if not models:
+        raise FailedError("no expert and no training sample: nothing to predict with")
+    roles = (*((Role.PRIVATE,) if private else ()), *(Role.EXPERT for _ in experts))
+    weights, offsets = fit_gate(worker, action, models, roles, order.seed)
+    return _write(worker, action, models, roles, weights, offsets)
+
+
+def near_best(worker: Worker, experts: list[Model]) -> list[Model]:
+    """Section 9: of experts that the device does not know, those within 0.02 of the best accuracy, at most 3."""
+    samples = max(len(worker.data.y_val) or worker.data.n_shared, 1)
+    ranks = [worker.rank(model, "accuracy") for model in experts]
+    enough = max((correct for correct, _ in ranks), default=0.0) - NEAR * samples
+    best = sorted((k for k, (correct, _) in enumerate(ranks) if correct >= enough), key=lambda k: (-ranks[k][0], k))
+    return [experts[k] for k in sorted(best[:MOST])]
+
+
+def averaged(models: list[Model]) -> Model:
+    """Without the gate (section 14): parameters and buffers averaged, counters by maximum."""
+    return Model(
+        params=np.stack([m.params for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
+        buffers=np.stack([m.buffers for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
+        counters=np.max([m.counters for m in models], axis=0),
+    )
+
+
+def fit_private(
+    worker: Worker, action: FitMixture, experts: list[Model], fetch: Fetch, order: Order, stop: Stop
+) -> Model | None:
+    """Section 10; None with fewer than two training samples (section 3)."""
+    data = worker.data
+    if data.n_train < 2:
+        return None
+    start = worker.model(action.initial_model, fetch)
+    if action.private_start == "best" and experts:
+        start = experts[mixture.first_ranked([worker.rank(model, "accuracy") for model in experts])]
+    training: Samples = (data.x_train, data.y_train)
+    if action.private_data == "sensitive" and data.sensitive.any():  # without any there is nothing else
+        training = (data.x_train[data.sensitive], data.y_train[data.sensitive])
+    rng = np.random.default_rng([order.seed, 0])
+    return private_model.fit(worker.network, start, training, action.sgd, action.sgd.steps, rng, stop)
+
+
+def fit_gate(
+    worker: Worker, action: FitMixture, models: list[Model], roles: tuple[Role, ...], seed: int
+) -> tuple[GateWeights, Array]:
+    """Section 11.5: gate over the candidates, and the energy offsets mu, (M,), which are 0 where they are off."""
+    data = worker.data
+    x, y = worker.validation
+    if action.gate == "training":
+        x, y = data.x_train, data.y_train
+    trained = action.gate != "uniform" and len(y) >= gate.MIN_SAMPLES
+    offsets = np.zeros(len(models))
+    if action.energy_offset == "always" or (action.energy_offset == "untrained" and not trained):
+        seen = data.x_val if len(data.y_val) else data.x_train
+        energies = mixture.raw_energies(np.stack([worker.logits(model, seen) for model in models]))
+        offsets, _ = mixture.energy_statistics(energies)
+    if not trained:
+        return GateWeights.untrained(gate.n_features(worker.task.input_shape), len(models)), offsets
+    logits = np.stack([worker.logits(model, x) for model in models])
+    log_q = mixture.calibrated(logits, np.zeros(worker.task.n_classes), PLAIN)
+    scores = (mixture.raw_energies(logits) - offsets) * action.energy
+    usable = np.isfinite(log_q).all(axis=2).T
+    log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
+    experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
+    scores = np.where(usable, scores, 0.0)
+    return gate.train_gate(x, log_p, scores, seed=seed, decay=DECAY, experts=experts, top=action.top), offsets
+
+
+def _write(
+    worker: Worker,
+    action: FitMixture,
+    models: list[Model],
+    roles: tuple[Role, ...],
+    weights: GateWeights | None,
+    offsets: Array,
+) -> Installed:
+    """Sections 11.2 and 11.3 as a bundle: equal weights, T = 1, no prior; raw energies less their offsets."""
+    names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
+    energy = action.energy and action.gate != "uniform" and len(models) > 1
+    gate_weights = weights or GateWeights.untrained(gate.n_features(worker.task.input_shape), len(models))
+    made = Mixture(
+        candidates=tuple(
+            Candidate(role=role, name=name, model=model, energy_mean=float(offset))
+            for role, name, model, offset in zip(roles, names, models, offsets, strict=True)
+        ),
+        log_prior=worker.final_prior(),
+        beta=1.0 if energy else 0.0,
+        gate=gate_weights,
+        top=action.top,
+        energy_clip=np.inf,
+    )
+    info = worker.write(made, action.release, "scmoe-pfl", {})
+    return installed(info, roles, guarded=False)

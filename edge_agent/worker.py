@@ -10,7 +10,7 @@ What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from edge_agent import cold_start, gate, mixture, personal, private_model
 from edge_agent.install import install
 from edge_agent.labels import describe_labels
-from edge_agent.mixture import BETAS, Array
+from edge_agent.mixture import BETAS, PLAIN, Array
 from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, installed
 from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
@@ -38,6 +38,7 @@ from fedge.messages import (
     BlobRef,
     Calibration,
     CandidatesFitted,
+    Choice,
     Declined,
     DescribeLabels,
     EnergyFitted,
@@ -53,6 +54,7 @@ from fedge.messages import (
     Installed,
     MeanFeatures,
     Order,
+    Part,
     Profile,
     Profiled,
     Result,
@@ -72,9 +74,17 @@ from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
 
-PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
 WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 _PRIVATE, _LOCAL, _GATE, _FINAL_PRIVATE, _FINAL_LOCAL = range(5)  # streams of random numbers within an order
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A model before training: mean loss and its gradient's norm on D_L, accuracy on the validation samples."""
+
+    loss: float
+    gradient_norm: float
+    accuracy: float | None
 
 
 class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -152,7 +162,7 @@ class Worker:
         result: Result
         match order.action:
             case Train() as action:
-                return self._train(action, fetch, order.seed, stop)
+                return self._train(action, fetch, order, stop)
             case Profile() as action:
                 result = self._profile(action, fetch)
             case Trial() as action:
@@ -192,45 +202,74 @@ class Worker:
         """A model of the task's network that an order names."""
         return codec.decode(fetch(ref), ref.codec, self.network.layout)
 
+    def personal(self, model: Model) -> Model:
+        """What the device would use now of the shared model that it is served: what it kept is put over it."""
+        return personal.over(self, model)
+
     # ----------------------------------------------------------------------------------------- section 4: shared rounds
 
-    def _train(self, action: Train, fetch: Fetch, seed: int, stop: Stop) -> Outcome:
+    def _train(self, action: Train, fetch: Fetch, order: Order, stop: Stop) -> Outcome:
         if not self.data.n_shared:
             return Outcome(Declined(reason="no shareable samples"), {})
+        if action.keep is not None or action.part is not Part.ALL:
+            return personal.train(self, action, fetch, order, stop)
+        start, chosen = self.best_start(action.starts, fetch, action.choose)
+        before = self.look(start)
         x, y = self.data.shared
-        start, chosen = self.best_start(action.starts, fetch)
-        val_accuracy = self.accuracy(start)
-        network = self.network
-        network.load(start)
-        loss_before, gradient_norm = loss_and_gradient_norm(network, x, y)
-        Trainer(network, x, y, action.sgd, np.random.default_rng(seed)).run(action.sgd.steps, stop)
-        trained = network.dump()
-        loss_after = mean_loss(network, x, y)
-        if not all(map(math.isfinite, (loss_before, loss_after, gradient_norm))):
+        Trainer(self.network, x, y, action.sgd, np.random.default_rng(order.seed)).run(action.sgd.steps, stop)
+        trained = self.network.dump()
+        return self.trained(action, chosen, before, mean_loss(self.network, x, y), start, trained)
+
+    def look(self, model: Model) -> Look:
+        """How a model does on D_L, n >= 1, and on the validation samples. The network is left with its weights."""
+        accuracy = self.accuracy(model)
+        self.network.load(model)
+        return Look(*loss_and_gradient_norm(self.network, *self.data.shared), accuracy)
+
+    def trained(
+        self, action: Train, chosen: Start, before: Look, loss_after: float, start: Model, trained: Model
+    ) -> Outcome:
+        """The report of a training that led from `start` to `trained`: the change of the part that travels.
+
+        `before`, `loss_after`: of the model that the device would use.
+        """
+        if not all(map(math.isfinite, (before.loss, before.gradient_norm, loss_after))):
             raise FailedError("training diverged")
         update = Model(trained.params - start.params, trained.buffers, trained.counters)
-        exact = {info.name for info in network.layout.of_kind("buffer")}
-        data = codec.encode(unflatten(update, network.layout), action.codec, exact)
+        layout = self.network.layout.part(action.part)
+        tensors = unflatten(update, self.network.layout)
+        exact = {info.name for info in layout.of_kind("buffer")}
+        data = codec.encode({info.name: tensors[info.name] for info in layout.tensors}, action.codec, exact)
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
         result = Trained(
             update=ref,
-            n_samples=len(y),
+            n_samples=self.data.n_shared,
             cluster=chosen.cluster,
-            loss_before=loss_before,
+            loss_before=before.loss,
             loss_after=loss_after,
-            gradient_norm=gradient_norm,
-            val_accuracy=val_accuracy,
+            gradient_norm=before.gradient_norm,
+            val_accuracy=before.accuracy,
         )
         return Outcome(result, {ref.digest: data})
 
-    def best_start(self, starts: tuple[Start, ...], fetch: Fetch) -> tuple[Model, Start]:
-        """The start with the smallest validation loss with prior, the first on a tie (section 5)."""
-        found = [self.model(start.model, fetch) for start in starts]
+    def best_start(self, starts: tuple[Start, ...], fetch: Fetch, choose: Choice = "loss") -> tuple[Model, Start]:
+        """The start that does best on the validation samples, on D_L where there are none; the first on a tie."""
+        return self.best_of([self.model(start.model, fetch) for start in starts], starts, choose)
+
+    def best_of(self, found: Sequence[Model], starts: tuple[Start, ...], choose: Choice) -> tuple[Model, Start]:
+        """The best of the models `found` of these starts."""
         if len(found) == 1:
             return found[0], starts[0]
-        samples = self.validation if len(self.data.y_val) else self.data.shared  # without both: the first
-        best = mixture.first_best([-self.loss(model, samples) for model in found])
+        best = mixture.first_ranked([self.rank(model, choose) for model in found])
         return found[best], starts[best]
+
+    def rank(self, model: Model, choose: Choice) -> tuple[float, float]:
+        """(samples classified correctly or 0, log-likelihood): the larger the better; without samples (0, 0)."""
+        x, y = self.validation if len(self.data.y_val) else self.data.shared
+        if choose == "loss":
+            return 0.0, -self.loss(model, (x, y))
+        logits = self.logits(model, x)
+        return float((logits.argmax(axis=1) == y).sum()), -mixture.total_loss(logits, y, self.prior, PLAIN)
 
     def loss(self, model: Model, samples: Samples) -> float:
         """Sum of losses with T = 1, kappa = 1 and the prior of the training samples."""

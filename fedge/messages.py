@@ -168,8 +168,13 @@ Keep = KeepPart | KeepModel | KeepHead | KeepOffset
 """What a device trains for itself in a round of training. It is stored on the device and never sent by `Train`."""
 
 
+Choice = Literal["loss", "accuracy"]
+"""How a device picks among models, on its validation samples: the smallest loss with prior (fedge.md section 5), or
+the highest accuracy, then the smallest loss (scmoe_pfl.md section 8); the first on a tie."""
+
+
 class Train(_Message, frozen=True, kw_only=True, tag="train"):
-    """Train on D_L from the best of `starts` (smallest validation loss with prior; one start: no look-up).
+    """Train on D_L from the best of `starts` (by `choose`; one start: no look-up).
 
     `part`: the tensors that travel: those of the starts and of the update; the others a device takes from what it kept,
     at first from `initial`.
@@ -178,6 +183,7 @@ class Train(_Message, frozen=True, kw_only=True, tag="train"):
     starts: Annotated[tuple[Start, ...], Meta(min_length=1, max_length=64)]
     sgd: Sgd
     codec: Codec = Codec.INT8
+    choose: Choice = "loss"
     part: Part = Part.ALL
     keep: Keep | None = None
     initial: BlobRef | None = None  # all tensors; needed with `keep` and for a part
@@ -278,6 +284,7 @@ class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] = "untrained"
     average: bool = False  # without the gate: parameters of the experts are averaged, no private model
+    near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
     release: Count
 

@@ -92,8 +92,13 @@ class Method(Protocol[S]):
 
 
 METHODS: Final = {
+    "cfic": "coordinator.methods.cfic:Cfic",
     "fedavg": "coordinator.methods.fedavg:FedAvg",
+    "fedavgm": "coordinator.methods.fedavgm:FedAvgM",
     "fedge": "coordinator.methods.fedge:Fedge",
+    "fedprox": "coordinator.methods.fedprox:FedProx",
+    "local": "coordinator.methods.local:Local",
+    "scmoe-pfl": "coordinator.methods.scmoe_pfl:ScmoePfl",
 }
 """Name -> where its class is; imported when it is asked for."""
 FINE_TUNED: Final = "+ft"

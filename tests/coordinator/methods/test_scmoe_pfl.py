@@ -1,0 +1,188 @@
+"""SCMoE-PFL on a small fleet: clusters, experts, those who sat out, convergence, bundles."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.clustering import mctc
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, RoundSummary, accepted, dump, load
+from coordinator.methods.scmoe_pfl import Clusters, ScmoePfl, ScmoeState, clusters_of, starts
+from deploy import load as load_bundle
+from fedge.errors import ConfigError
+from fedge.messages import Codec, Role, Sgd, Start, Train
+from fedge.tensors import unflatten
+from tests.support.simulation import digits
+
+
+def method_of(rounds: int = 4, participation: float = 1.0, **options: object) -> ScmoePfl:
+    return ScmoePfl(
+        MethodSettings(
+            rounds=rounds, participation=participation, sgd=Sgd(steps=5), codec=Codec.FLOAT32, options=options
+        )
+    )
+
+
+async def rounds(method: ScmoePfl, fleet, state: ScmoeState, n: int) -> ScmoeState:
+    for _ in range(n):
+        fleet.round = state.round + 1
+        state = await method.round(state, fleet)
+    return state
+
+
+async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    method = method_of()
+    after = await rounds(method, fleet, method.initial(layout, first), 1)
+    order = Train(starts=(Start(model=first),), sgd=method.settings.sgd, codec=Codec.FLOAT32)
+    fleet.round = 1
+    updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+    start = fleet.get(first, layout).params.astype(np.float64)
+    models = {i: start + fleet.get(u.update, layout).params for i, u in updates.items()}
+    assert after.clusters is not None
+    assert len(after.experts) == len(after.clusters.members) > 1
+    for expert, members in zip(after.experts, after.clusters.members, strict=True):
+        n = np.array([updates[i].n_samples for i in members])
+        expected = n @ np.stack([models[i] for i in members]) / n.sum()
+        np.testing.assert_allclose(fleet.get(expert, layout).params, expected, atol=1e-6)
+    z = mctc.embed(mctc.gram(np.stack([models[i] - start for i in updates]).astype(np.float32)))
+    found = mctc.mctc(z)
+    assert after.clusters.members == tuple(tuple(list(updates)[i] for i in c) for c in found.partition.members)
+
+
+async def test_clusters_are_frozen_after_three_rounds_and_the_paper_makes_them_each_round(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    for method, made in ((method_of(9), 3), (method_of(9, preset="paper"), 5)):
+        after = await rounds(method, fleet, method.initial(layout, first), 5)
+        assert after.clusters is not None
+        assert after.clusters.made == made
+
+
+async def test_one_cluster_is_fedavg(tmp_path) -> None:
+    """Section 6.6: K = 1 gives one cluster of everybody."""
+    from coordinator.methods.fedavg import FedAvg
+
+    fleet, layout, first, _ = digits(tmp_path)
+    method = method_of(n_clusters=1)
+    after = await rounds(method, fleet, method.initial(layout, first), 2)
+    fedavg = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=5), codec=Codec.FLOAT32))
+    plain = fedavg.initial(layout, first)
+    for _ in range(2):
+        fleet.round = plain.round + 1
+        plain = await fedavg.round(plain, fleet)
+    (expert,) = after.experts
+    np.testing.assert_allclose(fleet.get(expert, layout).params, fleet.get(plain.model, layout).params, atol=1e-6)
+
+
+async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=8)
+    method = method_of(rounds=8)
+    fleet.silent = frozenset({"d07"})
+    state = await rounds(method, fleet, method.initial(layout, first), 3)
+    assert state.clusters is not None
+    assert "d07" not in {i for members in state.clusters.members for i in members}
+    assert len(starts(state, "d07")) == len(state.experts), "unknown: all experts"
+    fleet.silent = frozenset()
+    after = await rounds(method, fleet, state, 1)
+    assert after.clusters == state.clusters
+    assert after.attached["d07"]
+    assert {s.cluster for s in starts(after, "d07")} == set(after.attached["d07"])
+
+
+async def test_a_stored_direction_goes_stale(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=6)
+    method = method_of(rounds=20)
+    state = await rounds(method, fleet, method.initial(layout, first), 1)
+    assert state.clusters is not None
+    without = tuple(tuple(i for i in members if i != "d00") for members in state.clusters.members)
+    clusters = msgspec.structs.replace(state.clusters, members=tuple(m for m in without if m))
+    fresh = msgspec.structs.replace(state, clusters=clusters, seen=state.seen | {"d01": 6})
+    assert "d00" in method._attach(fresh, fleet).attached
+    stale = msgspec.structs.replace(fresh, seen=state.seen | {"d01": 7})
+    assert method._attach(stale, fleet).attached == {}
+
+
+async def test_a_cluster_without_members_this_round_keeps_its_expert(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=6)
+    method = method_of(rounds=9)
+    state = await rounds(method, fleet, method.initial(layout, first), 3)
+    assert state.clusters is not None
+    fleet.silent = frozenset(state.clusters.members[0])
+    after = await rounds(method, fleet, state, 1)
+    assert after.experts[0] == state.experts[0]
+    assert any(a != b for a, b in zip(after.experts, state.experts, strict=True))
+
+
+async def test_a_silent_round_changes_nothing_but_the_count(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    fleet.silent = frozenset(device.id for device in fleet.devices())
+    method = method_of()
+    after = await rounds(method, fleet, method.initial(layout, first), 1)
+    assert (after.round, after.experts, after.clusters, after.directions) == (1, (), None, None)
+
+
+def state_with(layout, first, accuracy, **fields) -> ScmoeState:
+    history = (RoundSummary(round=1, asked=1, answered=1, accuracy=accuracy, loss=None),)
+    return ScmoeState(round=5, layout=layout, initial_model=first, history=history, **fields)
+
+
+async def test_ten_rounds_without_progress_end_it_with_the_best_experts(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    method = method_of(rounds=50)
+    other = fleet.put(unflatten(dataclasses.replace(fleet.get(first, layout)), layout))
+    clusters = Clusters(made=1, members=(("d00",),), tau=0.5, separability=None, silhouette=0.0)
+    before = state_with(layout, first, 0.5, experts=(first,), clusters=clusters)
+    better = method._converged(state_with(layout, first, 0.8, experts=(other,), clusters=clusters), before)
+    assert (better.best, better.best_accuracy, better.since_best) == ((first,), 0.8, 0)
+    state = better
+    for _ in range(9):
+        state = method._converged(msgspec.structs.replace(state, round=6), state)
+        assert state.round == 6
+    last = method._converged(state, state)
+    assert last.round == 50
+    assert last.experts == better.best
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"clustering": "kmeans"}, {"average": True}])
+async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    method = method_of(rounds=3, participation=0.75, **options)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert load(dump(state), ScmoeState) == state
+    assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
+    for device_id, result in state.installed.items():
+        expected = Role.EXPERT if options.get("average") else Role.PRIVATE
+        assert result.roles[0] is expected
+        assert result.max_abs_diff < 1e-4
+        prediction = load_bundle(tmp_path / device_id / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32))
+        np.testing.assert_allclose(prediction.probabilities.sum(axis=1), 1, atol=1e-5)
+    if options.get("clustering") == "kmeans":
+        assert all(len(clusters_of(state, i)) == 1 for members in state.clusters.members for i in members)
+    assert method.summary(state)["clusters"]
+
+
+async def test_uploads_do_not_depend_on_sensitive_samples(tmp_path) -> None:
+    """Section 16, property 16: labels of D_H permuted leave every uploaded byte the same."""
+    digests = []
+    for turn in range(2):
+        fleet, _, first, _ = digits(tmp_path / str(turn), n=3, limit=300)
+        for worker in fleet._workers.values() if turn else ():
+            data = worker.data
+            y = data.y_train.copy()
+            y[data.sensitive] = np.roll(y[data.sensitive], 1)
+            worker.data = dataclasses.replace(data, y_train=y)
+        order = Train(starts=(Start(model=first),), sgd=Sgd(steps=5), choose="accuracy")
+        updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+        digests.append([u.update.digest for u in updates.values()])
+    assert digests[0] == digests[1]
+
+
+def test_a_wrong_option_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'energy'"):
+        method_of(enrgy=False)
+    with pytest.raises(ConfigError, match="n_clusters"):
+        method_of(n_clusters=0)

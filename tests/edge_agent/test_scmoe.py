@@ -1,0 +1,198 @@
+"""SCMoE-PFL on a device: the bundle computes what section 11 says, and nothing but the report leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from deploy import load
+from edge_agent import gate, scmoe
+from edge_agent.worker import Worker
+from export.reference import gate_features
+from fedge import models
+from fedge.bundle import read
+from fedge.messages import FitMixture, Installed, Role, Sgd, Start
+from fedge.tensors import flatten, from_bytes
+from tests.edge_agent.test_worker import TASK, Blobs, make_data, order
+
+
+@pytest.fixture
+def blobs() -> Blobs:
+    return Blobs()
+
+
+def mixture_order(blobs: Blobs, experts: int | tuple[Start, ...] = 3, **changes: object):
+    starts = experts
+    if isinstance(experts, int):
+        starts = tuple(Start(model=blobs.model(10 + k, 4.0), cluster=k) for k in range(experts))
+    fields = {"experts": starts, "initial_model": blobs.model(0), "sgd": Sgd(steps=20), "release": 1} | changes
+    return order(FitMixture(**fields))
+
+
+def fitted(tmp_path, blobs, data=None, **changes):
+    worker = Worker("d", TASK, data or make_data(), tmp_path)
+    result = worker.execute(mixture_order(blobs, **changes), blobs).result
+    assert isinstance(result, Installed), result
+    return worker, result, load(tmp_path / "bundles" / "1")
+
+
+def logits_of_candidates(worker, tmp_path, x):
+    """(M, n, C) by torch from the parts of the bundle."""
+    folder = tmp_path / "bundles" / "1"
+    parts = [from_bytes((folder / c.part.file_name).read_bytes()) for c in read(folder).manifest.candidates]
+    return np.stack([worker.logits(flatten(part, worker.network.layout), x) for part in parts])
+
+
+def gate_scores(tmp_path, x):
+    folder = tmp_path / "bundles" / "1"
+    tensors = from_bytes((folder / read(folder).manifest.gate.file_name).read_bytes())
+    hidden = np.maximum(gate_features(x, (1, 1)) @ tensors["gate.hidden.weight"].T + tensors["gate.hidden.bias"], 0)
+    return hidden @ tensors["gate.out.weight"].T + tensors["gate.out.bias"]
+
+
+def printed_formula(s, logits, top=2):
+    """Sections 11.2 and 11.3 by a loop: index 0 is private, always selected; top experts by prior times energy."""
+    p = []
+    for n in range(len(s)):
+        log_a = s[n] + np.logaddexp.reduce(logits[:, n], axis=1)
+        best = sorted(range(1, len(log_a)), key=lambda k: (-log_a[k], k))[:top]
+        selected = [0, *sorted(best)]
+        alpha = np.exp(log_a[selected] - np.logaddexp.reduce(log_a[selected]))
+        softmax = [np.exp(row - np.logaddexp.reduce(row)) for row in logits[selected, n]]
+        p.append(sum(a * q for a, q in zip(alpha, softmax, strict=True)))
+    return np.array(p)
+
+
+@pytest.mark.parametrize("top", [1, 2, 8])
+def test_the_bundle_is_the_printed_formula(tmp_path, blobs, top) -> None:
+    worker, result, runtime = fitted(tmp_path, blobs, top=top)
+    assert result.roles == (Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
+    x = worker.data.x_val
+    expected = printed_formula(gate_scores(tmp_path, x), logits_of_candidates(worker, tmp_path, x), top)
+    found = runtime.predict(x)
+    np.testing.assert_allclose(found.probabilities, expected, atol=1e-5)
+    assert (np.count_nonzero(found.weights, axis=1) == min(top, 3) + 1).all()
+    assert np.abs(gate_scores(tmp_path, x)).max() > 0.01, "the gate has learned"
+
+
+def test_identity_all_selected_adds_unnormalised_exponentials(tmp_path, blobs) -> None:
+    """11.3: with everything selected and no offsets p = softmax_c(logsumexp_k(s_k + l_kc))."""
+    worker, _, runtime = fitted(tmp_path, blobs, experts=2)
+    x = worker.data.x_val
+    joined = np.logaddexp.reduce(
+        gate_scores(tmp_path, x).T[:, :, None] + logits_of_candidates(worker, tmp_path, x), axis=0
+    )
+    expected = np.exp(joined - np.logaddexp.reduce(joined, axis=1, keepdims=True))
+    np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
+
+
+def test_with_few_validation_samples_the_gate_is_untrained_and_offsets_level_the_energies(tmp_path, blobs) -> None:
+    data = make_data(m=9)
+    worker, _, runtime = fitted(tmp_path, blobs, data, experts=2)
+    assert (gate_scores(tmp_path, data.x_val) == 0).all()
+    energies = runtime.predict(data.x_val).energies
+    np.testing.assert_allclose(energies.mean(axis=0), 0, atol=1e-5)
+    raw = np.logaddexp.reduce(logits_of_candidates(worker, tmp_path, data.x_val), axis=2)
+    np.testing.assert_allclose(energies.T, raw - raw.mean(axis=1, keepdims=True), atol=1e-4)
+
+
+def test_offsets_never_leaves_raw_energies(tmp_path, blobs) -> None:
+    data = make_data(m=9)
+    worker, _, runtime = fitted(tmp_path, blobs, data, experts=2, energy_offset="never")
+    raw = np.logaddexp.reduce(logits_of_candidates(worker, tmp_path, data.x_val), axis=2)
+    np.testing.assert_allclose(runtime.predict(data.x_val).energies.T, raw, atol=1e-4)
+
+
+def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
+    worker, _, runtime = fitted(tmp_path, blobs, experts=2, gate="uniform")
+    logits = logits_of_candidates(worker, tmp_path, worker.data.x_val)
+    softmax = np.exp(logits - np.logaddexp.reduce(logits, axis=2, keepdims=True))
+    np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, softmax.mean(axis=0), atol=1e-5)
+
+
+def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
+    worker, result, runtime = fitted(tmp_path, blobs, experts=2, average=True)
+    assert result.roles == (Role.EXPERT,)
+    mean = scmoe.averaged([worker.model(blobs.model(10 + k, 4.0), blobs) for k in range(2)])
+    logits = worker.logits(mean, worker.data.x_val)
+    expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, expected, atol=1e-5)
+
+
+def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> None:
+    """Other labels of the not sensitive samples change a private model on all data, and none on sensitive data."""
+    data = make_data()
+    other = replace(data, y_train=np.where(data.sensitive, data.y_train, (data.y_train + 1) % 3))
+    private = {}
+    for what in ("sensitive", "all"):
+        for name, d in (("data", data), ("other", other)):
+            folder = tmp_path / what / name
+            fitted(folder, blobs, d, private_data=what, private_start="initial", gate="uniform")
+            private[what, name] = read(folder / "bundles" / "1").manifest.candidates[0].part.digest
+    assert private["sensitive", "data"] == private["sensitive", "other"]
+    assert private["all", "data"] != private["all", "other"]
+
+
+def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
+    worker = Worker("d", TASK, make_data(), tmp_path)
+    ranks = [worker.rank(worker.model(blobs.model(k, 4.0), blobs), "accuracy") for k in range(6)]
+    best = max(range(6), key=lambda k: (ranks[k][0], ranks[k][1], -k))
+    action = mixture_order(
+        blobs,
+        experts=tuple(Start(model=blobs.model(k, 4.0), cluster=k) for k in range(6)),
+        sgd=Sgd(steps=0),
+        gate="uniform",
+    )
+    worker.execute(action, blobs)
+    manifest = read(tmp_path / "bundles" / "1").manifest
+    assert manifest.candidates[0].part == manifest.candidates[1 + best].part
+
+
+def test_a_device_without_data_is_a_consumer_of_experts(tmp_path, blobs) -> None:
+    nothing = make_data(0, 0)
+    _, result, _ = fitted(tmp_path, blobs, nothing, experts=1)
+    assert result.roles == (Role.EXPERT,)
+    alone = Worker("e", TASK, nothing, tmp_path / "e").execute(mixture_order(blobs, experts=()), blobs).result
+    assert "nothing to predict with" in alone.reason
+
+
+def test_unknown_experts_are_thinned_to_the_near_best(tmp_path, blobs) -> None:
+    worker = Worker("d", TASK, make_data(40, 100), tmp_path)
+    experts = [worker.model(blobs.model(k, 4.0), blobs) for k in range(8)]
+    kept = scmoe.near_best(worker, experts)
+    correct = [worker.rank(model, "accuracy")[0] for model in experts]
+    chosen = [next(k for k, e in enumerate(experts) if e is model) for model in kept]
+    assert 1 <= len(chosen) <= 3
+    assert chosen == sorted(chosen)
+    assert all(correct[k] >= max(correct) - 2 for k in chosen)
+    left_out = [c for k, c in enumerate(correct) if k not in chosen]
+    assert len(chosen) == 3 or all(c < max(correct) - 2 for c in left_out)
+
+
+def test_the_gate_prefers_the_candidate_that_is_right(tmp_path, blobs) -> None:
+    """Selection in training: with top 1 a wrong expert loses its place, and its gradient with it."""
+    x = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
+    log_p = np.log(np.array([[0.4, 0.9, 0.1]])).repeat(60, axis=0)
+    weights = gate.train_gate(x, log_p, np.zeros((60, 3)), seed=0, decay=1e-3, experts=[1, 2], top=1)
+    hidden = np.maximum(x @ weights.hidden_weight.T + weights.hidden_bias, 0)
+    scores = hidden @ weights.out_weight.T + weights.out_bias
+    assert (scores[:, 1] > scores[:, 0]).all()
+    assert np.abs(weights.out_weight[2]).max() == pytest.approx(0, abs=1e-6), "never selected: no gradient"
+
+
+def test_selected_keeps_the_lower_index_on_a_tie() -> None:
+    scores = torch.tensor([[0.0, 1.0, 1.0, 1.0], [9.0, 1.0, 2.0, 3.0]])
+    kept = gate._selected(scores, torch.tensor([1, 2, 3]), 2)
+    assert torch.isinf(kept).tolist() == [[False, False, False, True], [False, True, False, False]]
+
+
+def test_models_of_the_layout_only(tmp_path, blobs) -> None:
+    ref = blobs.model(1)
+    blobs.data[ref.digest] = b"junk"
+    worker = Worker("d", TASK, make_data(), tmp_path)
+    result = worker.execute(mixture_order(blobs, experts=(Start(model=ref),)), blobs).result
+    assert "malformed" in result.reason
+    assert models.initial(TASK, 0)[0] == worker.network.layout
