@@ -6,18 +6,21 @@ Algorithm 1. Local work is counted in SGD steps rather than epochs, so that ever
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.aggregation import averaged
-from coordinator.fleet import Fleet
+from coordinator.fleet import Answer, Fleet
 from coordinator.methods import (
     MethodSettings,
-    NoOptions,
     State,
     accepted,
     counted,
+    declined,
     install,
     options_of,
     round_rng,
@@ -25,25 +28,37 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
+from coordinator.methods.moving import Moving, moved
+from coordinator.selection import cohort_size, fastest, uniform
 from fedge.messages import BlobRef, Start, Train
-from fedge.tensors import Layout, unflatten
+from fedge.tensors import Layout
+
+
+class FedAvgOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`selection`: who trains in a round."""
+
+    selection: Literal["uniform", "fastest"] = "uniform"
 
 
 class FedAvgState(State, frozen=True, kw_only=True):
-    """`model`: the global model w."""
+    """`model`: the global model w; `velocity`: FedAvgM's v; `seconds`: what each device's last round took."""
 
     model: BlobRef
+    velocity: BlobRef | None = None
+    seconds: dict[str, float] = {}
 
 
 class FedAvg:
     """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "fedavg"
-    Options = NoOptions
+    Options: ClassVar[type[FedAvgOptions]] = FedAvgOptions
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
-        options_of(settings, NoOptions)
+        self.options = options_of(settings, self.Options)
+        self.sgd = settings.sgd
+        self.gamma = 0.0  # server momentum
 
     def initial(self, layout: Layout, model: BlobRef) -> FedAvgState:
         """The state before round 1."""
@@ -57,24 +72,35 @@ class FedAvg:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
             return await install(self, state, fleet)
-        ids = [device.id for device in fleet.devices()]
-        size = max(1, round(self.settings.participation * len(ids))) if ids else 0
-        cohort = sorted(round_rng(self.settings, state.round + 1).permutation(ids)[:size].tolist())
-        order = Train(starts=(Start(model=state.model),), sgd=self.settings.sgd, codec=self.settings.codec)
-        updates = accepted(await fleet.run("train", dict.fromkeys(cohort, order)))
-        model = state.model
+        cohort = self._select(state, fleet)
+        order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec)
+        answers = await fleet.run("train", dict.fromkeys(cohort, order))
+        updates = accepted(answers)
+        shared = Moving(model=state.model, velocity=state.velocity)
         if len(updates) >= self.settings.min_reports:
             # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
-            w = fleet.get(model, state.layout)
-            step = averaged((fleet.get(u.update, state.layout) for u in updates.values()), sizes(updates), state.layout)
-            model = fleet.put(unflatten(step.added_to(w), state.layout))
+            changes = (fleet.get(u.update, state.layout) for u in updates.values())
+            shared = moved(
+                shared, averaged(changes, sizes(updates), state.layout), state.layout, fleet, gamma=self.gamma
+            )
         return msgspec.structs.replace(
             state,
             round=state.round + 1,
-            model=model,
+            model=shared.model,
+            velocity=shared.velocity,
+            seconds=state.seconds | times(answers),
             participations=counted(state.participations, updates),
             history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
         )
+
+    def _select(self, state: FedAvgState, fleet: Fleet) -> list[str]:
+        devices = fleet.devices()
+        ids = [device.id for device in devices]
+        n = cohort_size(len(ids), self.settings.participation)
+        if self.options.selection == "uniform":
+            return uniform(ids, n, round_rng(self.settings, state.round + 1))
+        clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
+        return fastest(ids, n, state.seconds, clocks)
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The global model."""
@@ -83,3 +109,12 @@ class FedAvg:
     def summary(self, state: FedAvgState) -> dict[str, Any]:
         """History, selection counts, bundles."""
         return summary_of(self, state)
+
+
+def times(answers: Mapping[str, Answer]) -> dict[str, float]:
+    """How long each device took; infinity where nothing came of it, nothing where it declined."""
+    return {
+        i: answer.seconds if i in accepted({i: answer}) else math.inf
+        for i, answer in answers.items()
+        if not declined(answer)
+    }

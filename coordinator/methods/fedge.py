@@ -20,8 +20,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation import Average, averaged, cluster_averages
-from coordinator.aggregation.momentum import server_step
+from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
 from coordinator.clustering import aidc, mctc
@@ -38,6 +37,7 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
+from coordinator.methods.moving import Moving, moved
 from coordinator.selection import ccmab
 from fedge.messages import (
     Action,
@@ -91,13 +91,6 @@ class LastUpdate(Struct, frozen=True, kw_only=True):
 
     update: BlobRef
     n_samples: int
-
-
-class Moving(Struct, frozen=True, kw_only=True):
-    """A model that moves with momentum: the global model or an expert. No velocity is zero velocity."""
-
-    model: BlobRef
-    velocity: BlobRef | None = None
 
 
 class Primary(Struct, frozen=True, kw_only=True):
@@ -387,7 +380,7 @@ def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet
             yield change
 
     mean = averaged(changes(), sizes(updates), state.layout)
-    shared = moved(state.shared, mean, state.layout, fleet)
+    shared = moved(state.shared, mean, state.layout, fleet, gamma=GAMMA)
     if not seeking:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
@@ -402,18 +395,6 @@ def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
     kept = unit if len(unit) <= LARGE else mctc.project(unit, PROJECTED, seed=0)
     before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
     directions[device_id] = (before + kept).astype(np.float32)
-
-
-def moved(moving: Moving, mean: Average, layout: Layout, fleet: Fleet) -> Moving:
-    """Sections 4 and 5: v <- gamma v + mean change; w <- w + v. Buffers and counters are the mean's."""
-    w = fleet.get(moving.model, layout)
-    v = fleet.get_tensors(moving.velocity)["v"].astype(np.float32) if moving.velocity else None
-    step = server_step(w.params, v, mean.params, gamma=GAMMA)
-    if step.diverged:
-        log.error("event=diverged the model would become non-finite; the old one is kept")
-        return Moving(model=moving.model)
-    model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
-    return Moving(model=fleet.put(unflatten(model, layout)), velocity=fleet.put({"v": step.v}))
 
 
 # -------------------------------------------------------------------------------------- step 3: trial and split
@@ -479,7 +460,7 @@ def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Flee
         (fleet.get(u.update, state.layout) for u in updates.values()), sizes(updates), members, state.layout
     )
     experts = tuple(
-        expert if mean is None else moved(expert, mean, state.layout, fleet)
+        expert if mean is None else moved(expert, mean, state.layout, fleet, gamma=GAMMA)
         for expert, mean in zip(state.experts, means, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)

@@ -152,7 +152,7 @@ def test_help_has_examples_and_exit_codes(command: Any) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--rounds", "-1"], "--rounds"), (["--method", "sgd"], "fedavg, fedge"), (["--task", "nothing"], "nothing")],
+    [(["--rounds", "-1"], "--rounds"), (["--method", "sgd"], "fedavg, "), (["--task", "nothing"], "nothing")],
 )
 def test_wrong_settings_are_named(tmp_path: Path, flags: list[str], named: str) -> None:
     said = run_fedge("coordinator", *common(tmp_path / "home"), *flags)

@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coordinator.fleet import Answer, Device
 from coordinator.fleet.simulated import SimulatedFleet
+from deploy import load
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import Action, BlobRef, Context
@@ -49,3 +53,10 @@ def digits(
     fleet = Fleet(samples.spec, layout, workers, seed=seed, contexts=contexts)
     groups = {i: share.group for i, share in zip(data, shares, strict=True)}
     return fleet, layout, fleet.put(unflatten(first, layout)), groups
+
+
+def predicted(worker: Worker, x: NDArray[np.float32], release: int = 1) -> NDArray[np.float64]:
+    """Probabilities (n, C) that the device's bundle gives for model inputs, as `DeviceData` has them."""
+    how = worker.task.preprocessing
+    raw = (x * how.std + how.mean) * how.scale
+    return load(worker.home / "bundles" / str(release)).predict(raw).probabilities

@@ -1,13 +1,17 @@
 """FedAvg against a slow oracle, and what it does when devices are silent."""
 
+import math
+
 import numpy as np
+import pytest
 
 from coordinator.fleet.simulated import run
-from coordinator.methods import MethodSettings, accepted, dump
-from coordinator.methods.fedavg import FedAvg
+from coordinator.methods import MethodSettings, accepted, dump, load, make
+from coordinator.methods.fedavg import FedAvg, FedAvgState
 from deploy import load as load_bundle
+from fedge.errors import ConfigError
 from fedge.messages import Codec, Sgd, Start, Train
-from tests.support.simulation import digits
+from tests.support.simulation import digits, predicted
 
 SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
 
@@ -59,3 +63,54 @@ async def test_equal_seeds_give_equal_states_and_a_bundle_of_the_global_model_on
     ]
     for other in predictions[1:]:
         np.testing.assert_array_equal(predictions[0], other)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "fedprox"])
+async def test_every_variant_ends_fine_tuned_if_it_is_asked_to(tmp_path, name) -> None:
+    """The bundle is at least as good on the device's validation samples as the global model."""
+    fleet, layout, first, _ = digits(tmp_path)
+    method = make(f"{name}+ft", SETTINGS)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert sorted(state.installed) == [device.id for device in fleet.devices()]
+    assert method.summary(state)["method"] == f"{name}+ft"
+    gains = []
+    for worker in fleet._workers.values():
+        x, y = worker.validation
+        tuned = predicted(worker, x)
+        gains.append(loss(worker.logits(fleet.get(state.model, layout), x), y) + np.log(tuned[range(len(y)), y]).mean())
+    assert min(gains) > -1e-4
+    assert max(gains) > 0.1
+
+
+def loss(logits: np.ndarray, y: np.ndarray) -> float:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return float((np.log(np.exp(shifted).sum(axis=1)) - shifted[range(len(y)), y]).mean())
+
+
+async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    speed = {f"d{i:02d}": seconds for i, seconds in enumerate([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])}
+    fleet._seconds = speed.get
+    method = make("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "fastest"}))
+    state = await run(method, method.initial(layout, first), fleet)
+    # by clock the last three are the quickest (1 to 6 GHz); then what they took counts: 0.5, 3 and 2 s. The median of
+    # 0.5 * 4, 3 * 5 and 2 * 6 is 12 cycles, so the others would need 12 / f >= 4 s: nobody else is ever tried.
+    assert state.participations == {"d03": 4, "d04": 4, "d05": 4}
+    assert state.seconds == {"d03": 0.5, "d04": 3.0, "d05": 2.0}
+
+
+async def test_a_fast_device_that_falls_silent_is_replaced(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    fleet.silent = frozenset(["d05"])
+    method = make("fedavg", MethodSettings(rounds=2, participation=0.5, options={"selection": "fastest"}))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert state.seconds["d05"] == math.inf
+    assert load(dump(state), FedAvgState) == state
+    # every other answer took no time; the lowest ids win
+    assert "d05" not in state.participations
+    assert [line.answered for line in state.history] == [2, 3]
+
+
+def test_an_unknown_selection_is_refused() -> None:
+    with pytest.raises(ConfigError, match="option of the method"):
+        make("fedavg", MethodSettings(options={"selection": "slowest"}))

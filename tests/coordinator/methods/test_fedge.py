@@ -11,7 +11,6 @@ from coordinator.methods.fedavg import FedAvg
 from coordinator.methods.fedge import (
     Fedge,
     FedgeState,
-    Moving,
     Primary,
     TrialOutcome,
     calibrate,
@@ -19,6 +18,7 @@ from coordinator.methods.fedge import (
     starts,
     train_experts,
 )
+from coordinator.methods.moving import Moving
 from fedge.messages import CandidatesFitted, Codec, Role, Sgd, Start, Train
 from tests.support.simulation import Fleet, digits
 

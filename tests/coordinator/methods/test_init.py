@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from coordinator.methods import MethodSettings, dump, load, make, round_rng
-from coordinator.methods.fedge import FedgeState, LastUpdate, Moving, TrialOutcome
+from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
+from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, blobs_of
@@ -61,7 +62,7 @@ def test_every_stored_tensor_of_a_state_is_found() -> None:
 
 
 def test_an_unknown_method_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="fedavg, fedge"):
+    with pytest.raises(ConfigError, match="fedavg, fedavgm, "):
         make("fedavgg", MethodSettings())
 
 

@@ -1,0 +1,31 @@
+"""FedAvgM: FedAvg whose server moves with momentum.
+
+Source: Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
+2019, section 4.1: v <- gamma v + mean change;  w <- w + v. The default gamma is that of fedge.md, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from coordinator.methods import MethodSettings, options_of
+from coordinator.methods.fedavg import FedAvg, FedAvgOptions
+
+
+class FedAvgMOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gamma`: momentum of the server; 0 is FedAvg."""
+
+    gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
+
+
+class FedAvgM(FedAvg):
+    """FedAvg with gamma > 0."""
+
+    name = "fedavgm"
+    Options: ClassVar[type[FedAvgOptions]] = FedAvgMOptions
+
+    def __init__(self, settings: MethodSettings) -> None:
+        super().__init__(settings)
+        self.gamma = options_of(settings, FedAvgMOptions).gamma

@@ -1,0 +1,66 @@
+"""Local: every device learns alone, from the common initial model, and sends nothing.
+
+The baseline of all personalised methods. A device trains on all of its training samples for as many steps as it would
+have had in the federation: rounds x steps x participation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from coordinator.fleet import Fleet
+from coordinator.methods import MethodSettings, NoOptions, State, options_of, summary_of
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef, FineTune, Install, Installed
+from fedge.tensors import Layout
+
+
+class LocalState(State, frozen=True, kw_only=True):
+    """`model`: the common initial model."""
+
+    model: BlobRef
+
+
+class Local:
+    """One round: each device trains and installs what it has learned."""
+
+    name = "local"
+    Options = NoOptions
+
+    def __init__(self, settings: MethodSettings) -> None:
+        self.settings = settings
+        options_of(settings, NoOptions)
+        if settings.fine_tune:
+            raise ConfigError("local models have nothing to be fine-tuned from: leave out +ft")
+
+    def initial(self, layout: Layout, model: BlobRef) -> LocalState:
+        """The state before the round."""
+        return LocalState(round=0, layout=layout, model=model)
+
+    def done(self, state: LocalState) -> bool:
+        """After one round."""
+        return state.round > 0
+
+    async def round(self, state: LocalState, fleet: Fleet) -> LocalState:
+        """All devices, once."""
+        settings = self.settings
+        steps = max(1, round(settings.rounds * settings.sgd.steps * settings.participation))
+        order = Install(
+            global_model=state.model,
+            release=1,
+            method=self.name,
+            fine_tune=FineTune(sgd=settings.sgd, checkpoints=(steps,), otherwise=steps),
+        )
+        answers = await fleet.run("install", {device.id: order for device in fleet.devices()})
+        installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+        return msgspec.structs.replace(state, round=1, installed=installed)
+
+    def serves(self, state: LocalState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
+        """The initial model: there is no other that is shared."""
+        return state.model
+
+    def summary(self, state: LocalState) -> dict[str, Any]:
+        """Bundles."""
+        return summary_of(self, state)

@@ -1,0 +1,74 @@
+"""Devices that learn alone: budget, data, nothing sent, bundles."""
+
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, dump, load, make
+from coordinator.methods.local import LocalState
+from fedge.errors import ConfigError
+from fedge.messages import Install, Sgd
+from fedge.models.training import Network, Trainer
+from tests.support.simulation import digits, predicted
+
+
+class Recorder:
+    """What devices are asked to do."""
+
+    def __init__(self, fleet) -> None:
+        self.fleet = fleet
+        self.actions: list[Install] = []
+
+    def devices(self):
+        return self.fleet.devices()
+
+    async def run(self, step, actions):
+        self.actions += actions.values()
+        return await self.fleet.run(step, actions)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "participation", "budget"), [(30, 1.0, 300), (30, 0.25, 75), (1, 0.01, 1), (0, 1.0, 1), (3, 0.55, 16)]
+)
+async def test_the_budget_is_what_a_device_would_have_had(tmp_path, rounds, participation, budget) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=2, limit=60)
+    method = make("local", MethodSettings(rounds=rounds, participation=participation, sgd=Sgd(steps=10)))
+    recorder = Recorder(fleet)
+    await method.round(method.initial(layout, first), recorder)
+    assert {action.fine_tune.checkpoints for action in recorder.actions} == {(budget,)}
+
+
+async def test_every_device_installs_what_it_learned_from_all_its_samples_and_sends_nothing(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    method = make("local", MethodSettings(rounds=5, sgd=Sgd(steps=10)))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert sorted(state.installed) == [device.id for device in fleet.devices()]
+    assert method.done(state)
+    assert state.participations == {}
+    assert fleet.bytes_up == 0
+    for worker in fleet._workers.values():
+        data = worker.data
+        x = data.x_train
+        found = predicted(worker, x)
+        right = found.argmax(axis=1) == data.y_train
+        assert right[data.sensitive].mean() > 0.8
+        network = Network(worker.task)
+        network.load(fleet.get(first, layout))
+        trainer = Trainer(network, x, data.y_train, Sgd(), np.random.default_rng(0))
+        trainer.run(50)
+        alike = (network.logits(network.dump(), x).argmax(axis=1) == found.argmax(axis=1)).mean()
+        assert alike > 0.9
+    assert load(dump(state), LocalState) == state
+
+
+async def test_a_silent_device_has_no_bundle(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
+    fleet.silent = frozenset(["d01"])
+    method = make("local", MethodSettings(rounds=1))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert sorted(state.installed) == ["d00", "d02"]
+
+
+def test_fine_tuning_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"\+ft"):
+        make("local+ft", MethodSettings())
