@@ -2,7 +2,7 @@
 
 from fedge.tasks.data import DeviceData, UserTask
 from fedge.tasks.device import device_data
-from fedge.tasks.partition import Share, partition, share_data, write_share
+from fedge.tasks.partition import Share, partition, set_apart, share_data, write_share
 from fedge.tasks.pool import Pool, pool
 from fedge.tasks.specs import task_spec, write_task
 
@@ -14,6 +14,7 @@ __all__ = [
     "device_data",
     "partition",
     "pool",
+    "set_apart",
     "share_data",
     "task_spec",
     "write_share",

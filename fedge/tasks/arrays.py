@@ -28,11 +28,7 @@ def read(file: Path) -> dict[str, NDArray[Any]]:
     Raises:
         ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
     """
-    try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-            table = {key: archive[key] for key in KEYS if key in archive}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
+    table = _load(file, KEYS)
     if "x" not in table or "y" not in table:
         raise ConfigError(f"{file} must hold the arrays x and y")
     x = table["x"]
@@ -48,6 +44,31 @@ def read(file: Path) -> dict[str, NDArray[Any]]:
     return table
 
 
+def find(data: Path, usual: str) -> Path:
+    """The file of a set: `data` itself, or in the folder `data` under its usual path or name.
+
+    Raises:
+        ConfigError: none of them is there.
+    """
+    candidates = [data, data / usual, data / Path(usual).name]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{Path(usual).name} is not at {', '.join(str(file) for file in candidates)}")
+    return found
+
+
+def columns(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+    """Arrays of a set's own file.
+
+    Raises:
+        ConfigError: the file cannot be read, or one of them is missing.
+    """
+    table = _load(file, names)
+    if missing := [name for name in names if name not in table]:
+        raise ConfigError(f"{file} must hold the arrays {', '.join(names)}; {', '.join(missing)} is missing")
+    return table
+
+
 def class_names(table: Mapping[str, NDArray[Any]], file: Path) -> tuple[str, ...]:
     """The names in `classes`, else "0", "1", ... up to the largest label.
 
@@ -59,6 +80,14 @@ def class_names(table: Mapping[str, NDArray[Any]], file: Path) -> tuple[str, ...
     if largest == 0 or largest >= (len(names) if names else 10_000):
         raise ConfigError(f"{file}: the largest label is {largest}, with {len(names or ())} names in classes")
     return names or tuple(str(number) for number in range(largest + 1))
+
+
+def _load(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            return {name: archive[name] for name in names if name in archive}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
 
 
 def _whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:

@@ -1,9 +1,12 @@
-"""Deals the samples of a set out to simulated devices: label skew, turned cameras, sensitive samples, hold-outs."""
+"""Deals the samples of a set out to simulated devices, and splits each device's into training, validation and test.
+
+Who gets what: `fedge.tasks.dealing`. A device's test samples are a part of its own, so they follow its distribution.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,16 +17,17 @@ from numpy.typing import NDArray
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import arrays, images
+from fedge.tasks import arrays, dealing, images
 from fedge.tasks.data import DeviceData
+from fedge.tasks.dealing import MIN_SAMPLES, Ints, Sizes, Units, units_of
 from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
-MIN_SAMPLES: Final = 20  # per device: enough for a training, a validation and a test part
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
-_REDRAWS: Final = 100
+_APART: Final = 1  # a stream of random numbers of its own
 
-log = logging.getLogger("fedge.tasks")
+How = Literal["groups", "dirichlet", "shards", "natural", "iid"]
+Groups = Literal["rotation", "labels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +48,100 @@ def partition(
     pool: Pool,
     n_devices: int,
     *,
-    how: Literal["groups", "dirichlet"],
+    how: How,
     alpha: float,
     sensitive: float,
     seed: int,
     n_groups: int = 3,
+    groups: Groups = "rotation",
+    shards: int = 2,
+    iid_share: float = 0.0,
+    sizes: Sizes = "equal",
+    size_spread: float = 1.0,
 ) -> list[Share]:
-    """Deal all samples out to devices; equal arguments give equal shares.
+    """Deal samples out to devices; equal arguments give equal shares.
 
     "dirichlet": for each class, the devices' shares are drawn from Dirichlet(alpha). "groups": device i is in group
-    i mod n_groups, whose images are turned by 90 degrees x group; every group gets its part of each class, dealt out by
-    Dirichlet(alpha) within. A draw that leaves a device with fewer than 20 samples is repeated; if 100 draws did not
-    help, samples are moved from the largest device, with a line in the log.
+    i mod n_groups; every group gets its part of each class and has its images turned by 90 degrees x group
+    ("rotation"), or it gets its own classes alone ("labels"); within a group Dirichlet(alpha). "shards": sorted by
+    label, `shards` pieces each, but for `iid_share` of the samples. "natural": a device is a person. "iid": no skew.
+    Each device has at least 20 samples: draws are repeated, then samples are moved, with a line in the log.
 
     Args:
-        pool: the samples; groups need square images.
+        pool: the samples; rotation needs square images, natural people.
         n_devices: N >= 1.
         how: see above.
         alpha: > 0; the smaller, the more differ the devices' classes.
         sensitive: share of each device's training samples that is marked, in [0, 1], the same for all its classes.
         seed: of all draws.
-        n_groups: 1 to 4.
+        n_groups: 1 to 4 turns, 1 to C groups of classes; at most N.
+        groups: see above.
+        shards: >= 1.
+        iid_share: in [0, 1].
+        sizes: quantity skew (`dealing.relative_sizes`), for dirichlet, groups and iid.
+        size_spread: >= 0, its strength.
 
     Raises:
-        ConfigError: too few samples for so many devices, images that cannot be turned, or an argument out of range.
+        ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
+            range.
     """
-    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or not 1 <= n_groups <= 4:
+    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or not 1 <= n_groups <= _most_groups(pool, groups):
         raise ConfigError("a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and 1 to 4 groups")
+    if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread < np.inf:
+        raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1] and a finite spread of sizes >= 0")
+    if sizes != "equal" and how in {"shards", "natural"}:
+        raise ConfigError(f"the sizes of {how} devices are given: quantity skew is for dirichlet, groups and iid")
     if len(pool.y) < MIN_SAMPLES * n_devices:
         raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {MIN_SAMPLES}")
     rng = np.random.default_rng(seed)
-    n_groups = n_groups if how == "groups" else 1
-    group_of = np.arange(n_devices) % n_groups
-    owners = _deal(pool.y, group_of, alpha, rng)
+    units = units_of(pool.y, pool.block)
+    group_of = np.arange(n_devices) % n_groups if how == "groups" else np.zeros(n_devices, np.int64)
+    if how == "natural":
+        if pool.user is None:
+            raise ConfigError(f"the samples of {pool.spec.name} do not say which person they come from")
+        owners = dealing.by_user(pool.user, n_devices, rng)
+    else:
+        weights = dealing.relative_sizes(n_devices, sizes, size_spread, rng)
+        if how == "shards":
+            dealt = dealing.shards(units, n_devices, shards, iid_share, rng)
+        elif how == "iid":
+            dealt = dealing.evenly(units, weights, rng)
+        else:
+            portions = _portions(group_of, weights, pool.spec.n_classes, groups)
+            dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng)
+        owners = dealt[units.of_sample]
+    turns = group_of if groups == "rotation" else np.zeros_like(group_of)
     return [
-        _share(pool, np.flatnonzero(owners == device), int(group_of[device]), sensitive, rng)
+        _share(pool.take(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), sensitive, rng)
         for device in range(n_devices)
     ]
+
+
+def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[Pool, Pool]:
+    """Take a share of all samples away, evenly over the classes, before the rest is dealt out: (the rest, the share).
+
+    It follows the distribution of all devices together, as the global test set and FedCoE's reserved set do.
+
+    Args:
+        pool: the samples; blocks stay whole.
+        share: in [0, 1).
+        seed: of the draw.
+        turns: sample j of the share is turned by 90 degrees x (j mod turns), as the cameras of so many groups see it.
+
+    Raises:
+        ConfigError: `share` is out of range, or the images cannot be turned.
+    """
+    if not 0 <= share < 1:
+        raise ConfigError(f"the share of the samples that is set apart must be in [0, 1), not {share}")
+    units = units_of(pool.y, pool.block)
+    apart = _marked(units, round(share * len(units.y)), np.random.default_rng((seed, _APART)))
+    kept, taken = pool.take(np.flatnonzero(~apart)), pool.take(np.flatnonzero(apart))
+    if turns == 1 or not len(taken.y):
+        return kept, taken
+    x = taken.x.copy()
+    for turn in range(turns):
+        x[turn::turns] = _turn(pool, taken.x[turn::turns], turn)
+    return kept, dataclasses.replace(taken, x=x)
 
 
 def share_data(task: TaskSpec, share: Share) -> DeviceData:
@@ -113,74 +174,51 @@ def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None
         _write_folder(path, x, [classes[label] for label in y], split, marks)
 
 
-def _deal(
-    y: NDArray[np.int64], group_of: NDArray[np.int64], alpha: float, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """The device of each sample, (n,)."""
-    for _ in range(_REDRAWS):
-        owners = _draw(y, group_of, alpha, rng)
-        if np.bincount(owners, minlength=len(group_of)).min() >= MIN_SAMPLES:
-            return owners
-    moved = _fill_up(owners, len(group_of), rng)
-    log.warning("event=partition_adjusted draws=%d moved=%d min_samples=%d", _REDRAWS, moved, MIN_SAMPLES)
-    return owners
+def _most_groups(pool: Pool, groups: Groups) -> int:
+    return 4 if groups == "rotation" else pool.spec.n_classes
 
 
-def _draw(
-    y: NDArray[np.int64], group_of: NDArray[np.int64], alpha: float, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    owners = np.empty(len(y), dtype=np.int64)
+def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, groups: Groups) -> NDArray[np.float64]:
+    """Part of each class that each group gets, (G, C): in proportion to its devices; or its own classes, all of them.
+
+    Ten classes in four groups: {0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9} (fedge.md 15.1).
+    """
     n_groups = int(group_of.max()) + 1
-    group_shares = np.bincount(group_of) / len(group_of)
-    for label in np.unique(y):
-        samples = rng.permutation(np.flatnonzero(y == label))
-        for group, part in zip(range(n_groups), _cut(samples, group_shares), strict=True):
-            devices = np.flatnonzero(group_of == group)
-            shares = rng.dirichlet(np.full(len(devices), alpha))
-            for device, own in zip(devices, _cut(part, shares), strict=True):
-                owners[own] = device
-    return owners
+    if groups == "rotation" or n_groups == 1:
+        shares: NDArray[np.float64] = np.bincount(group_of, weights=weights) / weights.sum()
+        return np.repeat(shares[:, np.newaxis], n_classes, axis=1)
+    portions = np.zeros((n_groups, n_classes))
+    for group, classes in enumerate(np.array_split(np.arange(n_classes), n_groups)):
+        portions[group, classes] = 1
+    return portions
 
 
-def _cut(samples: NDArray[np.int64], shares: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    """Consecutive parts in these proportions; their sizes add up."""
-    return np.split(samples, np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64))
-
-
-def _fill_up(owners: NDArray[np.int64], n_devices: int, rng: np.random.Generator) -> int:
-    """Move random samples, one at a time, from the largest to the smallest device, in place; how many were moved."""
-    moved = 0
-    counts = np.bincount(owners, minlength=n_devices)
-    while counts.min() < MIN_SAMPLES:
-        largest, smallest = int(counts.argmax()), int(counts.argmin())
-        owners[rng.choice(np.flatnonzero(owners == largest))] = smallest
-        counts[[largest, smallest]] += (-1, 1)
-        moved += 1
-    return moved
-
-
-def _share(pool: Pool, samples: NDArray[np.int64], group: int, sensitive: float, rng: np.random.Generator) -> Share:
-    x, y = _turn(pool, pool.x[samples], group), pool.y[samples]
-    is_test = _marked(y, round(TEST_SHARE * len(y)), rng)
-    x_rest, y_rest = x[~is_test], y[~is_test]
-    is_val = _marked(y_rest, n_validation(len(y_rest)), rng)
-    y_train = y_rest[~is_val]
+def _share(own: Pool, group: int, turns: int, sensitive: float, rng: np.random.Generator) -> Share:
+    """The samples of one device, in three parts; blocks stay whole."""
+    units = units_of(own.y, own.block)
+    is_test = _marked(units, round(TEST_SHARE * len(units.y)), rng)
+    test, rest = own.take(np.flatnonzero(is_test)), own.take(np.flatnonzero(~is_test))
+    units = units_of(rest.y, rest.block)
+    is_val = _marked(units, n_validation(len(units.y)), rng)
+    validation, train = rest.take(np.flatnonzero(is_val)), rest.take(np.flatnonzero(~is_val))
+    x_train, x_val, x_test = (_turn(own, part.x, turns) for part in (train, validation, test))
     return Share(
-        x_train=x_rest[~is_val],
-        y_train=y_train,
-        sensitive=_marked(y_train, round(sensitive * len(y_train)), rng),
-        x_val=x_rest[is_val],
-        y_val=y_rest[is_val],
-        x_test=x[is_test],
-        y_test=y[is_test],
+        x_train=x_train,
+        y_train=train.y,
+        sensitive=_marked(units_of(train.y, None), round(sensitive * len(train.y)), rng),
+        x_val=x_val,
+        y_val=validation.y,
+        x_test=x_test,
+        y_test=test.y,
         group=group,
     )
 
 
-def _marked(y: NDArray[np.int64], n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    marks = np.zeros(len(y), dtype=np.bool_)
-    marks[spread(y, n_marked, rng)] = True
-    return marks
+def _marked(units: Units, n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Samples (n,) of so many units, drawn evenly over the classes."""
+    marks = np.zeros(len(units.y), dtype=np.bool_)
+    marks[spread(units.y, n_marked, rng)] = True
+    return marks[units.of_sample]
 
 
 def _turn(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""All samples of a built-in set, for the demo and the simulation. Nothing is ever downloaded."""
+"""All samples of a set, for the demo and the simulation. Nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import arrays, images
+from fedge.tasks import arrays, har, images, speech
 from fedge.tasks.specs import task_spec
 
 _IDX_FOLDERS: Final = {"mnist": ("mnist", "MNIST/raw"), "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw")}
@@ -24,11 +24,22 @@ _LABELS_MAGIC: Final = 0x00000801
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Raw samples x (n, ...), labels y (n,) int64, and the task they belong to."""
+    """Raw samples x (n, ...), labels y (n,) int64, and the task they belong to.
+
+    `user`: (n,) int64, the person that a sample comes from, 0, 1, ..., where the set says so. `block`: (n,) int64,
+    samples of one number are cut from one recording and overlap, so that they must never be torn apart.
+    """
 
     x: NDArray[Any]
     y: NDArray[np.int64]
     spec: TaskSpec
+    user: NDArray[np.int64] | None = None
+    block: NDArray[np.int64] | None = None
+
+    def take(self, chosen: NDArray[np.integer]) -> Pool:
+        """The samples at these positions."""
+        user, block = (None if known is None else known[chosen] for known in (self.user, self.block))
+        return Pool(self.x[chosen], self.y[chosen], self.spec, user, block)
 
 
 def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
@@ -36,7 +47,8 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
 
     Args:
         task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or where
-            torchvision puts them), image-folder (a folder or .zip of `<class>/*.jpg`), arrays (an .npz).
+            torchvision puts them), uci-har, spoken-digits (see `har`, `speech`), image-folder (a folder or .zip of
+            `<class>/*.jpg`), arrays (an .npz).
         data: where they are; not needed for digits.
         seed: of the choice of `limit` samples.
         limit: take so many samples at random; None: all.
@@ -45,10 +57,15 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
         ConfigError: the task has no pool, or its data are not there or cannot be read.
     """
     rng = np.random.default_rng(seed)
+    user = block = None
     if task_name == "digits":
         x, y = _digits()
     elif task_name in _IDX_FOLDERS:
         x, y = _idx(task_name, data)
+    elif task_name == "uci-har" and data is not None:
+        x, y, user, block = har.read(data)
+    elif task_name == "spoken-digits" and data is not None:
+        x, y, user = speech.read(data)
     elif task_name == "arrays" and data is not None:
         table = arrays.read(data)
         x, y = table["x"], table["y"]
@@ -58,8 +75,7 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
         raise ConfigError(
             f"task {task_name} has no samples of its own: choose a built-in task and say where its data are"
         )
-    chosen = _choice(len(y), rng, limit)
-    return Pool(x[chosen], y[chosen], task_spec(task_name, data))
+    return Pool(x, y, task_spec(task_name, data), user, block).take(_choice(len(y), rng, limit))
 
 
 def _choice(n_samples: int, rng: np.random.Generator, limit: int | None) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
+_ACTIVITIES: Final = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
 _SIDE: Final = 32  # pixels; images of the user's own are resized to a square
 
 BUILT_IN: Final = {
@@ -46,6 +47,12 @@ BUILT_IN: Final = {
         model_options={"hidden": 64},
         preprocessing=Preprocessing(scale=255.0, mean=0.2860, std=0.3530, image_mode="L"),
     ),
+    "uci-har": TaskSpec(
+        name="uci-har", classes=_ACTIVITIES, input_shape=(108,), model="mlp", model_options={"hidden": 32}
+    ),
+    "spoken-digits": TaskSpec(
+        name="spoken-digits", classes=_DIGITS, input_shape=(1, 16, 12), model="mlp", model_options={"hidden": 32}
+    ),
 }
 
 
@@ -53,7 +60,8 @@ def task_spec(name_or_file: str, data: Path | None = None) -> TaskSpec:
     """The task of a name, of a .json file or of a class.
 
     Args:
-        name_or_file: digits, mnist, fashion-mnist, image-folder, arrays, FILE.json or package.module:Class.
+        name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json or
+            package.module:Class.
         data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. Both describe themselves by
             it; machines that hold a part of the data only read the file that `write_task` wrote.
 

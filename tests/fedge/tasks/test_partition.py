@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import Pool, Share, device_data, partition, pool, share_data, task_spec, write_share
+from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, task_spec, write_share
 from fedge.tasks.partition import MIN_SAMPLES
 
 
@@ -40,17 +40,23 @@ def samples(share: Share) -> np.ndarray:
 @given(
     n_devices=st.integers(1, 8),
     alpha=st.sampled_from([0.05, 0.3, 1.0, 100.0]),
-    how=st.sampled_from(["groups", "dirichlet"]),
+    how=st.sampled_from(["groups", "dirichlet", "shards", "iid"]),
+    groups=st.sampled_from(["rotation", "labels"]),
+    sizes=st.sampled_from(["equal", "log-normal", "power-law"]),
     n_groups=st.integers(1, 4),
     seed=st.integers(0, 1000),
     sensitive=st.floats(0, 1),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_sample_goes_to_one_device_with_its_label(
-    n_devices: int, alpha: float, how: str, n_groups: int, seed: int, sensitive: float
+    n_devices: int, alpha: float, how: str, groups: str, n_groups: int, sizes: str, seed: int, sensitive: float
 ) -> None:
     source = numbered(400)
-    shares = deal(source, n_devices, how=how, alpha=alpha, n_groups=n_groups, seed=seed, sensitive=sensitive)
+    changes: dict[str, Any] = {} if how == "shards" else {"sizes": sizes}
+    shares = deal(
+        *(source, n_devices), how=how, alpha=alpha, groups=groups, n_groups=n_groups, seed=seed, sensitive=sensitive,
+        **changes
+    )  # fmt: skip
     numbers = np.concatenate([samples(share).reshape(-1, 9).max(axis=1) for share in shares])
     assert sorted(numbers.tolist()) == list(range(400))
     assert np.array_equal(np.concatenate([labels(share) for share in shares]), source.y[numbers])
@@ -60,6 +66,9 @@ def test_every_sample_goes_to_one_device_with_its_label(
         assert len(share.y_test) == round(0.25 * n)
         assert len(share.y_val) == max(2, round(0.2 * rest))
         assert np.count_nonzero(share.sensitive) == round(sensitive * len(share.y_train))
+        # the test part follows the device's own distribution: each class has its share, give or take one
+        own, test = (np.bincount(y, minlength=4) for y in (labels(share), share.y_test))
+        assert np.abs(test - len(share.y_test) * own / n).max() <= 1 + 1e-9
 
 
 def test_equal_seeds_give_equal_shares_and_other_seeds_others() -> None:
@@ -129,6 +138,43 @@ def test_every_group_gets_its_part_of_each_class() -> None:
         assert np.abs(counts - np.bincount(source.y) / 3).max() <= 1
 
 
+def test_label_groups_have_their_own_classes_alone() -> None:
+    spec = TaskSpec(name="n", classes=tuple("0123456789"), input_shape=(1,), model="mlp")
+    source = Pool(np.zeros((2000, 1)), np.arange(2000) % 10, spec)
+    shares = deal(source, 8, how="groups", groups="labels", n_groups=4)
+    own = [{0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9}]  # fedge.md 15.1
+    assert all(set(labels(share).tolist()) <= own[share.group] for share in shares)
+    assert [share.group for share in shares] == [0, 1, 2, 3] * 2
+
+
+def test_people_are_devices() -> None:
+    plain = numbered(120)
+    source = Pool(plain.x, plain.y, plain.spec, user=np.arange(120) % 3)
+    shares = deal(source, 3, how="natural")
+    assert [set((samples(share).reshape(-1, 9).max(axis=1) % 3).tolist()) for share in shares] == [{0}, {1}, {2}]
+    with pytest.raises(ConfigError, match="do not say which person"):
+        deal(plain, 3, how="natural")
+
+
+@given(share=st.floats(0, 0.9), turns=st.integers(1, 4), seed=st.integers(0, 100))
+@settings(max_examples=30, deadline=None)
+def test_what_is_set_apart_is_an_even_part_of_every_class(share: float, turns: int, seed: int) -> None:
+    source = numbered(400)
+    rest, apart = set_apart(source, share, seed=seed, turns=turns)
+    numbers = np.concatenate([pool.x.reshape(-1, 9).max(axis=1) for pool in (rest, apart)])
+    assert sorted(numbers.tolist()) == list(range(400))
+    assert len(apart.y) == round(share * 400)
+    expected = share * np.bincount(source.y, minlength=4)
+    assert np.abs(np.bincount(apart.y, minlength=4) - expected).max() <= 1.5
+    upright = {image.tobytes() for image in source.x}
+    assert {np.rot90(image, -(j % turns)).tobytes() for j, image in enumerate(apart.x)} <= upright
+
+
+def test_a_share_of_everything_cannot_be_set_apart() -> None:
+    with pytest.raises(ConfigError, match=r"must be in \[0, 1\)"):
+        set_apart(numbered(100), 1.0, seed=0)
+
+
 @pytest.fixture
 def warnings_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level(logging.WARNING, "fedge.tasks"):
@@ -154,6 +200,10 @@ def test_samples_are_moved_only_when_draws_do_not_help_and_it_is_said(
         (2, {"alpha": float("nan")}, "alpha > 0"),
         (2, {"sensitive": 1.1}, "sensitive"),
         (2, {"n_groups": 5}, "1 to 4 groups"),
+        (2, {"shards": 0}, "shards >= 1"),
+        (2, {"iid_share": 1.1}, "equal share"),
+        (2, {"size_spread": float("inf")}, "spread of sizes"),
+        (2, {"how": "shards", "sizes": "power-law"}, "quantity skew is for"),
     ],
 )
 def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, Any], message: str) -> None:

@@ -1,0 +1,172 @@
+"""Which device gets which samples: label skew, shards, quantity skew, planted groups, people.
+
+What is dealt is a *unit*: a sample, or a block of samples that overlap (`Pool.block`). Functions here see units by
+their labels and sizes, and answer with the device of each.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+
+MIN_SAMPLES: Final = 20  # per device: enough for a training, a validation and a test part
+_REDRAWS: Final = 100
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Sizes = Literal["equal", "log-normal", "power-law"]
+
+log = logging.getLogger("fedge.tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """U units: labels (U,), numbers of samples (U,), and the unit of each of the n samples (n,)."""
+
+    y: Ints
+    size: Ints
+    of_sample: Ints
+
+
+def units_of(y: Ints, block: Ints | None) -> Units:
+    """Samples by label (n,) as units: each its own, or the blocks (n,); a block's label is its most frequent one."""
+    if block is None:
+        return Units(y, np.ones(len(y), np.int64), np.arange(len(y)))
+    _, of_sample = np.unique(block, return_inverse=True)
+    counts = np.zeros((int(of_sample.max(initial=-1)) + 1, int(y.max(initial=0)) + 1), np.int64)
+    np.add.at(counts, (of_sample, y), 1)
+    return Units(counts.argmax(axis=1), counts.sum(axis=1), of_sample)
+
+
+def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Generator) -> Floats:
+    """Quantity skew: how much of the samples each device gets, (N,), mean 1, in random order.
+
+    "log-normal": exp(spread z), z standard normal. "power-law": rank^(-spread), Zipf's law.
+    """
+    if how == "equal":
+        return np.ones(n_devices)
+    if how == "log-normal":
+        weights = np.exp(spread * rng.standard_normal(n_devices))
+    else:
+        weights = rng.permutation(np.arange(1, n_devices + 1) ** -spread)
+    relative: Floats = weights / weights.mean()
+    return relative
+
+
+def by_label(
+    units: Units, portions: Floats, group_of: Ints, weights: Floats, alpha: float, rng: np.random.Generator
+) -> Ints:
+    """Label skew: of each class a device gets a share drawn from Dirichlet(alpha w) within its group.
+
+    Args:
+        units: what is dealt.
+        portions: (G, C), the part of each class that a group gets; columns sum to 1.
+        group_of: (N,) the group of each device, 0..G-1.
+        weights: (N,) relative sizes w; with all of them 1 this is Dirichlet(alpha).
+        alpha: > 0; the smaller, the more differ the devices' classes.
+        rng: of the draw.
+
+    Returns:
+        (U,) device of each unit. A draw that leaves a device with fewer than 20 samples is repeated; if 100 draws did
+        not help, units are moved from the largest device, with a line in the log.
+    """
+
+    def draw() -> Ints:
+        owners = np.empty(len(units.y), dtype=np.int64)
+        for label in np.unique(units.y):
+            chosen = rng.permutation(np.flatnonzero(units.y == label))
+            for group, part in enumerate(_cut(chosen, portions[:, label])):
+                devices = np.flatnonzero(group_of == group)
+                shares = rng.dirichlet(alpha * (weights[devices] / weights[devices].mean()))
+                for device, own in zip(devices, _cut(part, shares), strict=True):
+                    owners[own] = device
+        return owners
+
+    for _ in range(_REDRAWS):
+        owners = draw()
+        if _sizes(units, owners, len(group_of)).min() >= MIN_SAMPLES:
+            return owners
+    return filled_up(units, owners, len(group_of), rng)
+
+
+def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
+    """No skew of labels: a random order of all units, cut in proportion to the weights (N,)."""
+    owners = np.empty(len(units.y), dtype=np.int64)
+    for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
+        owners[own] = device
+    return filled_up(units, owners, len(weights), rng)
+
+
+def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator) -> Ints:
+    """Pathological skew: units sorted by label, cut into equal shards, so many shards for each device.
+
+    `iid_share` of the units, drawn at random, are dealt evenly before: PM-MoE's S = 0 and S = 20 %.
+
+    Source: McMahan et al., AISTATS 2017, section 3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
+    2020, section 7.
+    """
+    owners = np.empty(len(units.y), dtype=np.int64)
+    order = rng.permutation(len(units.y))
+    n_even = round(iid_share * len(order))
+    for device, own in enumerate(np.array_split(order[:n_even], n_devices)):
+        owners[own] = device
+    rest = order[n_even:]
+    in_order = rest[np.argsort(units.y[rest], kind="stable")]
+    of_shard = rng.permutation(np.repeat(np.arange(n_devices), per_device))
+    for device, own in zip(of_shard, np.array_split(in_order, len(of_shard)), strict=True):
+        owners[own] = device
+    return filled_up(units, owners, n_devices, rng)
+
+
+def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
+    """Natural: a device is a person, and all samples are of that person, (n,); -1 where the person was not drawn.
+
+    Raises:
+        ConfigError: there are fewer people, or one has fewer than 20 samples.
+    """
+    n_users = int(user.max()) + 1
+    if n_devices > n_users:
+        raise ConfigError(f"there are {n_users} people: at most so many devices can be had from them")
+    chosen = np.sort(rng.permutation(n_users)[:n_devices])
+    counts = np.bincount(user, minlength=n_users)[chosen]
+    if counts.min() < MIN_SAMPLES:
+        raise ConfigError(f"person {chosen[counts.argmin()]} has {counts.min()} samples, a device needs {MIN_SAMPLES}")
+    owners = np.full(n_users, -1, dtype=np.int64)
+    owners[chosen] = np.arange(n_devices)
+    return owners[user]
+
+
+def filled_up(units: Units, owners: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
+    """Move random units, one at a time, from the largest to the smallest device until each has 20 samples.
+
+    Raises:
+        ConfigError: units are so large that moving them does not help.
+    """
+    owners, moved = owners.copy(), 0
+    sizes = _sizes(units, owners, n_devices)
+    while sizes.min() < MIN_SAMPLES:
+        largest, smallest = int(sizes.argmax()), int(sizes.argmin())
+        unit = rng.choice(np.flatnonzero(owners == largest))
+        if sizes[largest] - units.size[unit] <= sizes[smallest]:
+            raise ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {n_devices} devices")
+        owners[unit] = smallest
+        sizes[[largest, smallest]] += (-units.size[unit], units.size[unit])
+        moved += int(units.size[unit])
+    if moved:
+        log.warning("event=partition_adjusted moved=%d min_samples=%d", moved, MIN_SAMPLES)
+    return owners
+
+
+def _sizes(units: Units, owners: Ints, n_devices: int) -> Ints:
+    return np.bincount(owners, weights=units.size, minlength=n_devices).astype(np.int64)
+
+
+def _cut(things: Ints, shares: Floats) -> list[Ints]:
+    """Consecutive parts in these proportions; their sizes add up."""
+    return np.split(things, np.rint(np.cumsum(shares)[:-1] * len(things)).astype(np.int64))

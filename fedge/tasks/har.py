@@ -1,0 +1,63 @@
+"""UCI HAR: what 30 people do with a phone at the waist, as 108 features of each window of 2.56 s.
+
+Source: Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones", ESANN 2013. The file
+is an .npz with x (n, 9, 128) numbers (body acceleration, angular velocity and total acceleration, three axes each, 50
+readings a second), y (n,) 0..5, subject (n,) and bout (n,), the number within a subject of the uninterrupted stretch
+that a window is cut from. Windows of a bout overlap by half.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.tasks import arrays
+
+N_SIGNALS: Final = 9
+N_READINGS: Final = 128
+BANDS: Final = ((1, 2), (2, 3), (3, 5), (5, 9), (9, 17), (17, 33), (33, 65))
+"""Bins [first, end) of the spectrum, 0.39 Hz each: octaves up to 25 Hz, without the mean."""
+SILENCE: Final = 1e-6
+"""Energy, in g^2 or (rad/s)^2, that is added before the logarithm: what a phone on a table shows."""
+
+
+def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Features (n, 108), labels (n,), person (n,) and bout (n,), each number of the last two counted from 0.
+
+    Args:
+        data: the file, or a folder that holds it as uci_har.npz or uci-har/uci_har.npz.
+
+    Raises:
+        ConfigError: it is not there or not such a file.
+    """
+    file = arrays.find(data, "uci-har/uci_har.npz")
+    table = arrays.columns(file, ("x", "y", "subject", "bout"))
+    x, y, subject, bout = (table[name] for name in ("x", "y", "subject", "bout"))
+    if x.shape != (len(y), N_SIGNALS, N_READINGS) or subject.shape != y.shape or bout.shape != y.shape:
+        raise ConfigError(f"{file}: x must be (n, {N_SIGNALS}, {N_READINGS}), with y, subject and bout of each window")
+    _, user = np.unique(subject, return_inverse=True)
+    _, block = np.unique(np.stack([user, bout]), axis=1, return_inverse=True)
+    return features(x), y.astype(np.int64), user.astype(np.int64), block.ravel().astype(np.int64)
+
+
+def features(windows: NDArray[Any]) -> NDArray[np.float32]:
+    """Twelve numbers for each signal (n, 9, 128) -> (n, 108), of order 1 without knowing other windows.
+
+    Mean, standard deviation, smallest and largest value, root mean square of the differences between neighbours, and
+    the energies in seven bands of frequency as (3 + log10(energy + 1e-6)) / 2.
+    """
+    x = windows.astype(np.float64)
+    spectrum = np.abs(np.fft.rfft(x, axis=2)) ** 2 * (2 / N_READINGS**2)  # Parseval: the bins sum to the variance
+    energies = np.stack([spectrum[:, :, first:end].sum(axis=2) for first, end in BANDS], axis=2)
+    moments = [x.mean(axis=2), x.std(axis=2), x.min(axis=2), x.max(axis=2), _roughness(x)]
+    found = np.concatenate([np.stack(moments, axis=2), (3 + np.log10(energies + SILENCE)) / 2], axis=2)
+    return found.reshape(len(x), -1).astype(np.float32)
+
+
+def _roughness(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    roughness: NDArray[np.float64] = np.sqrt((np.diff(x, axis=2) ** 2).mean(axis=2))
+    return roughness
