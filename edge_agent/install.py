@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_agent import gate, mixture
+from edge_agent import gate, mixture, personal
 from edge_agent.mixture import PLAIN, TIE
 from edge_agent.outcome import Fetch, Stop, installed
 from edge_agent.private_model import Samples
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def install(worker: Worker, action: Install, fetch: Fetch, order: Order, stop: Stop) -> Installed:
     """Write the bundle of the model that the action describes."""
     data = worker.data
-    model, role = worker.model(action.global_model, fetch), Role.GLOBAL
+    model, role = personal.served(worker, action, fetch, order), Role.GLOBAL if action.keep is None else Role.PRIVATE
     if action.fine_tune is not None and data.n_train:
         rng = np.random.default_rng(order.seed)
         training = (data.x_train, data.y_train)

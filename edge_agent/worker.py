@@ -21,7 +21,7 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from edge_agent import cold_start, gate, mixture, personal, private_model
+from edge_agent import cold_start, gate, mixture, personal, private_model, sharing
 from edge_agent.install import install
 from edge_agent.labels import describe_labels
 from edge_agent.mixture import BETAS, PLAIN, Array
@@ -182,7 +182,7 @@ class Worker:
             case MeanFeatures() as action:
                 result = personal.mean_features(self, action, fetch)
             case SharePrivate() as action:
-                return personal.share(self, action, order)
+                return sharing.share(self, action, order)
             case FitPool() as action:
                 result = fit_pool(self, action, fetch, order, stop)
             case DescribeLabels() as action:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import Part
+from fedge.messages import Keep, KeepModel, KeepOffset, KeepPart, Part
 
 N = TypeVar("N", bound=np.generic)
 
@@ -59,6 +59,22 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError("the network cannot be split: its last layer must be linear, with weight and bias")
         head = (weight.name, bias.name)
         return Layout(tensors=tuple(t for t in self.tensors if (t.name in head) == (part is Part.HEAD)))
+
+    def kept(self, keep: Keep) -> Layout:
+        """The tensors that a device keeps for itself: those of a part, a whole model, a second head, or "offset" (D,).
+
+        Raises:
+            ConfigError: the last parameters are no linear layer.
+        """
+        match keep:
+            case KeepPart(private=part):
+                return self.part(part)
+            case KeepModel():
+                return self
+        head = self.part(Part.HEAD)
+        if isinstance(keep, KeepOffset):
+            return Layout(tensors=(TensorInfo(name="offset", shape=head.tensors[0].shape[1:]),))
+        return head
 
     @property
     def n_params(self) -> int:
@@ -111,6 +127,15 @@ def unflatten(model: Model, layout: Layout) -> Tensors:
         offsets[info.kind] = start + info.size
         tensors[info.name] = vectors[info.kind][start : start + info.size].reshape(info.shape)
     return tensors
+
+
+def overlaid(model: Model, tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
+    """The model with some of its tensors replaced.
+
+    Raises:
+        ProtocolError: `layout` or `not-finite`: these are no tensors of such a model.
+    """
+    return flatten(unflatten(model, layout) | dict(tensors), layout)
 
 
 def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:

@@ -9,6 +9,7 @@ from fedge.errors import ProtocolError
 from fedge.messages import (
     Action,
     CandidatesFitted,
+    Codec,
     Declined,
     DescribeLabels,
     EnergyFitted,
@@ -75,6 +76,8 @@ def check(action: Action, result: Result) -> None:
                 raise ProtocolError("no-samples", "an update that was learned from nothing")
             _require(result.update.codec is action.codec, f"codec {result.update.codec} instead of {action.codec}")
             _require(result.cluster in {start.cluster for start in action.starts}, "a start that was not offered")
+        case SharePrivate(), PrivateShared():
+            _require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
         case FitCandidates(), CandidatesFitted():
             offered = {start.cluster for start in action.experts} | {-1}
             _require(result.cluster in offered, "an expert that was not offered")

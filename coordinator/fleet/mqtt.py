@@ -48,9 +48,12 @@ from fedge.messages import (
     Codec,
     Context,
     Order,
+    PrivateShared,
     Profiled,
     Report,
+    SharePrivate,
     Status,
+    Train,
     Trained,
     Want,
     blobs_of,
@@ -386,8 +389,13 @@ class MqttFleet:
             check(order.action, report.result)
             if isinstance(report.result, Profiled):
                 self._check_length(report.result)
-            if isinstance(report.result, Trained):
-                await self._fetch(report.result.update, order.device_id)
+            match order.action, report.result:
+                case Train() as action, Trained() as result:
+                    await self._fetch(result.update, order.device_id, self._layout.part(action.part))
+                case SharePrivate() as action, PrivateShared() as shared:
+                    await self._fetch(shared.module, order.device_id, self._layout.kept(action.keep))
+                case _:
+                    pass
         except ProtocolError as refusal:
             self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
             error = str(refusal)
@@ -396,8 +404,8 @@ class MqttFleet:
         self._checks.pop(order.id, None)
         self._feed(Checked(order.id, error))
 
-    async def _fetch(self, ref: BlobRef, device: str) -> None:
-        """Have an update in the folder that is one of our model."""
+    async def _fetch(self, ref: BlobRef, device: str, layout: Layout) -> None:
+        """Have an update in the folder that is one of these tensors of our model."""
         await self._receiver.fetch(
             ref,
             chunks=self._topics.update_chunk(device, ref.digest),
@@ -405,7 +413,7 @@ class MqttFleet:
             device_id=device,
         )
         async with self._decoding:
-            await asyncio.to_thread(self.get, ref, self._layout)
+            await asyncio.to_thread(self.get, ref, layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""

@@ -84,6 +84,17 @@ class Network:
             return np.zeros((0, 0))
         return np.asarray(torch.cat(parts).numpy(), np.float64)
 
+    def features(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
+        """What a model's head sees of n >= 1 inputs, (n, D), in evaluation mode.
+
+        Raises:
+            ConfigError: the network has no linear layer as its last one.
+        """
+        self.load(model)
+        with torch.inference_mode():
+            parts = [models.features_and_logits(self.module, chunk)[0] for chunk in torch.split(tensor(x), CHUNK)]
+        return np.asarray(torch.cat(parts).numpy(), np.float64)
+
 
 def tensor(array: NDArray[np.generic]) -> Tensor:
     """A tensor on the array's memory where torch can share it."""

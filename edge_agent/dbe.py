@@ -1,0 +1,100 @@
+"""DBE: a vector that is added to the features stays here; the shared features' mean is drawn to a global one.
+
+Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023; pm_moe.md
+section 4. Prediction: Hd(B(x) + P) = W f + (W P + b): for a bundle the vector goes into the head's bias.
+
+P shapes the gradient of what is shared, so it learns from the same samples, D_L.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edge_agent.outcome import Stop
+from edge_agent.private_model import Samples
+from fedge import codec, models
+from fedge.messages import Codec, KeepOffset, Part, Sgd
+from fedge.models.training import Network, Trainer, never
+from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
+
+OFFSET = "offset"
+
+
+class MeanRegularised:
+    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), r = 0 at first.
+
+    The gradient flows through the batch's mean alone, not through the r of the batches before.
+    """
+
+    def __init__(self, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
+        self._offset, self._goal, self._momentum, self._kappa = offset, goal, momentum, kappa
+        self._running = torch.zeros_like(goal)
+
+    def __call__(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch; every call moves r on."""
+        f, _ = models.features_and_logits(module, x)
+        r = (1 - self._momentum) * self._running + self._momentum * f.mean(dim=0)
+        self._running = r.detach()
+        logits = models.head_of(module)(f + self._offset)
+        return functional.cross_entropy(logits, y) + self._kappa * (0.5 * (r - self._goal) ** 2).mean()
+
+
+def learn(
+    network: Network,
+    start: Model,
+    mine: Tensors | None,
+    shared: Samples,
+    goal: Floats,
+    keep: KeepOffset,
+    sgd: Sgd,
+    rng: np.random.Generator,
+    stop: Stop = never,
+) -> tuple[Model, Tensors]:
+    """The shared model and the offset P, trained together; P has its own SGD at the same rate.
+
+    Args:
+        network: of the task.
+        start: the global model.
+        mine: the offset so far; None: zero.
+        shared: D_L, n >= 1.
+        goal: g (D,), the mean of the features over all devices.
+        keep: momentum m and kappa.
+        sgd: of both.
+        rng: of the batches.
+        stop: checked between batches.
+
+    Raises:
+        ProtocolError: `not-finite`, training of the shared model diverged.
+    """
+    network.load(start)
+    offset = torch.zeros(len(goal)) if mine is None else torch.tensor(mine[OFFSET])
+    offset.requires_grad_()
+    loss = MeanRegularised(offset, torch.from_numpy(goal), momentum=keep.momentum, kappa=keep.kappa)
+    trainer = Trainer(network, *shared, sgd, rng, loss=loss)
+    optimiser = torch.optim.SGD([offset], lr=sgd.learning_rate, momentum=sgd.momentum)
+    for _ in range(sgd.steps):
+        optimiser.zero_grad()
+        trainer.run(1, stop)
+        optimiser.step()
+    return network.dump(), {OFFSET: offset.detach().numpy()}
+
+
+def global_mean(data: bytes, layout: Layout) -> Floats:
+    """The global mean g (D,) from the blob that the coordinator sent.
+
+    Raises:
+        ProtocolError: `layout`, `malformed` or `not-finite`.
+    """
+    d = layout.part(Part.HEAD).tensors[0].shape[1]
+    return codec.decode(data, Codec.FLOAT32, Layout(tensors=(TensorInfo(name="mean", shape=(d,)),))).params
+
+
+def folded(model: Model, mine: Tensors, layout: Layout) -> Model:
+    """The head takes the offset in: b <- W P + b, in float64."""
+    weight, bias = (info.name for info in layout.part(Part.HEAD).tensors)
+    tensors = unflatten(model, layout) | mine
+    w, p, b = (tensors[name].astype(np.float64) for name in (weight, OFFSET, bias))
+    return overlaid(model, {bias: (w @ p + b).astype(np.float32)}, layout)

@@ -1,0 +1,88 @@
+"""FedRoD: a shared model that learns as if all classes were equally frequent, and a second head that stays here.
+
+Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022;
+pm_moe.md section 4. Prediction: Hd_g(f) + Hd_p(f); the logits add, so for a bundle the two heads are one.
+
+Departures: the second head starts at zero, so that a device predicts as the shared model does until it has trained. It
+sends no gradient into the base, hence it learns from all training samples, in batches of its own, on the features as
+they are after step (a), in evaluation mode; the shared model learns from D_L, with the class counts of D_L.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edge_agent.outcome import Stop
+from edge_agent.private_model import Samples
+from fedge import models
+from fedge.messages import Part, Sgd
+from fedge.models.training import Loss, Network, Trainer, batches, never, tensor
+from fedge.tensors import Layout, Model, Tensors, overlaid, unflatten
+
+
+def balanced_softmax(log_counts: Tensor) -> Loss:
+    """Mean cross-entropy of the logits + ln(n_c), where n_c are the local counts of the classes.
+
+    log_counts: (C,) ln(n_c); a class without samples (ln 0) gets no mass.
+    """
+
+    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(module(x) + log_counts, y)
+
+    return loss
+
+
+def learn(
+    network: Network,
+    start: Model,
+    mine: Tensors | None,
+    shared: Samples,
+    training: Samples,
+    sgd: Sgd,
+    rngs: tuple[np.random.Generator, np.random.Generator],
+    stop: Stop = never,
+) -> tuple[Model, Tensors]:
+    """The shared model and the second head, trained in turns: batch by batch (a) the one, (b) the other.
+
+    Args:
+        network: of the task.
+        start: the global model.
+        mine: the second head so far; None: zero.
+        shared: D_L, n >= 1, which the shared model learns from.
+        training: all training samples, which the second head learns from.
+        sgd: of both.
+        rngs: of the two.
+        stop: checked between batches.
+
+    Raises:
+        ProtocolError: `not-finite`, training of the shared model diverged.
+    """
+    network.load(start)
+    general = models.head_of(network.module)
+    weight, bias = (info.name for info in network.layout.part(Part.HEAD).tensors)
+    own = nn.Linear(general.in_features, general.out_features)
+    with torch.no_grad():
+        own.weight.copy_(torch.zeros(()) if mine is None else torch.tensor(mine[weight]))
+        own.bias.copy_(torch.zeros(()) if mine is None else torch.tensor(mine[bias]))
+    counts = torch.bincount(tensor(shared[1]), minlength=general.out_features)
+    trainer = Trainer(network, *shared, sgd, rngs[0], loss=balanced_softmax(counts.log()))
+    optimiser = torch.optim.SGD(own.parameters(), lr=sgd.learning_rate, momentum=sgd.momentum)
+    x, y = tensor(training[0]), tensor(training[1])
+    for _, batch in zip(range(sgd.steps), batches(len(y), sgd.batch_size, rngs[1]), strict=False):
+        trainer.run(1, stop)
+        with torch.no_grad():
+            f, logits = models.features_and_logits(network.module, x[batch])
+        optimiser.zero_grad()
+        functional.cross_entropy(logits + own(f), y[batch]).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    return network.dump(), {weight: own.weight.detach().numpy(), bias: own.bias.detach().numpy()}
+
+
+def folded(model: Model, mine: Tensors, layout: Layout) -> Model:
+    """One head for both: W = W_g + W_p, b = b_g + b_p."""
+    ours = unflatten(model, layout)
+    both = {name: np.add(ours[name], own, dtype=np.float64).astype(np.float32) for name, own in mine.items()}
+    return overlaid(model, both, layout)
