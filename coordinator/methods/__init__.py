@@ -95,6 +95,7 @@ METHODS: Final = {
     "cfic": "coordinator.methods.cfic:Cfic",
     "fedavg": "coordinator.methods.fedavg:FedAvg",
     "fedavgm": "coordinator.methods.fedavgm:FedAvgM",
+    "fedepc": "coordinator.methods.fedepc:FedEpc",
     "fedge": "coordinator.methods.fedge:Fedge",
     "fedprox": "coordinator.methods.fedprox:FedProx",
     "local": "coordinator.methods.local:Local",

@@ -13,7 +13,7 @@ random here. Devices are ordered by ascending id; values closer than 1e-12 tie, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, TypeGuard
 
@@ -301,13 +301,21 @@ def overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
     return sorted(waiting, key=lambda i: -waits[i])[: math.ceil(m / 4)]
 
 
-def select(state: State, arms: Sequence[Arm], settings: Settings) -> tuple[Selection, State]:
+Rule = Callable[[Sequence[str], int, Mapping[str, float]], Sequence[str]]
+"""Another choice than the bandit's: (ids of the feasible devices, n, their predicted seconds) -> at most n of them."""
+
+
+def select(
+    state: State, arms: Sequence[Arm], settings: Settings, *, size: int | None = None, rule: Rule | None = None
+) -> tuple[Selection, State]:
     """Choose the devices of one cluster for its next round.
 
     Args:
         state: the cluster's bandit.
         arms: all devices of the cluster that can be reached. A device with f <= 0 or no samples is not selectable.
         settings: the parameters.
+        size: m >= 1, instead of the quota.
+        rule: chooses among the feasible devices instead of the bandit; deadline and fairness are as always.
 
     Returns:
         The selection, and the state in which this round was held; hand the latter to `observe`.
@@ -326,14 +334,17 @@ def select(state: State, arms: Sequence[Arm], settings: Settings) -> tuple[Selec
     selectable = [i for i, arm in enumerate(arms) if arm.n_samples >= 1 and _can_compute(arm)]
     ids = [arms[i].id for i in selectable]
     seconds = np.array([_seconds(state, arms[i], full[i, 0], settings) for i in selectable])
-    m = quota(settings.quota, len(arms))
+    m = quota(settings.quota, len(arms)) if size is None else size
     waits = [state.round - state.last_asked.get(i, 0) for i in ids]
     late = overdue(waits, m, len(arms)) if settings.fairness and ids else []
     deadline = settings.deadline_s
     if deadline is None and ids:
         deadline = float(np.quantile(seconds, DEADLINE_QUANTILE))
     feasible = [] if deadline is None else np.flatnonzero(seconds <= deadline * (1 + TIE)).tolist()
-    if late or feasible:
+    if rule is not None and (late or feasible):
+        others = {ids[i]: float(seconds[i]) for i in feasible if i not in late}
+        chosen = [*late, *(ids.index(i) for i in rule(list(others), m - len(late), others))]
+    elif late or feasible:
         chosen = _choose(state, full[selectable], late=late, feasible=feasible, m=m, settings=settings)
     elif ids and state.skipped >= settings.max_skips:
         chosen = [int(np.argmin(seconds))]

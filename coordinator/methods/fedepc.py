@@ -1,0 +1,474 @@
+"""FedEPC: clusters of devices by ReLU sparsity, one model per cluster, a bandit that picks who trains.
+
+Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Federated Learning Method for
+Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; section numbers are those of our specification of it.
+Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). There is no labelled proxy set:
+the warm-up's model is the extractor of the profiles, and D_ref comes from the devices' split halves (4.1); a
+coordinator that has a set may put an extractor into the first state, and D_ref into the options. Local work is counted
+in SGD steps. Silent devices rest (`coordinator.methods.silence`).
+
+The parts can be exchanged by options: as printed the method is warm_up=0, fairness=false; with selection=uniform and
+deadline=none its clusters alone are seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from coordinator.aggregation import averaged, cluster_averages
+from coordinator.clustering import aidc
+from coordinator.clustering.agglomerative import agglomerative
+from coordinator.clustering.aidc import Clusters, Place
+from coordinator.clustering.kmeans import kmeans
+from coordinator.clustering.labels import by_label
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.methods import (
+    MethodSettings,
+    accepted,
+    counted,
+    install,
+    options_of,
+    round_rng,
+    sizes,
+    summarise,
+    summary_of,
+)
+from coordinator.methods.grouping import arm, observed
+from coordinator.methods.moving import Moving, moved
+from coordinator.methods.silence import HearingState, ask, awake, results
+from coordinator.selection import ccmab, cohort_size, fastest, stratified, uniform
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profile, Profiled, Start, Train, Trained
+from fedge.tensors import Layout, unflatten
+
+log = logging.getLogger("fedge.method")
+
+Vectors = NDArray[np.float64]
+
+WINDOW: Final = 5  # rounds with participants that are compared with as many before them, section 6
+LEAST_GAIN: Final = 0.001  # relative, section 6
+GONE_AFTER: Final = 10  # rounds without being there after which a device has left (ours; 4.6 does not say when)
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What can be exchanged or set (section 7). `participation` of the settings is the quota rho_c."""
+
+    warm_up: Annotated[int, Meta(ge=0)] | None = None  # R_w, shared rounds before the clusters; None: a third of all
+    clustering: Literal["aidc", "kmeans", "agglomerative", "labels"] = "aidc"
+    n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of kmeans; of agglomerative, instead of theta_merge
+    selection: Literal["ccmab", "uniform", "fastest", "stratified"] = "ccmab"
+    search: Literal["set", "batch"] = "set"  # how ccmab searches (5.4)
+    deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"  # T_max, seconds
+    fairness: bool = True  # overdue devices are asked whatever their time (5.5)
+    weighted: bool = False  # means by n_i instead of (15)
+    stop: bool = True  # a cluster whose loss falls no more is left as it is (6)
+    proximal_mu: Annotated[float, Meta(ge=0)] = 0.01  # mu of the local step, (13)
+    unit: Annotated[float, Meta(gt=0)] | None = None  # D_ref; None: from split halves
+    gamma: Annotated[float, Meta(ge=0)] = 1.0
+    eta: Annotated[float, Meta(ge=0)] = 2.0
+    theta_merge: Annotated[float, Meta(gt=0)] = 0.15
+    theta_split: Annotated[float, Meta(gt=0)] = 0.18
+
+
+class Description(Struct, frozen=True, kw_only=True):
+    """What a device says of its data: a profile, or its label feature. `n_samples`: what it had when it was asked."""
+
+    n_samples: int
+    profile: tuple[float, ...] = ()
+    halves: float | None = None  # D_raw between the profiles of its even and odd samples
+    label: int = -1
+
+
+class RoundLoss(Struct, frozen=True, kw_only=True):
+    """n_i-weighted mean of loss_before over a cluster's participants in a round, and the sum of their n_i."""
+
+    loss: float
+    n_samples: int
+
+
+class Cluster(Struct, frozen=True, kw_only=True):
+    """C_k with its model W_k. `losses`: of its last rounds with participants; `visited`: the last round it trained."""
+
+    members: tuple[str, ...]
+    model: BlobRef
+    bandit: ccmab.State = ccmab.State()
+    losses: tuple[RoundLoss, ...] = ()
+    converged: bool = False
+    visited: int = 0
+
+
+class FedEpcState(HearingState, frozen=True, kw_only=True):
+    """State of a federation between two rounds.
+
+    `shared`: the model of the warm-up. `extractor`: W_ext, where it is not the former. `n_moved`: devices that joined,
+    left or changed since the clusters were made. `seen`: the last round in which a device was there.
+    """
+
+    shared: BlobRef
+    extractor: BlobRef | None = None
+    described: dict[str, Description] = {}
+    clusters: tuple[Cluster, ...] = ()
+    n_moved: int = 0
+    seen: dict[str, int] = {}
+
+
+class FedEpc:
+    """Tang et al.; after the last round every device installs the model of its cluster."""
+
+    name = "fedepc"
+    Options = Options
+
+    def __init__(self, settings: MethodSettings) -> None:
+        self.settings = settings
+        self.options = options = options_of(settings, Options)
+        if options.clustering == "kmeans" and options.n_clusters is None:
+            raise ConfigError("option of the method: kmeans needs a number of clusters, n_clusters")
+        try:
+            self._thresholds = aidc.Thresholds(merge=options.theta_merge, split=options.theta_split)
+        except ValueError as error:
+            raise ConfigError(f"option of the method: {error}") from error
+        self._by_label = options.clustering == "labels"
+        self._warm_up = settings.rounds // 3 if options.warm_up is None else min(options.warm_up, settings.rounds)
+        self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=options.proximal_mu)
+        self._bandit = ccmab.Settings(
+            quota=settings.participation,
+            deadline_s=deadline_s(options, everybody=settings.participation == 1),
+            search=options.search,
+            fairness=options.fairness,
+        )
+
+    def initial(self, layout: Layout, model: BlobRef) -> FedEpcState:
+        """The state before round 1."""
+        return FedEpcState(round=0, layout=layout, shared=model)
+
+    def done(self, state: FedEpcState) -> bool:
+        """R rounds of training and one of installing."""
+        return state.round > self.settings.rounds
+
+    async def round(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
+        """One round of section 1: warm-up, then clusters; newcomers are described and placed before each."""
+        r = state.round + 1
+        state = msgspec.structs.replace(state, seen=state.seen | dict.fromkeys((d.id for d in fleet.devices()), r))
+        if r <= self._warm_up:
+            return await self._shared_round(state, fleet, r)
+        state = await self._describe(self._without_gone(state, r), fleet, r)
+        if r > self.settings.rounds:
+            return await install(self, state, fleet)
+        return await self._cluster_round(state, fleet, r)
+
+    # ------------------------------------------------------------------------------------------ section 6: warm-up
+
+    async def _shared_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """All devices as one cluster, uniformly random selection, n_i-weighted mean."""
+        present = list(awake(state, fleet, r))
+        size = cohort_size(len(present), self.settings.participation)
+        cohort = uniform(present, size, round_rng(self.settings, r))
+        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, self._order(state.shared, -1)))
+        updates = accepted(answers)
+        shared = state.shared
+        if len(updates) >= self.settings.min_reports:
+            changes = (fleet.get(u.update, state.layout) for u in updates.values())
+            mean = averaged(changes, sizes(updates), state.layout)
+            shared = moved(Moving(model=shared), mean, state.layout, fleet, gamma=0.0).model
+        return self._after(msgspec.structs.replace(state, shared=shared), len(cohort), updates)
+
+    def _order(self, model: BlobRef, cluster: int) -> Train:
+        return Train(starts=(Start(model=model, cluster=cluster),), sgd=self._sgd, codec=self.settings.codec)
+
+    def _after(self, state: FedEpcState, asked: int, updates: dict[str, Trained]) -> FedEpcState:
+        r = state.round + 1
+        return msgspec.structs.replace(
+            state,
+            round=r,
+            participations=counted(state.participations, updates),
+            history=(*state.history, summarise(r, asked, updates)),
+        )
+
+    # ------------------------------------------------------------------ sections 3 and 4: descriptions and clusters
+
+    def _without_gone(self, state: FedEpcState, r: int) -> FedEpcState:
+        """4.6, point 2: who has left is forgotten, and a cluster that is empty then with its model and bandit."""
+        gone = {i for i, seen in state.seen.items() if r - seen > GONE_AFTER}
+        return msgspec.structs.replace(
+            state,
+            seen={i: seen for i, seen in state.seen.items() if i not in gone},
+            described={i: d for i, d in state.described.items() if i not in gone},
+            clusters=without(state.clusters, gone),
+            n_moved=state.n_moved + len(gone & state.described.keys()),
+        )
+
+    async def _describe(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """Devices without description, or with another number of samples than then, describe their data (SPRE)."""
+        extractor = state.extractor or state.shared
+        due = {i: device.n_samples for i, device in awake(state, fleet, r).items() if is_due(state, device)}
+        action = DescribeLabels() if self._by_label else Profile(extractor=extractor)
+        state, answers = await ask(state, fleet, r, "describe", dict.fromkeys(due, action))
+        state = msgspec.structs.replace(state, extractor=extractor)
+        return self._arrange(state, descriptions(answers, due, state.described), fleet)
+
+    def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
+        """4.6: who is new, or whose data changed, is placed; all clusters anew at first, and after many moves."""
+        described = dict(sorted((state.described | new).items()))
+        unit = self._unit(described.values())
+        strangers = [i for i, d in new.items() if self._is_strange(state.described.get(i), d, unit)]
+        state = msgspec.structs.replace(
+            state,
+            described=described,
+            clusters=without(state.clusters, strangers),
+            n_moved=state.n_moved + len(strangers),
+        )
+        if not state.clusters or aidc.needs_reclustering(state.n_moved, len(described)):
+            return self._remade(state, unit, fleet)
+        for stranger in strangers:
+            state = msgspec.structs.replace(state, clusters=self._joined(state, stranger, unit))
+        return state
+
+    def _unit(self, described: Iterable[Description]) -> float | None:
+        """D_ref (4.1); None where the extractor tells no devices apart, so that all form one cluster."""
+        if self.options.unit is not None:
+            return self.options.unit
+        try:
+            return aidc.split_half_unit([d.halves for d in described if d.halves is not None])
+        except ValueError:
+            return None
+
+    def _is_strange(self, before: Description | None, now: Description, unit: float | None) -> bool:
+        """4.6, point 3: whether a device is new, or so different from before that it must be placed again."""
+        if before is None or self._by_label:
+            return before is None or before.label != now.label
+        old, new = np.array(before.profile), np.array(now.profile)
+        return unit is not None and aidc.has_changed(
+            old, new, unit=unit, gamma=self.options.gamma, thresholds=self._thresholds
+        )
+
+    def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
+        """4.6, point 4: all clusters anew; each inherits models, and the bandit of the cluster it overlaps most."""
+        ids = list(state.described)
+        found = self._clusters(list(state.described.values()), unit)
+        old = [[ids.index(i) for i in cluster.members] for cluster in state.clusters]
+        heirs = aidc.inherit(old, found).bandits if old else (None,) * len(found)
+        clusters = tuple(
+            Cluster(
+                members=tuple(ids[i] for i in members),
+                model=inherited([ids[i] for i in members], state, fleet),
+                bandit=ccmab.State() if heir is None else state.clusters[heir].bandit,
+            )
+            for members, heir in zip(found, heirs, strict=True)
+        )
+        return msgspec.structs.replace(state, clusters=clusters, n_moved=0)
+
+    def _clusters(self, described: Sequence[Description], unit: float | None) -> Clusters:
+        """Section 4, or one of its rivals: clusters of positions."""
+        options = self.options
+        if self._by_label:
+            return by_label([d.label for d in described])
+        if unit is None or len(described) < 2:
+            return aidc.numbered([range(len(described))])
+        profiles = profiles_of(described)
+        rng = np.random.default_rng(self.settings.seed)
+        if options.clustering == "kmeans":
+            assert options.n_clusters is not None
+            return kmeans(profiles, n_clusters=options.n_clusters, rng=rng)
+        if options.clustering == "agglomerative":
+            distances = aidc.divergence_matrix(profiles, unit=unit, gamma=options.gamma)
+            threshold = options.theta_merge if options.n_clusters is None else None
+            return agglomerative(distances, threshold=threshold, n_clusters=options.n_clusters)
+        return aidc.aidc(
+            profiles, unit=unit, gamma=options.gamma, eta=options.eta, thresholds=self._thresholds, rng=rng
+        ).clusters
+
+    def _joined(self, state: FedEpcState, stranger: str, unit: float | None) -> tuple[Cluster, ...]:
+        """4.6, point 1: the stranger joins a cluster, which is open again, or founds one."""
+        place = self._place(state, stranger, unit)
+        if place.cluster is None:
+            model = state.shared if place.nearest is None else state.clusters[place.nearest].model
+            return (*state.clusters, Cluster(members=(stranger,), model=model))
+        host = state.clusters[place.cluster]
+        joined = msgspec.structs.replace(
+            host, members=tuple(sorted((*host.members, stranger))), losses=(), converged=False
+        )
+        return tuple(joined if cluster is host else cluster for cluster in state.clusters)
+
+    def _place(self, state: FedEpcState, stranger: str, unit: float | None) -> Place:
+        """By the NOISE rule, whatever made the clusters; of labels, where the same label is."""
+        mine = state.described[stranger]
+        if self._by_label:
+            same = [k for k, c in enumerate(state.clusters) if state.described[c.members[0]].label == mine.label]
+            return Place(same[0] if same else None, None)
+        if unit is None:
+            return Place(0, 0)
+        ids = [i for cluster in state.clusters for i in cluster.members]
+        return aidc.place(
+            np.array(mine.profile),
+            profiles_of([state.described[i] for i in ids]),
+            [[ids.index(i) for i in cluster.members] for cluster in state.clusters],
+            unit=unit,
+            gamma=self.options.gamma,
+            thresholds=self._thresholds,
+        )
+
+    # ------------------------------------------------------------- sections 5 and 6: selection, training, the mean
+
+    async def _cluster_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
+        chosen = self._select(state, awake(state, fleet, r), r)
+        orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
+        state, answers = await ask(state, fleet, r, "train", orders)
+        updates = accepted(answers)
+        ids = list(updates)
+        means = cluster_averages(
+            (fleet.get(u.update, state.layout) for u in updates.values()),
+            sizes(updates) if self.options.weighted else [1] * len(ids),  # (15)
+            [[ids.index(i) for i in selection.ids if i in updates] for selection, _ in chosen.values()],
+            state.layout,
+        )
+        clusters = list(state.clusters)
+        for (k, (selection, bandit)), mean in zip(chosen.items(), means, strict=True):
+            own = [updates[i] for i in selection.ids if i in updates]
+            cluster = msgspec.structs.replace(
+                clusters[k],
+                bandit=observed(bandit, selection, answers, self._bandit),
+                visited=r if selection.ids else clusters[k].visited,
+            )
+            if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
+                model = moved(Moving(model=cluster.model), mean, state.layout, fleet, gamma=0.0).model
+                losses = (*cluster.losses, round_loss(own))[-2 * WINDOW :]
+                converged = self.options.stop and has_converged(losses)
+                cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)
+            clusters[k] = cluster
+        return self._after(msgspec.structs.replace(state, clusters=tuple(clusters)), len(orders), updates)
+
+    def _select(
+        self, state: FedEpcState, present: Mapping[str, Device], r: int
+    ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+        """Section 5 in each open cluster, by its number; every cluster has random numbers of its own."""
+        arms = {
+            k: [arm(present[i], self._sgd) for i in cluster.members if i in present]
+            for k, cluster in enumerate(state.clusters)
+            if not cluster.converged
+        }
+        drawn = self._stratified(state, arms, r) if self.options.selection == "stratified" else dict.fromkeys(arms)
+        return {
+            k: ccmab.select(
+                state.clusters[k].bandit,
+                arms[k],
+                self._bandit,
+                size=size,
+                rule=self._rule(np.random.default_rng((self.settings.seed, r, k))),
+            )
+            for k, size in drawn.items()
+        }
+
+    def _stratified(self, state: FedEpcState, arms: Mapping[int, Sequence[ccmab.Arm]], r: int) -> dict[int, int]:
+        """CFIC section 5: how many devices each cluster sends, about as many as every other."""
+        present = {k: [a.id for a in of_cluster] for k, of_cluster in arms.items() if of_cluster}
+        size = cohort_size(sum(map(len, present.values())), self.settings.participation)
+        visits = {k: state.clusters[k].visited for k in present}
+        drawn = stratified(present, size, round_rng(self.settings, r), last_visit=visits)
+        counts = {k: len(set(ids) & set(drawn)) for k, ids in present.items()}
+        return {k: count for k, count in counts.items() if count}
+
+    def _rule(self, rng: np.random.Generator) -> ccmab.Rule | None:
+        if self.options.selection == "ccmab":
+            return None
+        if self.options.selection == "fastest":
+            return lambda ids, n, seconds: fastest(ids, n, seconds, {})
+        return lambda ids, n, _: uniform(ids, n, rng)
+
+    # --------------------------------------------------------------------------------------------------- what it serves
+
+    def serves(self, state: FedEpcState, device_id: str) -> BlobRef:
+        """The model of the device's cluster; that of the warm-up before there are clusters, or to a stranger."""
+        return next((c.model for c in state.clusters if device_id in c.members), state.shared)
+
+    def summary(self, state: FedEpcState) -> dict[str, Any]:
+        """History, clusters, which of them have converged, selection counts, bundles."""
+        return summary_of(self, state) | {
+            "split": len(state.clusters) > 1,
+            "clusters": {str(k): list(cluster.members) for k, cluster in enumerate(state.clusters)},
+            "converged": [k for k, cluster in enumerate(state.clusters) if cluster.converged],
+        }
+
+
+def deadline_s(options: Options, *, everybody: bool) -> float | None:
+    """T_max of the bandit, None for the quantile; without limit where everybody is to train, unless one is given."""
+    if isinstance(options.deadline, float):
+        return options.deadline
+    return math.inf if everybody or options.deadline == "none" else None
+
+
+def is_due(state: FedEpcState, device: Device) -> bool:
+    """Whether a device is to describe its data: it has some, and never did, or has got more or fewer since."""
+    before = state.described.get(device.id)
+    return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
+
+
+def descriptions(
+    answers: Mapping[str, Answer], n_samples: Mapping[str, int], known: Mapping[str, Description]
+) -> dict[str, Description]:
+    """What devices have said, as far as it can be compared: profiles are of one length, that of most devices."""
+    labels = {
+        i: Description(n_samples=n_samples[i], label=said.feature)
+        for i, said in results(answers, LabelsDescribed).items()
+        if said.feature >= 0
+    }
+    profiles = {
+        i: Description(n_samples=n_samples[i], profile=said.profile, halves=said.halves)
+        for i, said in results(answers, Profiled).items()
+    }
+    lengths = Counter(len(d.profile) for d in (known or profiles).values())
+    q = lengths.most_common(1)[0][0] if lengths else 0
+    for i in (i for i, d in profiles.items() if len(d.profile) != q):
+        log.warning("event=profile_refused device=%s its length differs from that of the others", i)
+    return labels | {i: d for i, d in profiles.items() if len(d.profile) == q}
+
+
+def profiles_of(described: Iterable[Description]) -> Vectors:
+    """Profiles as an array (N, q)."""
+    return np.array([d.profile for d in described])
+
+
+def without(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:
+    """The clusters without some devices; an empty one is deleted."""
+    left = (
+        msgspec.structs.replace(c, members=tuple(i for i in c.members if i not in ids)) if ids else c for c in clusters
+    )
+    return tuple(c for c in left if c.members)
+
+
+def inherited(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobRef:
+    """4.6, point 4: mean over members of their previous cluster's model, one term per member; else the shared one."""
+    terms = Counter(cluster.model for cluster in state.clusters for i in members if i in cluster.members)
+    if not terms:
+        return state.shared
+    models = (fleet.get(model, state.layout) for model in terms)
+    return fleet.put(unflatten(averaged(models, list(terms.values()), state.layout).as_model(), state.layout))
+
+
+def round_loss(updates: Sequence[Trained]) -> RoundLoss:
+    """n_i-weighted mean of loss_before of those that trained."""
+    n = sum(u.n_samples for u in updates)
+    return RoundLoss(loss=sum(u.n_samples * u.loss_before for u in updates) / n, n_samples=n)
+
+
+def has_converged(losses: Sequence[RoundLoss]) -> bool:
+    """Section 6: the mean loss over the last 5 rounds is less than 0.1 % below that of the 5 rounds before.
+
+    `losses`: of rounds with participants, oldest first; fewer than 10 are too few to tell.
+    """
+    if len(losses) < 2 * WINDOW:
+        return False
+    before, after = (
+        sum(x.n_samples * x.loss for x in part) / sum(x.n_samples for x in part)
+        for part in (losses[-2 * WINDOW : -WINDOW], losses[-WINDOW:])
+    )
+    return before <= 0 or (before - after) / before < LEAST_GAIN

@@ -1,0 +1,74 @@
+"""Who is asked: a device that does not answer costs a whole deadline, so it is left alone for a while.
+
+The rests grow with every order that it leaves without an answer (`awake`); a method keeps what is known of it in its
+state (`HearingState`) and speaks to devices through `ask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.methods import State
+from fedge.messages import Action
+
+LONGEST_REST: Final = 16
+"""Rounds that a device is left alone at most which never answers."""
+
+R = TypeVar("R")
+
+
+class Silence(Struct, frozen=True, kw_only=True):
+    """How many orders in a row a device has left without an answer; round of the last one, and its births by then."""
+
+    misses: int
+    round: int
+    births: int
+
+
+class HearingState(State, frozen=True, kw_only=True):
+    """State of a method that lets silent devices rest."""
+
+    silent: dict[str, Silence] = {}
+
+
+H = TypeVar("H", bound=HearingState)
+
+
+def awake(state: HearingState, fleet: Fleet, r: int) -> dict[str, Device]:
+    """The devices that are asked, by id: not those that were silent lately, for each costs the whole deadline.
+
+    After one order without an answer a device rests for a round, after two for three, after three for seven. One that
+    was born since then rests shorter: not at all the first time, then for one round, for two, should it go on failing.
+    Where nobody is awake all are asked: there is nobody whom they could delay.
+    """
+    devices = {device.id: device for device in fleet.devices()}
+    return {i: device for i, device in devices.items() if not _rests(state.silent.get(i), device, r)} or devices
+
+
+def _rests(silence: Silence | None, device: Device, r: int) -> bool:
+    if silence is None:
+        return False
+    rest = silence.misses if device.births != silence.births else 2**silence.misses
+    return r - silence.round < min(rest, LONGEST_REST)
+
+
+async def ask(state: H, fleet: Fleet, r: int, step: str, actions: Mapping[str, Action]) -> tuple[H, dict[str, Answer]]:
+    """Have devices do something, and take note of who answered and who did not."""
+    answers = await fleet.run(step, actions)
+    births = {device.id: device.births for device in fleet.devices()}
+    silent = {i: s for i, s in state.silent.items() if i not in answers}
+    for i, answer in answers.items():
+        if answer.result is None:
+            before = state.silent[i].misses if i in state.silent else 0
+            silent[i] = Silence(misses=before + 1, round=r, births=births[i])
+    return msgspec.structs.replace(state, silent=silent), answers
+
+
+def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
+    """What came of one kind, by ascending device id."""
+    return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
