@@ -11,19 +11,21 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import click
+from msgspec import Meta
 
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
 from fedge.config import resolve, settings_options
+from fedge.credentials import Credentials
 from fedge.errors import ConfigError, TransportError
 from fedge.messages import Status, decode
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound, Transport, parse_address
+from fedge.transport import BrokerSettings, Inbound, Transport
 
 INTERRUPTED: Final = 130
 QUIET_S: Final = 1.0
@@ -130,12 +132,18 @@ class Progress:
             click.echo("", err=True)
 
 
+class StatusSettings(Credentials, frozen=True, kw_only=True):
+    """Section [status] of the configuration."""
+
+    home: Annotated[Path, Meta(description="Folder of a coordinator on this machine.")] | None = None
+    broker: Annotated[str, Meta(description="Ask a broker instead, HOST:PORT: shows the devices only.")] | None = None
+    federation: Annotated[str, Meta(description="Name of the federation, with --broker.")] | None = None
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--home", type=click.Path(path_type=Path), help="Folder of a coordinator on this machine.")
-@click.option("--broker", help="Ask a broker instead, HOST:PORT: shows the devices only.")
-@click.option("--federation", help="Name of the federation, with --broker.")
+@settings_options(StatusSettings, "status")
 @click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
-def status(home: Path | None, broker: str | None, federation: str | None, as_json: bool) -> int:
+def status(config: Path | None, as_json: bool, **flags: object) -> int:
     """Tell how a federation stands: rounds, devices, accuracy, traffic, what was refused.
 
     With --home it reads what the coordinator wrote after its last round; the coordinator may be running or not.
@@ -145,22 +153,22 @@ def status(home: Path | None, broker: str | None, federation: str | None, as_jso
       fedge status --home shop
       fedge status --home shop --json
       fedge status --broker localhost:1883 --federation shop
+      fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
     \b
     Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us or cannot be reached.
     """  # noqa: D301 - click wants the backspace character itself
-    if (home is None) == (broker is None) or (broker is None) != (federation is None):
-        raise click.UsageError("give either --home, or --broker and --federation")
-    if home is not None:
-        summary = _summary_in(home)
-        lines = _federation_lines(summary)
-    else:
-        assert broker is not None
-        assert federation is not None
-        host, port = parse_address(broker)
-        devices = asyncio.run(look(BrokerSettings(host, port), federation))
-        summary = {"federation": federation, "devices": devices}
-        lines = [f"federation  {federation}", *(f"  {device}: {now}" for device, now in sorted(devices.items()))]
+    settings = resolve(StatusSettings, "status", config, flags)
+    match settings.home, settings.broker, settings.federation:
+        case Path() as home, None, None:
+            summary = _summary_in(home)
+            lines = _federation_lines(summary)
+        case None, str(broker), str(federation):
+            devices = asyncio.run(look(settings.at(broker), federation))
+            summary = {"federation": federation, "devices": devices}
+            lines = [f"federation  {federation}", *(f"  {device}: {now}" for device, now in sorted(devices.items()))]
+        case _:
+            raise click.UsageError("give either --home, or --broker and --federation")
     click.echo(json.dumps(summary) if as_json else "\n".join(lines))
     return 0
 
@@ -213,10 +221,16 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
             async with asyncio.timeout(REACH_S):
                 await stack.enter_async_context(transport)
         except TimeoutError:
-            raise TransportError(f"the broker at {broker.host}:{broker.port} cannot be reached") from None
+            raise TransportError(_out_of_reach(broker)) from None
         with contextlib.suppress(TimeoutError):
             while True:  # retained messages come at once after the subscription
                 async with asyncio.timeout(QUIET_S):
                     await news.wait()
                 news.clear()
     return found
+
+
+def _out_of_reach(broker: BrokerSettings) -> str:
+    """Why nobody lets us in: a broker that does not like our certificate just closes the connection."""
+    where = f"the broker at {broker.host}:{broker.port} cannot be reached"
+    return where if broker.ca_file is None else f"{where}, or it does not accept our certificate (cert_file)"

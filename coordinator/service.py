@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.methods import Method, MethodSettings, State, dump, load, make
 from coordinator.store import Store
 from fedge.codec import encode
-from fedge.config import Secret
+from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
@@ -29,14 +29,13 @@ from fedge.messages import BlobRef, Codec, Sgd, blobs_of
 from fedge.task import TaskSpec
 from fedge.tasks import write_task
 from fedge.tensors import Layout, unflatten
-from fedge.transport import BrokerSettings, parse_address
 
 log = logging.getLogger("fedge.coordinator")
 
 Observer = Callable[[str, dict[str, Any]], None]
 
 
-class CoordinatorSettings(Struct, frozen=True, kw_only=True):
+class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     """Section [coordinator] of the configuration."""
 
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
@@ -63,11 +62,6 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
     learning_rate: Annotated[float, Meta(gt=0, description="Of the devices' SGD.")] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
-    username: Annotated[str | None, Meta(description="At the broker.")] = None
-    password: Annotated[Secret | None, Meta(description="At the broker; better in the environment.")] = None
-    ca_file: Annotated[str | None, Meta(description="Certificate authority of the broker; turns TLS on.")] = None
-    cert_file: Annotated[str | None, Meta(description="Certificate of the coordinator.")] = None
-    key_file: Annotated[str | None, Meta(description="Its private key.")] = None
 
     def for_method(self) -> MethodSettings:
         """What the method needs to know."""
@@ -85,11 +79,6 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
             sgd=sgd,
             codec=self.codec,
         )
-
-    def for_broker(self) -> BrokerSettings:
-        """How to reach the broker."""
-        host, port = parse_address(self.broker)
-        return BrokerSettings(host, port, self.username, self.password, self.ca_file, self.cert_file, self.key_file)
 
 
 def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[Layout, BlobRef]:
@@ -125,7 +114,7 @@ async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, obs
     saved = store.state()
     state = method.initial(layout, model) if saved is None else load(saved, type(method.initial(layout, model)))
     fleet = MqttFleet(
-        settings.for_broker(),
+        settings.at(settings.broker),
         store,
         federation=settings.federation,
         run=store.remember("run", uuid.uuid4().hex[:12]),

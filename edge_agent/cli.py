@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import click
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from fedge.config import Secret, resolve, settings_options
-from fedge.errors import ConfigError
-from fedge.transport import BrokerSettings, parse_address
+from fedge.config import resolve, settings_options
+from fedge.credentials import Credentials
 
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
@@ -27,7 +26,7 @@ INTERRUPTED: Final = 130
 """Exit code: an agent only ever ends because it was asked to."""
 
 
-class AgentSettings(Struct, frozen=True, kw_only=True):
+class AgentSettings(Credentials, frozen=True, kw_only=True):
     """Section [agent] of the configuration."""
 
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
@@ -67,11 +66,6 @@ class AgentSettings(Struct, frozen=True, kw_only=True):
     context_interval_s: Annotated[
         float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
     ] = 10.0
-    username: Annotated[str, Meta(description="At the broker.")] | None = None
-    password: Annotated[Secret, Meta(description="At the broker; better in the environment.")] | None = None
-    ca_file: Annotated[str, Meta(description="Certificate authority of the broker; turns TLS on.")] | None = None
-    cert_file: Annotated[str, Meta(description="Certificate of this device.")] | None = None
-    key_file: Annotated[str, Meta(description="Its private key.")] | None = None
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30
@@ -118,33 +112,12 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
-        broker_of(settings),
+        settings.at(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
         lambda: _make_worker(settings.id, task, data, settings.home),
         limits=limits,
         context_interval_s=settings.context_interval_s,
         observe=observe,
-    )
-
-
-def broker_of(settings: AgentSettings) -> BrokerSettings:
-    """How to reach the broker.
-
-    Raises:
-        ConfigError: the address is none, or a certificate came without what belongs to it.
-    """
-    if settings.ca_file is None and (settings.cert_file or settings.key_file):
-        raise ConfigError("cert_file and key_file need ca_file, the authority that signed the broker's certificate")
-    host, port = parse_address(settings.broker)
-    return BrokerSettings(
-        host,
-        port,
-        settings.username,
-        settings.password,
-        settings.ca_file,
-        settings.cert_file,
-        settings.key_file,
-        settings.keepalive_s,
     )
 
 

@@ -69,13 +69,15 @@ class Setting:
 
 
 def describe(settings: type[Struct], section: str) -> tuple[Setting, ...]:
-    """All settings of a struct in their order.
+    """All settings of a struct in their order; those of a base, which commands have in common, after its own.
 
     Raises:
         TypeError: a field has a type that cannot be written as one flag.
     """
     hints = get_type_hints(settings, include_extras=True)
-    return tuple(_setting(field, hints[field.name], section) for field in msgspec.structs.fields(settings))
+    own = vars(settings).get("__annotations__", {})
+    fields = sorted(msgspec.structs.fields(settings), key=lambda field: field.name not in own)
+    return tuple(_setting(field, hints[field.name], section) for field in fields)
 
 
 def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:

@@ -62,8 +62,8 @@ async def home(tmp_path: Path) -> Path:
     with contextlib.closing(Store(folder)) as store:
         store.count({"bytes_up": 2_000_000, "refused.malformed": 3})
         fleet = MqttFleet(
-            settings.for_broker(), store, federation="f", run="r", task=TASK, layout=LAYOUT, seed=0, deadline_s=1.0,
-            observe=lambda event, fields: None,
+            settings.at(settings.broker), store, federation="f", run="r", task=TASK, layout=LAYOUT, seed=0,
+            deadline_s=1.0, observe=lambda event, fields: None,
         )  # fmt: skip
         write_summary(settings, method, state, store, fleet)
     return folder
@@ -102,6 +102,23 @@ async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_
         flags = ["status", "--broker", f"{mosquitto.host}:{mosquitto.port}", "--federation", "f", "--json"]
         said = await asyncio.to_thread(run_fedge, *flags)
     assert json.loads(said.stdout) == {"federation": "f", "devices": {"cam1": "online"}}
+
+
+def test_status_asks_a_broker_as_whom_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Flags, environment and a file, as everywhere."""
+    asked = []
+
+    async def looked(broker: BrokerSettings, federation: str) -> dict[str, str]:
+        asked.append((broker, federation))
+        return {}
+
+    monkeypatch.setattr(cli, "look", looked)
+    monkeypatch.setenv("FEDGE_STATUS_PASSWORD", "hunter2")
+    config = tmp_path / "fedge.toml"
+    config.write_text('[status]\nbroker = "server:8883"\nusername = "from the file"\n')
+    flags = ["--config", str(config), "--federation", "f", "--username", "me"]
+    assert CliRunner().invoke(status, flags, catch_exceptions=False).exit_code == 0
+    assert asked == [(BrokerSettings("server", 8883, username="me", password="hunter2"), "f")]
 
 
 async def test_status_of_a_broker_that_is_not_there_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

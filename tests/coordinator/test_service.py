@@ -197,7 +197,7 @@ def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:
     method = wanted.for_method()
     assert (method.rounds, method.seed, method.min_reports, method.codec) == (2, 3, 2, Codec.FLOAT32)
     assert (method.sgd.steps, method.sgd.learning_rate) == (7, 0.5)
-    broker = wanted.for_broker()
+    broker = wanted.at(wanted.broker)
     assert (broker.host, broker.port, broker.username) == ("localhost", 1883, "u")
 
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_agent.agent import silent
-from edge_agent.cli import AgentSettings, agent, broker_of, build
+from edge_agent.cli import AgentSettings, agent, build
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.errors import ConfigError
@@ -63,9 +63,9 @@ def test_help_shows_every_setting_and_examples() -> None:
 def test_the_example_configuration_is_right() -> None:
     settings = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})
     assert settings.max_temperature_c == 75
-    broker = broker_of(settings)
-    assert (broker.host, broker.port, broker.keepalive_s) == ("edge-server.local", 8883, 60)
-    assert broker.cert_file is not None
+    assert parse_address(settings.broker) == ("edge-server.local", 8883)
+    assert settings.keepalive_s == 60
+    assert settings.cert_file is not None
 
 
 def test_the_example_of_the_other_side_is_right() -> None:
@@ -113,7 +113,7 @@ def test_wrong_addresses(text: str) -> None:
 def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:
     settings = resolve(AgentSettings, "agent", None, flags(data, tmp_path) | {"password": "hunter2"})
     assert "hunter2" not in repr(settings)
-    assert "hunter2" not in repr(broker_of(settings))
+    assert "hunter2" not in repr(settings.at(settings.broker))
 
 
 # ---------------------------------------------------------------------------------------------------- custom_task.py

@@ -146,6 +146,13 @@ def test_flags_of_every_field() -> None:
     assert result.output.strip() == repr(expected)
 
 
+def test_what_commands_have_in_common_comes_after_their_own() -> None:
+    class More(Settings, frozen=True, kw_only=True):
+        own: Annotated[int, Meta(description="Of this command alone.")] = 0
+
+    assert [s.name for s in describe(More, "coordinator")] == ["own", *(s.name for s in describe(Settings, "agent"))]
+
+
 def test_a_switch_can_be_turned_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDGE_COORDINATOR_JSON", "1")
     assert "json=True" in CliRunner().invoke(command, ["--broker", "b"]).output

@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,11 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
+
+
+def words(flags: Mapping[str, object]) -> list[object]:
+    """Settings as words of a command line."""
+    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 class Running:
@@ -137,23 +142,22 @@ class Federation:
 
     async def coordinator(self, **flags: object) -> Running:
         """Start the coordinator, or start it again: its folder is always the same."""
-        given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, **flags}
-        words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
-        return await self._start("coordinator", "--home", self.home, *words)
+        given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, "home": self.home, **flags}
+        return await self._start("coordinator", given)
 
-    async def agent(self, device: str) -> Running:
+    async def agent(self, device: str, **flags: object) -> Running:
         """Start an agent, or start it again."""
-        arguments = ("--id", device, "--home", self.folder / device, "--data", self.data(device))
-        return await self._start("agent", *arguments, log=device)
+        given = {"id": device, "home": self.folder / device, "data": self.data(device), **flags}
+        return await self._start("agent", given, log=device)
 
     async def agents(self) -> dict[str, Running]:
         """Start all agents."""
         return {device: await self.agent(device) for device in self.devices}
 
-    async def _start(self, role: str, *arguments: object, log: str = "coordinator") -> Running:
-        common = ("--broker", f"{self.broker.host}:{self.broker.port}", "--federation", NAME)
-        task = ("--task", self.folder / "task.json")
-        running = await Running.start(self.folder / f"{log}.log", role, *common, *task, *arguments)
+    async def _start(self, role: str, flags: Mapping[str, object], *, log: str = "coordinator") -> Running:
+        broker = f"{self.broker.host}:{self.broker.port}"
+        given = {"broker": broker, "federation": NAME, "task": self.folder / "task.json", **flags}
+        running = await Running.start(self.folder / f"{log}.log", role, *words(given))
         self._stack.push_async_callback(running.kill)
         return running
 

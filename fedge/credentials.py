@@ -1,0 +1,60 @@
+"""Who a process is to the broker: the settings that every command has which connects to one."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fedge.config import Secret
+from fedge.errors import ConfigError
+from fedge.transport import BrokerSettings, parse_address
+
+
+class Credentials(Struct, frozen=True, kw_only=True):
+    """Base of the settings of such a command: a password, or certificates, or neither."""
+
+    username: Annotated[str, Meta(description="At the broker.")] | None = None
+    password: Annotated[Secret, Meta(description="At the broker; better in the environment.")] | None = None
+    ca_file: Annotated[str, Meta(description="Certificate authority of the broker; turns TLS on.")] | None = None
+    cert_file: Annotated[str, Meta(description="Our own certificate, where the broker demands one.")] | None = None
+    key_file: Annotated[str, Meta(description="Its private key.")] | None = None
+
+    def at(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
+        """How to reach the broker at HOST:PORT.
+
+        Raises:
+            ConfigError: the address is none, or the certificates cannot be used.
+        """
+        host, port = parse_address(address)
+        self._check_certificates()
+        return BrokerSettings(
+            host, port, self.username, self.password, self.ca_file, self.cert_file, self.key_file, keepalive_s
+        )
+
+    def _check_certificates(self) -> None:
+        """Read them once: to the transport, which reads them at each connection, a missing file would be a bad line."""
+        if self.ca_file is None:
+            if self.cert_file or self.key_file:
+                raise ConfigError("cert_file and key_file need ca_file, the authority of the broker's certificate")
+            return
+        if self.key_file and not self.cert_file:
+            raise ConfigError("key_file needs cert_file, the certificate that it belongs to")
+        context = ssl.create_default_context()
+        try:
+            context.load_verify_locations(self.ca_file)
+        except OSError as error:
+            raise ConfigError(f"ca_file {self.ca_file} holds no certificates: {error}") from error
+        if self.cert_file is None:
+            return
+        try:
+            context.load_cert_chain(self.cert_file, self.key_file, password=_no_passphrase)
+        except OSError as error:
+            pair = f"cert_file {self.cert_file} and key_file {self.key_file or self.cert_file}"
+            raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
+
+
+def _no_passphrase() -> str:
+    """Nobody is there to type one in."""
+    raise ConfigError("the private key of the certificate is encrypted; give one that is not")

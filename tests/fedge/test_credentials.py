@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import trustme
+
+from fedge.config import Secret
+from fedge.credentials import Credentials
+from fedge.errors import ConfigError
+from fedge.transport import BrokerSettings
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """An authority, two certificates with their keys, and what is none of it."""
+    authority = trustme.CA()
+    blobs = {"ca": authority.cert_pem}
+    for name in ("one", "other"):
+        issued = authority.issue_cert(common_name=name)
+        blobs |= {f"{name}_crt": issued.cert_chain_pems[0], f"{name}_key": issued.private_key_pem}
+        blobs[f"{name}_both"] = issued.private_key_and_cert_chain_pem
+    for name, blob in blobs.items():
+        blob.write_to_path(str(tmp_path / name))
+    (tmp_path / "text").write_text("hello")
+    return {name: str(tmp_path / name) for name in (*blobs, "text", "missing")}
+
+
+def test_without_any_nobody_is_named() -> None:
+    assert Credentials().at("server") == BrokerSettings("server", 1883)
+
+
+def test_all_of_it_reaches_the_transport(files: dict[str, str]) -> None:
+    given = Credentials(
+        username="me", password=Secret("pw"), ca_file=files["ca"], cert_file=files["one_crt"], key_file=files["one_key"]
+    )
+    assert given.at("server:8883", keepalive_s=60) == BrokerSettings(
+        "server", 8883, "me", "pw", files["ca"], files["one_crt"], files["one_key"], 60
+    )
+
+
+def test_a_file_may_hold_certificate_and_key(files: dict[str, str]) -> None:
+    assert Credentials(ca_file=files["ca"], cert_file=files["one_both"]).at("server").cert_file == files["one_both"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"cert_file": "one_crt"}, "need ca_file"),
+        ({"key_file": "one_key"}, "need ca_file"),
+        ({"ca_file": "missing"}, "ca_file {missing} holds no certificates: .*No such file"),
+        ({"ca_file": "text"}, "ca_file {text} holds no certificates"),
+        ({"ca_file": "ca", "key_file": "one_key"}, "key_file needs cert_file"),
+        ({"ca_file": "ca", "cert_file": "missing"}, "cert_file {missing} and key_file {missing} are .*No such file"),
+        ({"ca_file": "ca", "cert_file": "one_crt"}, "cert_file {one_crt} and key_file {one_crt} are no certificate"),
+        ({"ca_file": "ca", "cert_file": "one_crt", "key_file": "other_key"}, "are no certificate with its private key"),
+    ],
+)
+def test_what_cannot_be_used_is_named_before_anybody_connects(
+    files: dict[str, str], given: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Credentials(**{name: files[file] for name, file in given.items()}).at("server")
+    assert re.search(says.format_map({name: re.escape(path) for name, path in files.items()}), str(refused.value))
+
+
+def test_nobody_is_asked_for_a_passphrase(files: dict[str, str], tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as s
+
+    key = s.load_pem_private_key(Path(files["one_key"]).read_bytes(), password=None)
+    locked = tmp_path / "locked.key"
+    locked.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"x")))
+    with pytest.raises(ConfigError, match="encrypted"):
+        Credentials(ca_file=files["ca"], cert_file=files["one_crt"], key_file=str(locked)).at("server")
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        Credentials().at("host:port")

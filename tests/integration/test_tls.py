@@ -1,0 +1,85 @@
+"""Certificates: a whole federation over TLS, and who is not let in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from fedge.broker import mosquitto_path
+from tests.support.federation import NAME, Federation, Running, words
+from tests.support.tls import Authority, TlsBroker
+
+DEVICES = ("cam0", "cam1")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "certificates")
+
+
+@pytest.fixture
+async def broker(authority: Authority, tmp_path: Path) -> AsyncIterator[TlsBroker]:
+    if mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    async with TlsBroker(authority, tmp_path / "broker") as running:
+        yield running
+
+
+async def status(broker: TlsBroker, log: Path, **flags: object) -> tuple[int, Running]:
+    """`fedge status` of this broker: exit code and what it said."""
+    where = {"broker": f"{broker.host}:{broker.port}", "federation": NAME}
+    asked = await Running.start(log, "status", *words(where | flags))
+    return await asked.ended(), asked
+
+
+async def test_a_federation_over_tls(broker: TlsBroker, authority: Authority, tmp_path: Path) -> None:
+    async with Federation(broker, tmp_path, devices=DEVICES) as federation:
+        for device in DEVICES:
+            await federation.agent(device, **authority.client(device))
+        coordinator = await federation.coordinator(method="fedavg", rounds=2, **authority.client("coordinator"))
+        assert await coordinator.ended() == 0, coordinator.log.read_text()
+        summary = json.loads((federation.home / "summary.json").read_bytes())
+        assert summary["selection"] == dict.fromkeys(DEVICES, 2)
+        assert set(summary["installed"]) == set(DEVICES)
+
+        code, seen = await status(broker, tmp_path / "status.log", **authority.client("status"))
+        assert code == 0, seen.log.read_text()
+        assert seen.events[0]["devices"] == dict.fromkeys(DEVICES, "online")
+
+
+async def test_nobody_speaks_for_another(broker: TlsBroker, authority: Authority, tmp_path: Path) -> None:
+    """An agent whose --id is not the name in its certificate is heard by nobody; agents see nothing of others."""
+    async with Federation(broker, tmp_path, devices=DEVICES) as federation:
+        await federation.agent("cam1", **authority.client("cam1"))
+        impostor = await federation.agent("cam0", **authority.client("cam9"))
+        await impostor.logged("agents/cam0/status: Not authorized")
+        for name, sees in {"status": {"cam1": "online"}, "cam8": {}}.items():
+            code, seen = await status(broker, tmp_path / f"{name}.status", **authority.client(name))
+            assert (code, seen.events[0]["devices"]) == (0, sees)
+
+
+async def test_without_a_certificate_nobody_is_let_in(broker: TlsBroker, authority: Authority, tmp_path: Path) -> None:
+    code, asked = await status(broker, tmp_path / "log", ca_file=authority.file)
+    assert code == 3
+    assert "cert_file" in asked.log.read_text()
+
+
+async def test_a_broker_of_another_authority_is_not_trusted(
+    broker: TlsBroker, authority: Authority, tmp_path: Path
+) -> None:
+    foreign = authority.client("status") | {"ca_file": Authority(tmp_path / "foreign").file}
+    code, asked = await status(broker, tmp_path / "log", **foreign)
+    assert code == 3
+    assert "certificate: self-signed certificate in certificate chain" in asked.log.read_text()
+
+
+async def test_a_certificate_of_another_authority_is_not_let_in(
+    broker: TlsBroker, authority: Authority, tmp_path: Path
+) -> None:
+    foreign = Authority(tmp_path / "foreign").client("status") | {"ca_file": authority.file}
+    code, asked = await status(broker, tmp_path / "log", **foreign)
+    assert code == 3
+    assert "cert_file" in asked.log.read_text()
