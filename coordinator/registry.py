@@ -82,10 +82,17 @@ class Registry:
         One that has not said yet how it is has no context: it may take `context_interval_s` to come, and none is needed
         before the methods choose among devices.
         """
+        return self._here(trains=True)
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """The devices that are online and cannot train; by ascending id."""
+        return self._here(trains=False)
+
+    def _here(self, *, trains: bool) -> tuple[Device, ...]:
         return tuple(
-            Device(i, known.status.n_samples, known.context, known.births)
+            Device(i, known.status.n_samples, known.context, known.births, trains)
             for i, known in sorted(self._known.items())
-            if known.status.presence is Presence.ONLINE and _trains(known.status)
+            if known.status.presence is Presence.ONLINE and _trains(known.status) == trains
         )
 
     async def wait_for(self, n: int) -> tuple[Device, ...]:

@@ -51,6 +51,12 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
     method: Annotated[str, Meta(description="fedge or fedavg.")] = "fedge"
+    reserved: (
+        Annotated[
+            Path, Meta(description="Labelled samples of the server, for fedcoe: an .npz or a folder of images.")
+        ]
+        | None
+    ) = None
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices that train in a round.")] = 1.0
@@ -100,6 +106,20 @@ def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[
     return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
 
 
+def method_of(settings: CoordinatorSettings, task: TaskSpec) -> Method[Any]:
+    """The method that the settings name, with the reserved set if there is one.
+
+    Raises:
+        ConfigError: there is no such method, or it lacks something.
+    """
+    reserved = None
+    if settings.reserved is not None:
+        from coordinator.reserved import labelled  # holds torch
+
+        reserved = labelled(task, settings.reserved)
+    return make(settings.method, settings.for_method(), task=task, reserved=reserved)
+
+
 async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer) -> dict[str, Any]:
     """Run a federation to its end, from where it is; returns its summary, which is also HOME/summary.json.
 
@@ -109,7 +129,7 @@ async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, obs
         TransportError: the broker refused us for good.
     """
     began = time.monotonic()
-    method: Method[Any] = make(settings.method, settings.for_method())
+    method = method_of(settings, task)
     layout, model = start(settings, task, store)
     saved = store.state()
     state = method.initial(layout, model) if saved is None else load(saved, type(method.initial(layout, model)))

@@ -43,7 +43,7 @@ class InferenceWorker:
         self.home = home
         self._x = x
 
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop) -> Outcome:  # noqa: ARG002 - as Worker's
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop | None = None) -> Outcome:  # noqa: ARG002 - as Worker's
         """Carry out an order; `Declined` where it needs training, `Failed` where the order or its files are unfit.
 
         Raises:

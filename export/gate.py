@@ -7,7 +7,7 @@ size will do, and equal weights give equal bytes. Weights lie in the file; a gat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ def gate_onnx(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int
     nodes: list[onnx.NodeProto] = []
     constants = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
 
-    def add(kind: str, *inputs: str, out: str = "", **attributes: object) -> str:
+    def add(kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
         name = out or f"t{len(nodes)}"
         nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name=f"{kind}:{name}", **attributes))
         return name

@@ -24,12 +24,14 @@ class Device:
     """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|.
 
     `births`: how often it has said that it is there; two numbers that differ mean that it has come back between.
+    `trains`: False for an inference-only device.
     """
 
     id: str
     n_samples: int
     context: Context | None = None
     births: int = 0
+    trains: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ class Fleet(Protocol):
     """The devices of one federation, as a method sees them during one round."""
 
     def devices(self) -> tuple[Device, ...]:
-        """Those that can be asked, by ascending id; a snapshot taken and stored when the round began."""
+        """Those that can be asked to train, by ascending id; a snapshot taken and stored when the round began."""
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """Those that cannot train, by ascending id, of the same snapshot: for `Route` and `InstallBundle` alone."""
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Have each device do its action; answers by ascending device id, one for each action.

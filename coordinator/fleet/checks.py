@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from fedge.bundle import MANIFEST
 from fedge.errors import ProtocolError
 from fedge.messages import (
     Action,
@@ -93,6 +94,9 @@ def check(action: Action, result: Result) -> None:
             _require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")
         case FitGate(), Installed():
             _require(set(result.roles) <= set(action.pooled), "a bundle of candidates that are not in the pool")
+        case InstallBundle(), Installed():
+            manifest = action.files.get(MANIFEST)
+            _require(manifest is None or manifest.digest == result.bundle_digest, "another bundle than the one sent")
         case _:
             pass
 

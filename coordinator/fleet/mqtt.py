@@ -175,7 +175,8 @@ class MqttFleet:
             await self._settle(number)
             if len(self.registry.online()) < at_least:
                 self._observe("waiting", {"round": number, "devices": at_least})
-            devices = await self._or_failure(self.registry.wait_for(at_least))
+            await self._or_failure(self.registry.wait_for(at_least))
+            devices = (*self.registry.online(), *self.registry.inference_only())
             self._store.begin_round(number, devices, time.time())
         self._round, self._devices = number, devices
         self._observe("round_begun", {"round": number, "devices": len(devices)})
@@ -188,8 +189,12 @@ class MqttFleet:
                 await self._or_failure(self.registry.heard_of(before))
 
     def devices(self) -> tuple[Device, ...]:
-        """The snapshot."""
-        return self._devices
+        """Those of the snapshot that train."""
+        return tuple(device for device in self._devices if device.trains)
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """Those of the snapshot that do not."""
+        return tuple(device for device in self._devices if not device.trains)
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadline."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, order_for
 from coordinator.methods import Method, S
+from edge_agent.cold_start import InferenceWorker
 from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
@@ -32,7 +33,7 @@ class SimulatedFleet:
         self,
         task: TaskSpec,
         layout: Layout,
-        workers: Mapping[str, Worker],
+        workers: Mapping[str, Worker | InferenceWorker],
         *,
         seed: int,
         contexts: Mapping[str, Context] | None = None,
@@ -50,8 +51,18 @@ class SimulatedFleet:
         self._blobs: dict[str, bytes] = {}
 
     def devices(self) -> tuple[Device, ...]:
-        """All workers."""
-        return tuple(Device(i, w.data.n_shared, self._contexts.get(i)) for i, w in self._workers.items())
+        """All workers that train."""
+        return tuple(
+            Device(i, w.data.n_shared, self._contexts.get(i)) for i, w in self._workers.items() if isinstance(w, Worker)
+        )
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """All that do not."""
+        return tuple(
+            Device(i, 0, self._contexts.get(i), trains=False)
+            for i, w in self._workers.items()
+            if not isinstance(w, Worker)
+        )
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions in ascending device id; a worker's exception is a bug and is raised."""

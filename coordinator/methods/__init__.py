@@ -8,7 +8,7 @@ come from (seed, round), so a round that is run again after a crash writes the s
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from coordinator.fleet import Answer, Fleet
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Codec, Declined, FineTune, Install, Installed, Sgd, Trained
+from fedge.task import TaskSpec
 from fedge.tensors import Layout, from_bytes, to_bytes
 
 Option = int | float | str | bool
@@ -96,6 +97,7 @@ METHODS: Final = {
     "fedavg": "coordinator.methods.fedavg:FedAvg",
     "fedavgm": "coordinator.methods.fedavgm:FedAvgM",
     "fedepc": "coordinator.methods.fedepc:FedEpc",
+    "fedcoe": "coordinator.methods.fedcoe:FedCoE",
     "fedge": "coordinator.methods.fedge:Fedge",
     "fedprox": "coordinator.methods.fedprox:FedProx",
     "local": "coordinator.methods.local:Local",
@@ -103,10 +105,18 @@ METHODS: Final = {
 }
 """Name -> where its class is; imported when it is asked for."""
 FINE_TUNED: Final = "+ft"
+WITH_RESERVED_SET: Final = frozenset({"fedcoe"})
+"""Methods that are given the task and the server's labelled samples."""
+
+Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
-def make(name: str, settings: MethodSettings) -> Method[Any]:
+def make(
+    name: str, settings: MethodSettings, *, task: TaskSpec | None = None, reserved: Samples | None = None
+) -> Method[Any]:
     """The method of that name; "fedavg+ft" is "fedavg" with fine-tuning at the end.
+
+    `reserved`: model inputs (n, *input_shape) and labels (n,) on the server; `fedcoe` needs them and the task.
 
     Raises:
         ConfigError: there is none, or it has no such option; the text lists them.
@@ -115,7 +125,8 @@ def make(name: str, settings: MethodSettings) -> Method[Any]:
     if base not in METHODS:
         raise ConfigError(f"there is no method {name!r}; choose one of {', '.join(sorted(METHODS))}")
     tuned = msgspec.structs.replace(settings, fine_tune=settings.fine_tune or base != name)
-    method: Method[Any] = load_object(METHODS[base])(tuned)
+    kind = load_object(METHODS[base])
+    method: Method[Any] = kind(tuned, task, reserved) if base in WITH_RESERVED_SET else kind(tuned)
     return method
 
 
@@ -146,8 +157,13 @@ WITHOUT_VALIDATION: Final = 40
 """Steps of fine-tuning where a device has nothing to choose by (fedge.md section 6)."""
 
 
-async def install(method: Method[Any], state: S, fleet: Fleet, release: int = 1) -> S:
-    """The last round of a method whose devices run one model: each installs what it is served."""
+async def install(
+    method: Method[Any], state: S, fleet: Fleet, release: int = 1, *, among: Container[str] | None = None
+) -> S:
+    """The last round of a method whose devices run one model: each installs what it is served.
+
+    `among`: the devices that do; None: all.
+    """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
     orders = {
@@ -158,6 +174,7 @@ async def install(method: Method[Any], state: S, fleet: Fleet, release: int = 1)
             fine_tune=tuning if settings.fine_tune else None,
         )
         for device in fleet.devices()
+        if among is None or device.id in among
     }
     answers = await fleet.run("install", orders)
     installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}

@@ -1,0 +1,368 @@
+"""FedCoE: a pool of global experts, one shared gate, and cold start by assembling experts.
+
+Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
+arXiv 2605.21264 (v1), with the repairs of the specification "fedcoe", whose sections are quoted at the lines: as
+printed, all experts became one in every run of ours. The server needs labelled samples (`coordinator.reserved`); it
+sees each client's model in the clear and which classes it is good at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from coordinator.aggregation import correlation
+from coordinator.fleet import Fleet
+from coordinator.methods import (
+    MethodSettings,
+    Option,
+    Samples,
+    State,
+    accepted,
+    counted,
+    install,
+    options_of,
+    round_rng,
+    sizes,
+    summarise,
+    summary_of,
+)
+from coordinator.reserved import ReservedSet
+from coordinator.selection import cohort_size, uniform
+from export.gate import gate_onnx
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import BlobRef, InstallBundle, Installed, Route, Routed, Share, Start, Train, Trained
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, unflatten
+
+log = logging.getLogger("fedge.method")
+
+COLLAPSED_SPREAD: Final = 1e-3  # with overlap 1: all experts are one, section 13
+UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10.1
+PRINTED: Final[dict[str, Option]] = {
+    "suitability_temperature": 1.0,
+    "ranking": "raw",
+    "tau_e": 0.5,
+    "tau_c": 0.5,
+    "refresh_every": 10,
+    "profile_prior": False,
+}
+"""What the preset "printed" changes (section 5)."""
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sections 3 to 7; the defaults are those of "repaired"."""
+
+    preset: Literal["repaired", "printed"] = "repaired"
+    n_experts: AtLeastOne = 5  # K
+    n_top: Annotated[int, Meta(ge=0)] = 0  # N_top; 0: half of the clients of a round, rounded up
+    tau_e: Share = 0.9
+    tau_c: Share = 0.9
+    suitability_temperature: Annotated[float, Meta(gt=0)] = 0.1  # T_s
+    ranking: Literal["affinity", "raw"] = "affinity"
+    refresh_every: Annotated[int, Meta(ge=0)] = 0  # R_g, rounds; 0: the gate is never trained again
+    refresh_epochs: AtLeastOne = 5
+    pretraining_epochs: AtLeastOne = 30
+    size_weighting: bool = False
+    profile_prior: bool = True
+    delta: Annotated[float, Meta(gt=0)] = 0.02
+    top: AtLeastOne = 2  # k, experts of a sample in the global model, and with "functions" of a new client
+    assemble: Literal["parameters", "functions"] = "parameters"
+    trunk: Literal["auto", "vector"] = "auto"  # of the gate
+
+
+class Diagnostics(Struct, frozen=True, kw_only=True):
+    """Of a round (section 13). `refused`: devices whose model was not finite."""
+
+    round: int
+    overlap: float
+    spread: float
+    gate_maximum: float
+    collapsed: bool
+    refused: tuple[str, ...] = ()
+
+
+class FedCoEState(State, frozen=True, kw_only=True):
+    """`experts`: theta_Ej; `gate`: its tensors, `gate_file`: the same as ONNX; `clients`: theta_Ci after Eq. 11.
+
+    `common`: mean of the experts, where a client starts that has no model of its own.
+    """
+
+    common: BlobRef
+    experts: tuple[BlobRef, ...] = ()
+    gate: BlobRef | None = None
+    gate_file: BlobRef | None = None
+    clients: dict[str, BlobRef] = {}
+    diagnostics: tuple[Diagnostics, ...] = ()
+    profiles: dict[str, tuple[float, ...]] = {}  # rho of devices that started cold
+
+
+class FedCoE:
+    """arXiv 2605.21264; at the end clients install their own models, all other devices an assembled one."""
+
+    name = "fedcoe"
+    Options = Options
+
+    def __init__(self, settings: MethodSettings, task: TaskSpec, reserved: Samples | None) -> None:
+        printed = settings.options.get("preset") == "printed"
+        given = PRINTED | settings.options if printed else settings.options
+        self.settings = settings
+        self.options = options_of(msgspec.structs.replace(settings, options=given), Options)
+        if reserved is None:
+            raise ConfigError(
+                "fedcoe needs labelled samples on the server: name them with --reserved (an .npz or a folder of "
+                "images; a small public set of the same task will do, 40 samples a class; never the devices' test "
+                "data). Without any, use fedavg, fedper or fedge"
+            )
+        self.reserved = ReservedSet(task, *reserved)
+        self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
+
+    def initial(self, layout: Layout, model: BlobRef) -> FedCoEState:
+        """The state before round 1; experts come from `model` when it begins."""
+        return FedCoEState(round=0, layout=layout, common=model)
+
+    def done(self, state: FedCoEState) -> bool:
+        """R rounds of training and one of installing."""
+        return state.round > self.settings.rounds
+
+    async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """Section 5, after section 3 the first time; or the end."""
+        if not state.experts:
+            state = await self._pretrained(state, fleet)
+        if state.round == self.settings.rounds:
+            state = await install(self, state, fleet, among=state.clients)
+            return await self.welcome(state, fleet)
+        cohort = self._cohort(state, fleet)
+        orders = {i: self._order(state, i) for i in cohort}
+        updates = accepted(await fleet.run("train", orders))
+        if len(updates) >= self.settings.min_reports:
+            state = await self._aggregated(state, fleet, updates)
+        return msgspec.structs.replace(
+            state,
+            round=state.round + 1,
+            participations=counted(state.participations, updates),
+            history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
+        )
+
+    def _cohort(self, state: FedCoEState, fleet: Fleet) -> list[str]:
+        ids = [device.id for device in fleet.devices()]
+        size = cohort_size(len(ids), self.settings.participation)
+        return uniform(ids, size, round_rng(self.settings, state.round + 1))
+
+    def _order(self, state: FedCoEState, device_id: str) -> Train:
+        start = Start(model=self.serves(state, device_id))
+        return Train(starts=(start,), sgd=self.settings.sgd, codec=self.settings.codec)
+
+    # ----------------------------------------------------------------------------- section 3: experts and the gate
+
+    async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """Experts from one start, each on its own classes; the gate learns which one is sure about which input."""
+        start, epochs = fleet.get(state.common, state.layout), self.options.pretraining_epochs
+        sgd, seed = self.settings.sgd, self.settings.seed
+
+        def pretrain() -> list[Model]:
+            k = self.options.n_experts
+            return self.reserved.pretrained(start, self._groups, k, epochs=epochs, sgd=sgd, seed=seed)
+
+        experts = await asyncio.to_thread(pretrain)
+        state = self._with_experts(state, fleet, experts)
+        return await self._with_gate(state, fleet, experts, epochs)
+
+    def _with_experts(self, state: FedCoEState, fleet: Fleet, experts: list[Model]) -> FedCoEState:
+        (common,) = correlation.mixed(experts, np.full((1, len(experts)), 1 / len(experts)))
+        assert common is not None
+        return msgspec.structs.replace(
+            state,
+            experts=tuple(_put(fleet, expert, state.layout) for expert in experts),
+            common=_put(fleet, common, state.layout),  # section 10.8
+        )
+
+    async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
+        """Eq. 1 and 2, from the present gate if there is one."""
+        reserved, options = self.reserved, self.options
+        start = None if state.gate is None else fleet.get_tensors(state.gate)
+        seed = int(round_rng(self.settings, state.round).integers(2**31))
+
+        def train() -> dict[str, NDArray[np.generic]]:
+            s = correlation.suitability(reserved.scores(experts), options.suitability_temperature)  # Eq. 1
+            return reserved.trained_gate(s, start, trunk=options.trunk, epochs=epochs, sgd=self.settings.sgd, seed=seed)
+
+        gate = await asyncio.to_thread(train)
+        file = gate_onnx(gate, reserved.task.input_shape)
+        return msgspec.structs.replace(state, gate=fleet.put(gate), gate_file=fleet.put_bytes(file))
+
+    # --------------------------------------------------------------------------------------- section 5: one round
+
+    async def _aggregated(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
+        """Scores, correlation, experts (Eq. 9), gate, clients (Eq. 11)."""
+        options = self.options
+        valid = {i: u for i, u in updates.items() if self._is_finite(state, fleet, i, u)}
+        refused = tuple(i for i in updates if i not in valid)
+        if not valid:
+            log.warning("event=no_valid_client round=%s refused=%s", state.round + 1, refused)
+            return state
+
+        def clients() -> Iterator[Model]:
+            """theta_Ci, one at a time: they are read twice, so that only one is in memory."""
+            return (self._trained(state, fleet, i, update) for i, update in valid.items())
+
+        a = await asyncio.to_thread(lambda: self.reserved.scores(clients()))  # Eq. 5
+        p = self._routing(state, fleet)  # Eq. 6
+        m = correlation.correlation(p, a)  # Eq. 7
+        m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
+        selected = correlation.select(m_c if options.ranking == "affinity" else m_e, self._n_top(len(valid)))
+        w = correlation.expert_weights(m, selected, sizes(valid) if options.size_weighting else None)  # Eq. 10
+        old = self._experts(state, fleet)
+        towards = correlation.mixed(clients(), w)
+        experts = [
+            correlation.moved(expert, new, options.tau_e) for expert, new in zip(old, towards, strict=True)
+        ]  # Eq. 9
+        own = {}
+        for k, (i, client) in enumerate(zip(valid, clients(), strict=True)):
+            (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
+            own[i] = _put(fleet, correlation.moved(client, mix, options.tau_c), state.layout)  # Eq. 11
+        diagnostics = self._diagnose(state.round + 1, selected, experts, p, refused)
+        state = self._with_experts(state, fleet, experts)
+        if options.refresh_every and (state.round + 1) % options.refresh_every == 0:
+            state = await self._with_gate(state, fleet, experts, options.refresh_epochs)
+        return msgspec.structs.replace(
+            state,
+            clients=dict(sorted((state.clients | own).items())),
+            diagnostics=(*state.diagnostics, diagnostics),
+        )
+
+    def _n_top(self, n_clients: int) -> int:
+        """N_top; with one expert all are its clients (section 11)."""
+        if self.options.n_experts == 1:
+            return n_clients
+        return self.options.n_top or -(-n_clients // 2)
+
+    def _trained(self, state: FedCoEState, fleet: Fleet, device_id: str, update: Trained) -> Model:
+        """theta_Ci after local training."""
+        start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
+        return Model(start.params + change.params, change.buffers, change.counters)
+
+    def _is_finite(self, state: FedCoEState, fleet: Fleet, device_id: str, update: Trained) -> bool:
+        try:
+            return bool(np.isfinite(self._trained(state, fleet, device_id, update).params).all())
+        except ProtocolError:
+            return False
+
+    def _experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
+        return [fleet.get(expert, state.layout) for expert in state.experts]
+
+    def _routing(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32] | None = None) -> correlation.Array:
+        assert state.gate is not None
+        return self.reserved.routing(fleet.get_tensors(state.gate), x)
+
+    def _diagnose(
+        self,
+        r: int,
+        selected: tuple[correlation.Indices, ...],
+        experts: list[Model],
+        p: correlation.Array,
+        refused: tuple[str, ...],
+    ) -> Diagnostics:
+        """Overlap, spread and gate maximum; a warning where the experts have become one (section 13)."""
+        overlap, spread = correlation.overlap(selected), correlation.spread(experts)
+        gate_maximum = float(p.max(axis=1).mean())
+        merged = overlap == 1 and spread < COLLAPSED_SPREAD
+        collapsed = len(experts) > 1 and (merged or gate_maximum < 1 / len(experts) + UNIFORM_GATE)
+        log.log(
+            logging.WARNING if collapsed or refused else logging.INFO,
+            "event=%s round=%s overlap=%.3f spread=%.3g gate_maximum=%.3f refused=%s",
+            "collapse" if collapsed else "experts",
+            r,
+            overlap,
+            spread,
+            gate_maximum,
+            refused,
+        )
+        return Diagnostics(
+            round=r, overlap=overlap, spread=spread, gate_maximum=gate_maximum, collapsed=collapsed, refused=refused
+        )
+
+    # ------------------------------------------------------------------------------------------ section 7: cold start
+
+    async def welcome(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """A bundle for each device that has none and no model of its own: it profiles its data, and gets a mix."""
+        assert state.gate_file is not None
+        here = [device.id for device in (*fleet.devices(), *fleet.inference_only())]
+        new = sorted(i for i in here if i not in state.clients and i not in state.installed)
+        answers = await fleet.run("route", dict.fromkeys(new, Route(gate=state.gate_file)))
+        profiles = {
+            i: a.result.shares
+            for i, a in answers.items()
+            if isinstance(a.result, Routed) and correlation.is_profile(a.result.shares, self.options.n_experts)
+        }
+        if left := sorted(set(new) - set(profiles)):
+            log.warning("event=no_profile devices=%s", left)
+        orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
+        answers = await fleet.run("assemble", orders)
+        installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+        return msgspec.structs.replace(
+            state,
+            installed=dict(sorted((state.installed | installed).items())),
+            profiles=dict(sorted((state.profiles | profiles).items())),
+        )
+
+    async def _assembled(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
+        """Eq. 13 with the profile prior, as a bundle for ONNX Runtime."""
+        options, release = self.options, 1
+        rho = rho / rho.sum()
+        experts = self._experts(state, fleet)
+        prior = None
+        if options.profile_prior:
+            typical = self._routing(state, fleet).mean(axis=0)
+            prior = correlation.profile_prior(rho, typical, self._groups, options.delta)
+        if options.assemble == "parameters":
+            models, shares = [self.assembled(experts, rho)], [1.0]
+        else:
+            best = sorted(np.argsort(-rho, kind="stable")[: options.top].tolist())
+            models, shares = [experts[j] for j in best], (rho[best] / rho[best].sum()).tolist()
+
+        def write() -> dict[str, bytes]:
+            return self.reserved.bundle(
+                models, shares, layout=state.layout, log_prior=prior, release=release, method=self.name
+            )
+
+        files = await asyncio.to_thread(write)
+        return InstallBundle(files={name: fleet.put_bytes(data) for name, data in files.items()}, release=release)
+
+    @staticmethod
+    def assembled(experts: list[Model], rho: correlation.Array) -> Model:
+        """Eq. 13: theta_init = sum_j rho_j theta_Ej."""
+        (model,) = correlation.mixed(experts, rho[None, :])
+        assert model is not None
+        return model
+
+    # ------------------------------------------------------------------------------------------------- what is seen
+
+    def serves(self, state: FedCoEState, device_id: str) -> BlobRef:
+        """The client's own model; for a client without one the mean of the experts."""
+        return state.clients.get(device_id, state.common)
+
+    def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
+        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts, for model inputs."""
+        probabilities = np.stack([self.reserved.probabilities(e, x) for e in self._experts(state, fleet)])
+        return correlation.routed(self._routing(state, fleet, x), probabilities, self.options.top)
+
+    def summary(self, state: FedCoEState) -> dict[str, Any]:
+        """History, diagnostics of the experts, profiles of devices that started cold, bundles."""
+        return summary_of(self, state) | {
+            "diagnostics": msgspec.to_builtins(state.diagnostics),
+            "profiles": msgspec.to_builtins(state.profiles),
+        }
+
+
+def _put(fleet: Fleet, model: Model, layout: Layout) -> BlobRef:
+    return fleet.put(unflatten(model, layout))

@@ -1,0 +1,247 @@
+"""What FedCoE's server computes on its labelled reserved set: experts, gate, scores of clients, assembled bundles.
+
+Source: arXiv 2605.21264; sections are those of the specification "fedcoe". The maths on the results is in
+`coordinator.aggregation.correlation`. Only this part of the coordinator holds torch; a method that needs it imports it.
+Departure: no weight decay where experts are trained, as nowhere in fedge.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from coordinator.aggregation.correlation import Array
+from coordinator.methods import Samples
+from export import Candidate, GateWeights, Mixture, write_bundle
+from export.gate import POOLED
+from export.parity import n_gate_features
+from fedge.errors import ConfigError
+from fedge.messages import Role, Sgd
+from fedge.models.training import Network, Trainer, batches, tensor
+from fedge.task import TaskSpec
+from fedge.tasks import device_data
+from fedge.tensors import Layout, Model, Tensors
+
+log = logging.getLogger("fedge.method")
+
+Trunk = Literal["auto", "vector"]
+
+HIDDEN: Final = 64  # d, section 4
+CHANNELS: Final = (8, 16)  # of the gate's two convolutions, section 4
+GATE_DECAY: Final = 5e-4  # weight decay of the gate's training, section 5
+CHUNK: Final = 512
+"""Samples per forward pass of the gate: bounds the memory."""
+
+
+class Gate(nn.Module):
+    """G(x), section 4: a trunk of its own, 64 features, softmax over K experts (Eq. 3).
+
+    `trunk`: "auto": two convolutions for images of at least 4 x 4, else a linear layer; "vector": the linear layer.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], n_experts: int, trunk: Trunk = "auto") -> None:
+        super().__init__()
+        self.convolves = trunk == "auto" and len(input_shape) == 3 and min(input_shape[1:]) >= 4
+        n_features = int(np.prod(input_shape))
+        if self.convolves:
+            self.conv1 = nn.Conv2d(input_shape[0], CHANNELS[0], 3, padding=1)
+            self.conv2 = nn.Conv2d(CHANNELS[0], CHANNELS[1], 3, padding=1)
+            n_features = CHANNELS[1] * POOLED**2
+        self.hidden = nn.Linear(n_features, HIDDEN)
+        self.out = nn.Linear(HIDDEN, n_experts, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, K); the gate's output is their softmax."""
+        if self.convolves:
+            for layer in (self.conv1, self.conv2):
+                x = functional.max_pool2d(functional.relu(layer(x)), 2)
+            x = functional.adaptive_avg_pool2d(x, POOLED)
+        scores: torch.Tensor = self.out(functional.relu(self.hidden(x.flatten(1))))
+        return scores
+
+
+class ReservedSet:
+    """The labelled samples D_s of the server, and what is computed on them.
+
+    Args:
+        task: what is learned.
+        x: (n, *input_shape) model inputs.
+        y: (n,) labels.
+
+    Raises:
+        ConfigError: there are no samples, or they do not fit the task.
+    """
+
+    def __init__(self, task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
+        if not len(y):
+            raise ConfigError("the reserved set is empty: fedcoe cannot start without labelled samples on the server")
+        if x.shape != (len(y), *task.input_shape) or y.min() < 0 or y.max() >= task.n_classes:
+            raise ConfigError(f"the reserved set {x.shape} with labels up to {y.max()} does not fit task {task.name}")
+        if missing := sorted(set(range(task.n_classes)) - set(y.tolist())):
+            log.warning("event=reserved_classes the reserved set has no sample of classes %s", missing)
+        self.task = task
+        self.x = np.ascontiguousarray(x, np.float32)
+        self.y = y
+        self._network = Network(task)
+
+    def pretrained(
+        self, start: Model, groups: Sequence[int], n_experts: int, *, epochs: int, sgd: Sgd, seed: int
+    ) -> list[Model]:
+        """Section 3: experts that each learned their own group of classes, all from the same start.
+
+        Args:
+            start: the common initialisation.
+            groups: expert of each class, (C,).
+            n_experts: K; an expert without samples stays at the start.
+            epochs: passes over the expert's samples.
+            sgd: learning rate, momentum and batch size.
+            seed: of the batches.
+        """
+        experts = []
+        for j in range(n_experts):
+            own = np.isin(self.y, [c for c, group in enumerate(groups) if group == j])
+            if not own.any():
+                log.warning("event=expert_without_samples expert %s has no reserved sample: it starts untrained", j)
+                experts.append(start)
+                continue
+            n = int(own.sum())
+            steps = epochs * -(-n // min(sgd.batch_size, n))
+            plain = msgspec.structs.replace(sgd, steps=steps, proximal_mu=0.0)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self._network.load(start)
+                rng = np.random.default_rng((seed, j))
+                Trainer(self._network, self.x[own], self.y[own], plain, rng).run(steps)
+            experts.append(self._network.dump())
+        return experts
+
+    def scores(self, models: Iterable[Model]) -> Array:
+        """Eq. 5: probability of the true class, (n, number of models); 0 where a model's output is not finite."""
+        rows = np.arange(len(self.y))
+        columns = [self.probabilities(model)[rows, self.y] for model in models]
+        return np.nan_to_num(np.stack(columns, axis=1), nan=0.0)
+
+    def probabilities(self, model: Model, x: NDArray[np.float32] | None = None) -> Array:
+        """Class probabilities (n, C) of a model for inputs, by default for D_s; NaN where it is not finite."""
+        logits = self._network.logits(model, self.x if x is None else x)
+        with np.errstate(invalid="ignore", over="ignore"):
+            exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
+            shares: Array = exponents / exponents.sum(axis=1, keepdims=True)
+        return shares
+
+    # ------------------------------------------------------------------------------------------------- the gate
+
+    def trained_gate(
+        self, s: Array, start: Tensors | None, *, trunk: Trunk, epochs: int, sgd: Sgd, seed: int
+    ) -> Tensors:
+        """Eq. 2: fit the gate to the suitability s (n, K) by the mean of KL(s || G) over D_s.
+
+        Args:
+            s: rows on the simplex; constants here.
+            start: a gate to go on from; None: a new one.
+            trunk: see `Gate`.
+            epochs: passes over D_s.
+            sgd: learning rate, momentum and batch size.
+            seed: of the weights and the batches.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            gate = Gate(self.task.input_shape, s.shape[1], trunk)
+        if start is not None:
+            gate.load_state_dict({name: torch.tensor(value) for name, value in start.items()})
+        optimiser = torch.optim.SGD(
+            gate.parameters(), lr=sgd.learning_rate, momentum=sgd.momentum, weight_decay=GATE_DECAY
+        )
+        n = len(self.y)
+        steps = epochs * -(-n // min(sgd.batch_size, n))
+        x, target = tensor(self.x), tensor(s.astype(np.float32))
+        for batch in itertools.islice(batches(n, sgd.batch_size, np.random.default_rng((seed, n))), steps):
+            rows = torch.from_numpy(batch)
+            loss = functional.kl_div(functional.log_softmax(gate(x[rows]), dim=1), target[rows], reduction="batchmean")
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        return {name: value.detach().numpy().copy() for name, value in gate.state_dict().items()}
+
+    def routing(self, gate: Tensors, x: NDArray[np.float32] | None = None) -> Array:
+        """Eq. 6: p(x) = G(x), (n, K), for inputs, by default for D_s."""
+        inputs = tensor(self.x if x is None else x)
+        trunk: Trunk = "auto" if "conv1.weight" in gate else "vector"
+        module = Gate(self.task.input_shape, len(gate["out.weight"]), trunk)
+        module.load_state_dict({name: torch.tensor(value) for name, value in gate.items()})
+        with torch.inference_mode():
+            parts = [torch.softmax(module(chunk).double(), dim=1) for chunk in torch.split(inputs, CHUNK)]
+        return torch.cat(parts).numpy()
+
+    # ------------------------------------------------------------------------------------------------ cold start
+
+    def bundle(
+        self,
+        models: Sequence[Model],
+        shares: Sequence[float],
+        *,
+        layout: Layout,
+        log_prior: Array | None,
+        release: int,
+        method: str,
+    ) -> dict[str, bytes]:
+        """Section 7: the files of a new client's bundle, by name; torch and ONNX Runtime agree on D_s.
+
+        Args:
+            models: the assembled model alone, or the experts whose outputs are mixed.
+            shares: of each model in the output; sum to 1.
+            layout: of the models.
+            log_prior: t_c, added to the logits of class c, (C,); None: nothing is.
+            release: of the bundle.
+            method: named in the manifest.
+        """
+        alone = len(models) == 1
+        mixture = Mixture(
+            candidates=tuple(
+                Candidate(
+                    role=Role.GLOBAL if alone else Role.EXPERT,
+                    name=Role.GLOBAL.value if alone else f"{Role.EXPERT.value}-{k}",
+                    model=model,
+                    kappa=0.0 if log_prior is None else 1.0,
+                    weight=share,
+                )
+                for k, (model, share) in enumerate(zip(models, shares, strict=True))
+            ),
+            log_prior=np.zeros(self.task.n_classes) if log_prior is None else log_prior,
+            beta=0.0,
+            gate=GateWeights.untrained(n_gate_features(self.task), len(models)),
+            top=len(models),
+        )
+        with tempfile.TemporaryDirectory(prefix="fedge-cold-start-") as folder:
+            info = write_bundle(
+                Path(folder) / "bundle",
+                task=self.task,
+                layout=layout,
+                mixture=mixture,
+                validation=self.x,
+                release=release,
+                method=method,
+                metrics={},
+            )
+            return {file.name: file.read_bytes() for file in sorted(info.path.iterdir())}
+
+
+def labelled(task: TaskSpec, source: Path) -> Samples:
+    """The samples of an .npz or a folder of images, as devices read theirs; those marked as test are left out.
+
+    Raises:
+        ConfigError: the source cannot be read or does not fit the task.
+    """
+    data = device_data(task, source, seed=0)
+    return np.concatenate([data.x_train, data.x_val]), np.concatenate([data.y_train, data.y_val])
