@@ -32,7 +32,9 @@ from fedge.errors import ConfigError
 S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-SECTIONS: Final = ("agent", "broker", "coordinator", "demo", "export", "infer", "method", "status")
+SECTIONS: Final = (
+    *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "method", "simulate", "status"),
+)
 """Sections that a TOML file may have; one file can serve all roles."""
 
 
@@ -109,7 +111,7 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
             type or range, or a setting without default is missing.
     """
     known = {setting.name: setting for setting in describe(settings, section)}
-    from_file = _section_of(config_file, section)
+    from_file = section_of(config_file, section)
     _refuse_unknown(from_file, known, f"[{section}] of {config_file}")
     variables = _environment_of(section, known)
     values: dict[str, object] = {}
@@ -126,6 +128,25 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
                 "the file named by --config"
             )
     return settings(**values)
+
+
+def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
+    """One section of the TOML file as it is; empty without a file or section.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a section that no command knows.
+    """
+    if config_file is None:
+        return {}
+    try:
+        document = tomllib.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {config_file}: {error}") from error
+    _refuse_unknown(document, SECTIONS, str(config_file))
+    content = document.get(section, {})
+    if not isinstance(content, dict):
+        raise ConfigError(f"{section} in {config_file} must be a section: [{section}]")
+    return content
 
 
 def nearest(word: str, right: Iterable[str]) -> str:
@@ -185,20 +206,6 @@ def _help(setting: Setting) -> str:
         notes.append(f"default: {value}")
     notes.append(f"env: {setting.environment}")
     return f"{setting.help}  [{'; '.join(notes)}]"
-
-
-def _section_of(config_file: Path | None, section: str) -> dict[str, Any]:
-    if config_file is None:
-        return {}
-    try:
-        document = tomllib.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {config_file}: {error}") from error
-    _refuse_unknown(document, SECTIONS, str(config_file))
-    content = document.get(section, {})
-    if not isinstance(content, dict):
-        raise ConfigError(f"{section} in {config_file} must be a section: [{section}]")
-    return content
 
 
 def _prefix(section: str) -> str:
