@@ -16,20 +16,23 @@ from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import Action, BlobRef, Context
 from fedge.tasks import partition, pool, share_data
+from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
 
 
 class Fleet(SimulatedFleet):
     """A simulated fleet whose `silent` devices never answer. `asked`: every round, step and device, in order.
 
-    `births`: how often each device has been born, where that is not 0.
+    `absent`: devices that are not there; `births`: how often each device has been born, where that is not 0.
     """
 
     silent: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
     births: Mapping[str, int] = {}
 
     def devices(self) -> tuple[Device, ...]:
-        return tuple(dataclasses.replace(d, births=self.births.get(d.id, 0)) for d in super().devices())
+        there = (d for d in super().devices() if d.id not in self.absent)
+        return tuple(dataclasses.replace(d, births=self.births.get(d.id, 0)) for d in there)
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         self.asked = [*getattr(self, "asked", []), *((self.round, step, device) for device in sorted(actions))]
@@ -38,11 +41,19 @@ class Fleet(SimulatedFleet):
 
 
 def digits(
-    home: Path, *, n: int = 6, how: str = "groups", alpha: float = 1.0, seed: int = 0, limit: int | None = None
+    home: Path,
+    *,
+    n: int = 6,
+    how: str = "groups",
+    alpha: float = 1.0,
+    seed: int = 0,
+    limit: int | None = None,
+    n_groups: int = 3,
+    groups: Groups = "rotation",
 ) -> tuple[Fleet, Layout, BlobRef, dict[str, int]]:
     """A fleet, the layout, the initial model, and the true group of each device."""
     samples = pool("digits", seed=seed, limit=limit)
-    shares = partition(samples, n, how=how, alpha=alpha, sensitive=0.3, seed=seed)
+    shares = partition(samples, n, how=how, alpha=alpha, sensitive=0.3, seed=seed, n_groups=n_groups, groups=groups)
     layout, first = models.initial(samples.spec, seed)
     data = {f"d{i:02d}": share_data(samples.spec, share) for i, share in enumerate(shares)}
     workers = {i: Worker(i, samples.spec, own, home / i) for i, own in data.items()}
@@ -51,8 +62,8 @@ def digits(
         for k, i in enumerate(data)
     }
     fleet = Fleet(samples.spec, layout, workers, seed=seed, contexts=contexts)
-    groups = {i: share.group for i, share in zip(data, shares, strict=True)}
-    return fleet, layout, fleet.put(unflatten(first, layout)), groups
+    group_of = {i: share.group for i, share in zip(data, shares, strict=True)}
+    return fleet, layout, fleet.put(unflatten(first, layout)), group_of
 
 
 def predicted(worker: Worker, x: NDArray[np.float32], release: int = 1) -> NDArray[np.float64]:
