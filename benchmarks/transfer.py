@@ -175,7 +175,8 @@ async def run_peer(port: int, home: Path, name: str, other: str, durable: bool, 
                 )
                 pipe.send(time.monotonic() - began)
             else:
-                folder.remove(argument.digest)
+                for digest in tuple(folder):
+                    folder.remove(digest)
                 pipe.send(None)
 
 
@@ -236,12 +237,12 @@ class Bench:
 
     def _fetch(self, source: Child, target: Child, size: int) -> tuple[float, float]:
         ref = source.ask(("make", size))
+        target.ask(("clear", None))  # just now, as the subscriber of the floors does
         pids = (self.broker_pid, source.pid, target.pid)
         before = cpu_s(*pids)
         wall = float(target.ask(("fetch", ref)))  # type: ignore[arg-type]
         cpu = cpu_s(*pids) - before
-        for child in (source, target):
-            child.ask(("remove", ref))
+        source.ask(("clear", None))
         return wall, cpu
 
     def end(self) -> None:

@@ -526,6 +526,7 @@ class Want(_Message, frozen=True, kw_only=True, tag="want"):
     device_id: Id  # who asks, or, from the coordinator, whom it asks
     digest: Digest
     ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=256)]
+    listening: Count = 0  # drawn with each subscription, and when chunks on their way may be lost; 0: it does not say
 
 
 Message = Status | Context | Order | Report | Ack | Want

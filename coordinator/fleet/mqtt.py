@@ -308,7 +308,8 @@ class MqttFleet:
         want = decode(inbound.payload, Want)
         if want.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
-        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest))
+        listener = (device, want.listening) if want.listening else None
+        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
 
     def _on_report(self, device: str, inbound: Inbound) -> None:
         report = decode(inbound.payload, Report)

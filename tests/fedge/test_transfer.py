@@ -23,6 +23,7 @@ from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import (
     ASK_BYTES,
+    LISTENERS,
     MAX_RANGES,
     PART_KEPT_S,
     SENT_BLOBS,
@@ -176,6 +177,66 @@ def test_what_was_published_before_waits_for_more_who_want_it():
     assert drain(sending, 50) == [("digest", 50, 80)]
     sending.release(KEY)
     assert drain(sending, 50) == [("digest", 0, 50)]
+
+
+ONE, TWO = ("one", 1), ("two", 7)
+
+
+def test_what_others_wanted_is_not_published_again_for_who_listens_already():
+    sending = Sending()
+    sending.want(KEY, [(0, 40)], ONE)
+    sending.want(KEY, [(0, 40)], TWO)
+    assert drain(sending, 40) == [("digest", 0, 40)]
+    sending.want(KEY, [(40, 80)], ONE)
+    assert drain(sending, 40) == [("digest", 40, 80)]
+    assert not sending.want(KEY, [(40, 100)], TWO)  # it lags: [40, 80) is on its way to it
+    assert drain(sending, 40) == [("digest", 80, 100)]
+
+
+@pytest.mark.parametrize("newcomer", [("three", 3), ("one", 2), None])
+def test_who_was_not_listening_is_sent_it_again(newcomer):
+    """Another device; the same one with a new subscription, or after a stall; and one that does not say."""
+    sending = Sending()
+    sending.want(KEY, [(0, 40)], ONE)
+    drain(sending, 40)
+    assert sending.want(KEY, [(0, 40)], newcomer)
+    sending.release(KEY)
+    assert drain(sending, 40) == [("digest", 0, 40)]
+
+
+def test_who_is_forgotten_is_sent_it_again():
+    sending = Sending()
+    for i in range(LISTENERS + 1):
+        sending.want(KEY, [(0, 1)], ("device", i + 1))
+    drain(sending, 1)
+    assert not sending.want(KEY, [(0, 1)], ("device", LISTENERS + 1))
+    assert sending.want(KEY, [(0, 1)], ("device", 1))
+    assert len(sending._blobs[KEY].on_the_way) == LISTENERS
+
+
+@given(st.lists(st.one_of(st.tuples(st.integers(1, 3), small_ranges), st.none())), st.integers(1, 20))
+def test_every_listener_gets_what_it_wants(steps, chunk):
+    """Since its first want; None publishes one chunk."""
+    sending, wanted, got = Sending(), {}, {}
+
+    def publish() -> bool:
+        found = sending.next(chunk)
+        for listener in got:
+            got[listener] |= offsets([found[1:]]) if found else set()
+        return found is not None
+
+    for step in steps:
+        if step is None:
+            publish()
+        else:
+            listener = ("device", step[0])
+            sending.want(KEY, [step[1]], listener)
+            wanted[listener] = wanted.get(listener, set()) | offsets([step[1]])
+            got.setdefault(listener, set())
+    sending.release(KEY)
+    while publish():
+        pass
+    assert all(wanted[listener] <= got[listener] for listener in wanted)
 
 
 def test_blobs_take_turns():
@@ -442,6 +503,37 @@ async def test_lost_want_is_asked_again(broker, tmp_path):
     receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.2)
     async with serving(broker, up, lose={0, 1}), link:
         assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
+async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_path):
+    """Its Wants bear one number until nothing comes any more, and another one then."""
+    data = os.urandom(ASK_BYTES + 1_000_000)
+    ref = a_ref(data)
+    link, other = transport(mosquitto, "agent"), transport(mosquitto, "sender")
+    receiver = Receiver(link, BlobFolder(tmp_path), stall_s=0.5)
+    numbers: list[int] = []
+    stalled = asyncio.Event()
+
+    async def on_want(message: Inbound) -> None:
+        want = decode(message.payload, Want)
+        numbers.append(want.listening)
+        for start, end in want.ranges if len(numbers) == 1 else ():
+            for offset in range(start, end, LARGE_CHUNK):
+                chunk = data[offset : min(offset + LARGE_CHUNK, end)]
+                sending.create_task(other.publish(TOPICS.model_chunk(ref.digest, offset), chunk))
+        if len(set(numbers)) == 2:
+            stalled.set()
+
+    async with asyncio.TaskGroup() as sending, link, other:
+        await other.subscribe(TOPICS.agent("+", "wants"), on_want)
+        fetching = asyncio.create_task(fetch(receiver, ref))
+        async with asyncio.timeout(WAIT_S):
+            await stalled.wait()
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+    assert len(numbers) >= 3
+    assert len(set(numbers[:-1])) == 1
+    assert 0 not in numbers
 
 
 async def test_sender_that_comes_late(broker, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import paho.mqtt.client as paho
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from fedge.transport import (
     _Publish,
     backoff_s,
     chunk_bytes_for,
+    filter_matches,
     tune_malloc,
 )
 from tests.support.broker import transport
@@ -55,6 +57,14 @@ async def until(condition) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ pure parts
+
+
+@pytest.mark.parametrize("topic", ["a", "a/b", "a/b/c", "/a", "a/", "", "$SYS/b", "b/a"])
+@pytest.mark.parametrize(
+    "wanted", ["a", "a/b", "a/+", "+/b", "+", "#", "a/#", "a/b/#", "+/+", "/+", "/#", "$SYS/#", "+/b/c"]
+)
+def test_filters_match_what_paho_says(wanted, topic):
+    assert filter_matches(wanted.split("/"), topic.split("/")) == paho.topic_matches_sub(wanted, topic)
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
