@@ -2,6 +2,17 @@
 
 from export.bundle import BundleInfo, write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture
+from export.pool import Pool, PoolGate
 from export.reference import reference
 
-__all__ = ["BundleInfo", "Candidate", "GateWeights", "Guard", "Mixture", "reference", "write_bundle"]
+__all__ = [
+    "BundleInfo",
+    "Candidate",
+    "GateWeights",
+    "Guard",
+    "Mixture",
+    "Pool",
+    "PoolGate",
+    "reference",
+    "write_bundle",
+]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from export import parity
 from export.graph import gate_tensors, skeleton
 from export.mixture import Mixture
+from export.pool import Pool, expected, pool_parts, pool_skeleton
 from fedge.bundle import (
     MANIFEST,
     SKELETON,
@@ -24,11 +25,13 @@ from fedge.bundle import (
     GuardInfo,
     Manifest,
     Part,
+    PoolInfo,
     encode,
     with_parts,
 )
 from fedge.errors import StoreError
 from fedge.files import replace_folder, write_atomically
+from fedge.messages import Role
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, to_bytes, unflatten
 
@@ -47,7 +50,7 @@ def write_bundle(
     *,
     task: TaskSpec,
     layout: Layout,
-    mixture: Mixture,
+    mixture: Mixture | Pool,
     validation: NDArray[np.floating],
     release: int,
     method: str,
@@ -61,7 +64,7 @@ def write_bundle(
         folder: becomes the bundle; its parent is made.
         task: what the bundle is for.
         layout: of the candidates' models.
-        mixture: see `Mixture`.
+        mixture: see `Mixture` and `Pool`.
         validation: (n, *input_shape) model inputs of the device for the parity check; n may be 0.
         release: counts up; a device refuses to go back.
         method: what made the candidates, for people.
@@ -73,10 +76,16 @@ def write_bundle(
         ConfigError: the network cannot be expressed in ONNX.
         StoreError: the disk is full or the folder cannot be written.
     """
-    _check(task, mixture, metrics)
-    parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
-    parts.append(to_bytes(gate_tensors(mixture)))
-    graph = skeleton(task, mixture, parts[0], parts[-1])
+    if not all(map(math.isfinite, metrics.values())):
+        raise ValueError("a metric is not finite")
+    if isinstance(mixture, Pool):
+        parts = pool_parts(mixture, layout)
+        graph = pool_skeleton(task, layout, mixture, parts)
+    else:
+        _check(task, mixture)
+        parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
+        parts.append(to_bytes(gate_tensors(mixture)))
+        graph = skeleton(task, mixture, parts[0], parts[-1])
     names = [Part(digest=digest_of(data), size_bytes=len(data)) for data in parts]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +105,7 @@ def write_bundle(
     return BundleInfo(digest=digest_of(manifest), max_abs_diff=difference, path=folder)
 
 
-def _check(task: TaskSpec, mixture: Mixture, metrics: Mapping[str, float]) -> None:
+def _check(task: TaskSpec, mixture: Mixture) -> None:
     gate, m = mixture.gate, len(mixture.candidates)
     hidden, features = np.shape(gate.hidden_weight)
     shapes = {
@@ -117,8 +126,6 @@ def _check(task: TaskSpec, mixture: Mixture, metrics: Mapping[str, float]) -> No
     gate_arrays = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, mixture.log_prior)
     if not all(np.isfinite(array).all() for array in gate_arrays) or not math.isfinite(mixture.beta):
         raise ValueError("gate, prior or beta holds a number that is not finite")
-    if not all(map(math.isfinite, metrics.values())):
-        raise ValueError("a metric is not finite")
 
 
 def _put(path: Path, data: bytes, part: Part) -> None:
@@ -134,16 +141,23 @@ def _put(path: Path, data: bytes, part: Part) -> None:
 
 
 def _parity(
-    task: TaskSpec, layout: Layout, mixture: Mixture, graph: bytes, folder: Path, validation: NDArray[np.floating]
+    task: TaskSpec,
+    layout: Layout,
+    mixture: Mixture | Pool,
+    graph: bytes,
+    folder: Path,
+    validation: NDArray[np.floating],
 ) -> float:
     x = parity.samples(task, validation)
     found = parity.run(graph, str(folder), x)[0]
+    if isinstance(mixture, Pool):
+        return parity.check(found, expected(task, layout, mixture, x))
     return parity.check(found, parity.expected(task, layout, mixture, x)[0])
 
 
 def _manifest(
     task: TaskSpec,
-    mixture: Mixture,
+    mixture: Mixture | Pool,
     parts: list[Part],
     graph: bytes,
     release: int,
@@ -151,35 +165,71 @@ def _manifest(
     metrics: Mapping[str, float],
     difference: float,
 ) -> Manifest:
-    guard = None
-    if mixture.guard is not None:
-        temperature, kappa = float(mixture.guard.temperature), float(mixture.guard.kappa)
-        guard = GuardInfo(candidate=mixture.guard.candidate, temperature=temperature, kappa=kappa)
+    candidates, fusion, pool = (
+        _described_pool(mixture, parts) if isinstance(mixture, Pool) else _described(mixture, parts)
+    )
     return Manifest(
         task=task,
         method=method,
         release=release,
         skeleton=Part(digest=digest_of(graph), size_bytes=len(graph)),
-        gate=parts[-1],
-        candidates=tuple(
-            CandidateInfo(
-                role=c.role,
-                name=c.name,
-                part=part,
-                temperature=float(c.temperature),
-                kappa=float(c.kappa),
-                energy_mean=float(c.energy_mean),
-                energy_std=float(c.energy_std),
-                weight=float(c.weight),
-            )
-            for c, part in zip(mixture.candidates, parts[:-1], strict=True)
-        ),
-        fusion=Fusion(
-            beta=float(mixture.beta),
-            energy_clip=None if math.isinf(mixture.energy_clip) else float(mixture.energy_clip),
-            top=mixture.top,
-            guard=guard,
-        ),
+        gate=parts[len(candidates)],
+        candidates=candidates,
+        fusion=fusion,
+        pool=pool,
         metrics={name: float(value) for name, value in metrics.items()},
         max_abs_diff=difference,
+    )
+
+
+_Description = tuple[tuple[CandidateInfo, ...], Fusion, PoolInfo | None]
+
+
+def _described(mixture: Mixture, parts: list[Part]) -> _Description:
+    guard = None
+    if mixture.guard is not None:
+        temperature, kappa = float(mixture.guard.temperature), float(mixture.guard.kappa)
+        guard = GuardInfo(candidate=mixture.guard.candidate, temperature=temperature, kappa=kappa)
+    candidates = tuple(
+        CandidateInfo(
+            role=c.role,
+            name=c.name,
+            part=part,
+            temperature=float(c.temperature),
+            kappa=float(c.kappa),
+            energy_mean=float(c.energy_mean),
+            energy_std=float(c.energy_std),
+            weight=float(c.weight),
+        )
+        for c, part in zip(mixture.candidates, parts[:-1], strict=True)
+    )
+    fusion = Fusion(
+        beta=float(mixture.beta),
+        energy_clip=None if math.isinf(mixture.energy_clip) else float(mixture.energy_clip),
+        top=mixture.top,
+        guard=guard,
+    )
+    return candidates, fusion, None
+
+
+def _described_pool(pool: Pool, parts: list[Part]) -> _Description:
+    m = len(pool.modules)
+    candidates = tuple(
+        CandidateInfo(
+            role=Role.PRIVATE if k == pool.own else Role.EXPERT,
+            name=f"module-{k}",
+            part=part,
+            temperature=1.0,
+            kappa=0.0,
+            energy_mean=0.0,
+            energy_std=1.0,
+            weight=float(pool.keep[k]),
+        )
+        for k, part in enumerate(parts[:m])
+    )
+    fusion = Fusion(beta=0.0, energy_clip=None, top=pool.top, guard=None)
+    return (
+        candidates,
+        fusion,
+        PoolInfo(trunk=None if pool.trunk is None else parts[-1], own=pool.own, anchored=pool.anchored),
     )

@@ -66,138 +66,148 @@ def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part:
         candidate_part: a candidate's safetensors file, for its layout.
         gate_part: the gate's.
     """
-    import onnx
-
-    model = branch(task)
-    graph = _Graph(n_candidates=len(mixture.candidates))
-    graph.add_branches(model, candidate_part)
-    graph.add_gate(task, gate_part)
-    graph.add_fusion(task.n_classes, mixture.experts if len(mixture.experts) > mixture.top else (), mixture.top)
-    n, c, m = "n", task.n_classes, len(mixture.candidates)
-    float32 = onnx.TensorProto.FLOAT
-    proto = onnx.helper.make_graph(
-        graph.nodes,
-        "fedge",
-        [onnx.helper.make_tensor_value_info(INPUT, float32, [n, *task.input_shape])],
-        [onnx.helper.make_tensor_value_info(o, float32, [n, size]) for o, size in zip(OUTPUTS, (c, m, m), strict=True)],
-        graph.initializers,
-    )
-    whole = onnx.helper.make_model(
-        proto, opset_imports=list(model.opset_import), ir_version=IR_VERSION, producer_name="fedge"
-    )
-    data: bytes = whole.SerializeToString(deterministic=True)
-    return data
+    model, m = branch(task), len(mixture.candidates)
+    graph = Graph()
+    for k in range(m):
+        graph.add_branch(model, f"c{k}/", k, candidate_part)
+    graph.add_part(m, gate_part)
+    add_gate(graph, task)
+    add_fusion(graph, m, task.n_classes, mixture.experts if len(mixture.experts) > mixture.top else (), mixture.top)
+    return graph.serialise(task, m, model.opset_import)
 
 
-class _Graph:
+class Graph:
     """Nodes and initializers as they come together."""
 
-    def __init__(self, n_candidates: int) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
-        self._m = n_candidates
+    def __init__(self) -> None:
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
         self._names = 0
 
-    def add_branches(self, model: onnx.ModelProto, part: bytes) -> None:
-        """One copy of the network per candidate, c{k}/logits each."""
+    def add_branch(self, model: onnx.ModelProto, prefix: str, index: int, part: bytes) -> None:
+        """A copy of the network whose names begin with `prefix`; its weights lie in part number `index`."""
         import onnx
 
         places = tensor_places(part)
-        for k in range(self._m):
-            renamed = onnx.compose.add_prefix(model, f"c{k}/", rename_inputs=False).graph
-            self.nodes.extend(renamed.node)
-            for held in renamed.initializer:
-                if held.data_location == onnx.TensorProto.EXTERNAL:
-                    _point(held, k, places[held.name.removeprefix(f"c{k}/")])
-                self.initializers.append(held)
+        renamed = onnx.compose.add_prefix(model, prefix, rename_inputs=False).graph
+        self._nodes.extend(renamed.node)
+        for held in renamed.initializer:
+            if held.data_location == onnx.TensorProto.EXTERNAL:
+                _point(held, index, places[held.name.removeprefix(prefix)])
+            self._initializers.append(held)
 
-    def add_gate(self, task: TaskSpec, part: bytes) -> None:
-        """Residual gate with log ω in its last bias: gate (n, M). Declares the tensors of the gate's part."""
+    def add_part(self, index: int, part: bytes, prefix: str = "") -> None:
+        """Declare the tensors of part number `index`, each named `prefix` and its own name."""
         import onnx
 
-        for name, (dtype, shape, start, length) in tensor_places(part).items():
-            held = onnx.TensorProto(name=name, dims=shape, data_location=onnx.TensorProto.EXTERNAL)
-            held.data_type = onnx.TensorProto.INT64 if dtype == "I64" else onnx.TensorProto.FLOAT
-            _point(held, self._m, (dtype, shape, start, length))
-            self.initializers.append(held)
-        kernel = gate_pool(task.input_shape)
-        pooled = INPUT
-        if kernel != (1, 1):
-            pooled = self._op("AveragePool", INPUT, kernel_shape=kernel, strides=kernel)
-        features = self._op("Flatten", pooled)
-        hidden = self._op("Gemm", features, "gate.hidden.weight", "gate.hidden.bias", transB=1)
-        self._op("Gemm", self._op("Relu", hidden), "gate.out.weight", "gate.out.bias", transB=1, out="gate")
+        for name, place in tensor_places(part).items():
+            held = onnx.TensorProto(name=prefix + name, dims=place[1], data_location=onnx.TensorProto.EXTERNAL)
+            held.data_type = onnx.TensorProto.INT64 if place[0] == "I64" else onnx.TensorProto.FLOAT
+            _point(held, index, place)
+            self._initializers.append(held)
 
-    def add_fusion(self, n_classes: int, experts: tuple[int, ...], top: int) -> None:
-        """From c{k}/logits and gate to the outputs."""
-        flat = self._op("Concat", *(f"c{k}/{LOGITS}" for k in range(self._m)), axis=1)
-        logits = self._op("Reshape", flat, self._const([-1, self._m, n_classes]))
-        classes, infinity = self._const([2]), self._const(np.float32(np.inf))
-
-        # s = log ω + r + β clip(ẽ); ẽ = (logsumexp l − μ) / σ
-        lse = self._op("ReduceLogSumExp", logits, classes, keepdims=0)
-        energy = self._op("Mul", self._op("Sub", lse, "energy.mean"), "energy.inverse_std")
-        clipped = self._op("Clip", energy, "energy.low", "energy.high")
-        score = self._op("Add", self._op("Mul", clipped, "energy.beta"), "gate")
-
-        # usable: every logit and the score are finite, seen in one sum that would not be otherwise
-        total = self._op("Add", self._op("ReduceL1", logits, classes, keepdims=0), score)
-        usable = self._op("Less", self._op("Abs", total), infinity)
-        score = self._op("Where", usable, score, self._const(LOWEST))
-        self._op("Where", usable, energy, self._const(np.float32(np.nan)), out="energies")
-        if experts:
-            score = self._select(score, experts, top)
-        alpha = self._op("Softmax", score, axis=1)
-        self._op("Where", usable, alpha, self._const(np.float32(0)), out="weights")
-
-        # exp q, a row for each candidate and one for the guard; a row of zeros is 1/C, which is what remains
-        # when nothing is usable
-        rows = self._op("Gather", logits, "order", axis=1)
-        kept = self._op("Gather", usable, "order", axis=1)
-        z = self._op("Add", self._op("Mul", rows, "scale"), "prior")
-        last = self._const([2])
-        z = self._op("Where", self._op("Unsqueeze", kept, last), z, self._const(np.float32(0)))
-        q = self._op("Softmax", z, axis=2)
-
-        # p = (1 − g) Σ α_k exp q_k + g exp q_guard; g = 0 where the guard's candidate is not usable
-        guarded = self._op("Gather", kept, self._const([self._m]), axis=1)
-        g = self._op("Where", guarded, "guard.share", self._const(np.float32(0)))
-        rest = self._op("Mul", alpha, self._op("Sub", self._const(np.float32(1)), g))
-        weights = self._op("Unsqueeze", self._op("Concat", rest, g, axis=1), last)
-        self._op("ReduceSum", self._op("Mul", weights, q), self._const([1]), keepdims=0, out="probabilities")
-
-    def _select(self, score: str, experts: tuple[int, ...], top: int) -> str:
-        """Keep the `top` best experts, the lower index on a tie; the others get the score of a dropped candidate."""
-        expert = self._const(np.isin(np.arange(self._m), experts))
-        # Candidates that need no place are put below even the dropped ones, so that TopK never returns them.
-        competing = self._op("Where", expert, score, self._const(np.float32(-np.inf)))
-        best, where = self._name(), self._name()
-        self._add("TopK", [competing, self._const([top])], [best, where], axis=1)
-        others = self._op("Where", expert, self._const(LOWEST), score)
-        return self._op("ScatterElements", others, where, best, axis=1)
-
-    def _op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        name = out or self._name()
-        self._add(kind, list(inputs), [name], **attributes)
+    def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
+        """A node with one output; its name."""
+        (name,) = self.ops(kind, 1, *inputs, out=out, **attributes)
         return name
 
-    def _add(self, kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -> None:
+    def ops(self, kind: str, n_outputs: int, *inputs: str, out: str = "", **attributes: Any) -> tuple[str, ...]:
+        """A node with some outputs; their names. `out`: the first one's name."""
         import onnx
 
-        self.nodes.append(onnx.helper.make_node(kind, inputs, outputs, name=f"{kind}:{outputs[0]}", **attributes))
+        names = [out or self._name(), *(self._name() for _ in range(n_outputs - 1))]
+        self._nodes.append(onnx.helper.make_node(kind, list(inputs), names, name=f"{kind}:{names[0]}", **attributes))
+        return tuple(names)
+
+    def const(self, value: object) -> str:
+        """A small constant inside the graph; equal ones are one."""
+        import onnx
+
+        array = np.array(value)
+        name = f"const:{array.dtype}:{array.tolist()}"
+        if all(i.name != name for i in self._initializers):
+            self._initializers.append(onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def serialise(self, task: TaskSpec, n_candidates: int, opset: Any) -> bytes:
+        """The model's bytes; equal graphs give equal bytes."""
+        import onnx
+
+        float32, sizes = onnx.TensorProto.FLOAT, (task.n_classes, n_candidates, n_candidates)
+        proto = onnx.helper.make_graph(
+            self._nodes,
+            "fedge",
+            [onnx.helper.make_tensor_value_info(INPUT, float32, ["n", *task.input_shape])],
+            [onnx.helper.make_tensor_value_info(o, float32, ["n", k]) for o, k in zip(OUTPUTS, sizes, strict=True)],
+            self._initializers,
+        )
+        whole = onnx.helper.make_model(proto, opset_imports=list(opset), ir_version=IR_VERSION, producer_name="fedge")
+        data: bytes = whole.SerializeToString(deterministic=True)
+        return data
 
     def _name(self) -> str:
         self._names += 1
         return f"f{self._names}"
 
-    def _const(self, value: object) -> str:
-        import onnx
 
-        array = np.array(value)
-        name = f"const:{array.dtype}:{array.tolist()}"
-        if all(i.name != name for i in self.initializers):
-            self.initializers.append(onnx.numpy_helper.from_array(array, name))
-        return name
+def add_gate(graph: Graph, task: TaskSpec) -> None:
+    """Residual gate with log ω in its last bias: gate (n, M)."""
+    kernel = gate_pool(task.input_shape)
+    pooled = INPUT
+    if kernel != (1, 1):
+        pooled = graph.op("AveragePool", INPUT, kernel_shape=kernel, strides=kernel)
+    features = graph.op("Flatten", pooled)
+    hidden = graph.op("Gemm", features, "gate.hidden.weight", "gate.hidden.bias", transB=1)
+    graph.op("Gemm", graph.op("Relu", hidden), "gate.out.weight", "gate.out.bias", transB=1, out="gate")
+
+
+def add_fusion(graph: Graph, m: int, n_classes: int, experts: tuple[int, ...], top: int) -> None:
+    """From c{k}/logits and gate to the outputs."""
+    flat = graph.op("Concat", *(f"c{k}/{LOGITS}" for k in range(m)), axis=1)
+    logits = graph.op("Reshape", flat, graph.const([-1, m, n_classes]))
+    classes, infinity = graph.const([2]), graph.const(np.float32(np.inf))
+
+    # s = log ω + r + β clip(ẽ); ẽ = (logsumexp l − μ) / σ
+    lse = graph.op("ReduceLogSumExp", logits, classes, keepdims=0)
+    energy = graph.op("Mul", graph.op("Sub", lse, "energy.mean"), "energy.inverse_std")
+    clipped = graph.op("Clip", energy, "energy.low", "energy.high")
+    score = graph.op("Add", graph.op("Mul", clipped, "energy.beta"), "gate")
+
+    # usable: every logit and the score are finite, seen in one sum that would not be otherwise
+    total = graph.op("Add", graph.op("ReduceL1", logits, classes, keepdims=0), score)
+    usable = graph.op("Less", graph.op("Abs", total), infinity)
+    score = graph.op("Where", usable, score, graph.const(LOWEST))
+    graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out="energies")
+    if experts:
+        score = _select(graph, m, score, experts, top)
+    alpha = graph.op("Softmax", score, axis=1)
+    graph.op("Where", usable, alpha, graph.const(np.float32(0)), out="weights")
+
+    # exp q, a row for each candidate and one for the guard; a row of zeros is 1/C, which is what remains
+    # when nothing is usable
+    rows = graph.op("Gather", logits, "order", axis=1)
+    kept = graph.op("Gather", usable, "order", axis=1)
+    z = graph.op("Add", graph.op("Mul", rows, "scale"), "prior")
+    last = graph.const([2])
+    z = graph.op("Where", graph.op("Unsqueeze", kept, last), z, graph.const(np.float32(0)))
+    q = graph.op("Softmax", z, axis=2)
+
+    # p = (1 − g) Σ α_k exp q_k + g exp q_guard; g = 0 where the guard's candidate is not usable
+    guarded = graph.op("Gather", kept, graph.const([m]), axis=1)
+    g = graph.op("Where", guarded, "guard.share", graph.const(np.float32(0)))
+    rest = graph.op("Mul", alpha, graph.op("Sub", graph.const(np.float32(1)), g))
+    weights = graph.op("Unsqueeze", graph.op("Concat", rest, g, axis=1), last)
+    graph.op("ReduceSum", graph.op("Mul", weights, q), graph.const([1]), keepdims=0, out="probabilities")
+
+
+def _select(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int) -> str:
+    """Keep the `top` best experts, the lower index on a tie; the others get the score of a dropped candidate."""
+    expert = graph.const(np.isin(np.arange(m), experts))
+    # Candidates that need no place are put below even the dropped ones, so that TopK never returns them.
+    competing = graph.op("Where", expert, score, graph.const(np.float32(-np.inf)))
+    best, where = graph.ops("TopK", 2, competing, graph.const([top]), axis=1)
+    others = graph.op("Where", expert, graph.const(LOWEST), score)
+    return graph.op("ScatterElements", others, where, best, axis=1)
 
 
 Place = tuple[str, list[int], int, int]

@@ -47,6 +47,19 @@ def logits_of(task: TaskSpec, layout: Layout, models: Sequence[Model], x: NDArra
     return np.stack(logits)
 
 
+def features_of(task: TaskSpec, layout: Layout, model: Model, x: NDArray[np.float32]) -> tuple[Array, Array]:
+    """Features (n, D) and logits (n, C) of a model by torch."""
+    import torch
+
+    from fedge.models import build, features_and_logits, load
+
+    module = build(task).eval()
+    load(module, model, layout)
+    with torch.inference_mode():
+        f, logits = features_and_logits(module, torch.from_numpy(x))
+    return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
+
+
 def expected(task: TaskSpec, layout: Layout, mixture: Mixture, x: NDArray[np.float32]) -> tuple[Array, Array, Array]:
     """Probabilities, weights and energies by torch and the float64 formula."""
     logits = logits_of(task, layout, [c.model for c in mixture.candidates], x)

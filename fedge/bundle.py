@@ -92,6 +92,17 @@ class Fusion(_Part, frozen=True, kw_only=True):
     guard: GuardInfo | None
 
 
+class PoolInfo(_Part, frozen=True, kw_only=True):
+    """PM-MoE: the candidates are private modules that a gate weighs on logits (pm_moe.md section 5).
+
+    `trunk`: the network that all share where the modules are heads, else None; `own`: the device's own module.
+    """
+
+    trunk: Part | None
+    own: Count
+    anchored: bool
+
+
 class Manifest(_Part, frozen=True, kw_only=True):
     """Everything about a bundle but the numbers of its models.
 
@@ -105,8 +116,9 @@ class Manifest(_Part, frozen=True, kw_only=True):
     release: Count
     skeleton: Part
     gate: Part
-    candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=64)]
+    candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=400)]
     fusion: Fusion
+    pool: PoolInfo | None = None
     metrics: dict[str, float]
     max_abs_diff: NonNegative
     expires: None = None
@@ -115,8 +127,9 @@ class Manifest(_Part, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts in the order of their slots: the candidates, then the gate."""
-        return (*(candidate.part for candidate in self.candidates), self.gate)
+        """The parts in the order of their slots: the candidates, the gate, the trunk of a pool."""
+        trunk = (self.pool.trunk,) if self.pool and self.pool.trunk else ()
+        return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
 
 
 class _Tensor(_Part, frozen=True, kw_only=True):
@@ -193,6 +206,12 @@ def read(folder: Path) -> Bundle:
     for part in manifest.parts:
         _verify(folder / part.file_name, part)
     return Bundle(manifest, _sha256(data), with_parts(skeleton, manifest.parts), folder)
+
+
+def find(bundles: Path, digest: str) -> Path | None:
+    """The folder below `bundles` of the bundle with this digest, unverified; None if there is none."""
+    manifests = sorted(bundles.glob(f"*/{MANIFEST}"))
+    return next((path.parent for path in manifests if _sha256(path.read_bytes()) == digest), None)
 
 
 def _bytes(path: Path, limit: int) -> bytes:

@@ -1,0 +1,234 @@
+"""PM-MoE's mixture as a bundle: a gate weighs the private modules of many devices, sample by sample, on logits.
+
+Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
+2025, Eq. 5 to 9; section numbers are those of our specification of it (pm_moe.md).
+
+For every base algorithm the prediction is  logits = rest + Σ_l w_l m_l,  m_l what module l adds:
+
+    FedPer, FedRep    heads      rest = 0                     m_l = head_l(f)
+    FedRoD            heads      rest = global head(f)        m_l = personal head_l(f)
+    DBE               heads      rest = head(f)               m_l = W P_l, a bias alone
+    LG-FedAvg         bases      rest = bias of the head      m_l = head(base_l(x)) - rest
+
+Heads share one network, the trunk, whose own head gives `rest`; bases are a network each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from export.branch import LOGITS, branch
+from export.graph import LOWEST, Graph
+from export.mixture import Array
+from export.parity import features_of, logits_of
+from fedge.bundle import INPUT, OUTPUTS
+from fedge.errors import ConfigError
+from fedge.messages import Part
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, Tensors, to_bytes, unflatten
+
+SLOPE: Final = 0.01
+"""Of the gate's LeakyReLU, section 5."""
+WIDTHS: Final = (128, 256, 128)
+"""Hidden units of the gate, section 5."""
+WEIGHT: Final = "weight"
+BIAS: Final = "bias"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGate:
+    """Four linear layers, LeakyReLU between them, on (g - mean) / scale.
+
+    weights: (128, F), (256, 128), (128, 256), (M, 128); biases alike; mean, scale: (F,). g are the F features of the
+    trunk where the modules are heads, the flattened model input where they are bases.
+    """
+
+    weights: tuple[NDArray[np.floating], ...]
+    biases: tuple[NDArray[np.floating], ...]
+    mean: NDArray[np.floating]
+    scale: NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All that decides a prediction.
+
+    Attributes:
+        kind: whether the modules are heads or bases.
+        trunk: heads: the network whose features they see and whose own head is `rest`. Bases: None.
+        modules: M of them, by pool index. Heads: {"weight": (C, D), "bias": (C,)}; bases: models of the layout.
+        rest: bases: (C,); heads: unused, zeros.
+        gate: see `PoolGate`.
+        keep: (M,) whether a module survived the denoising; the own one always does.
+        own: its index.
+        top: k' modules of a sample take part, 1 to the number of survivors; the lower index on a tie.
+        anchored: the own module always takes part and the weights are renormalised (section 5).
+    """
+
+    kind: Literal["head", "base"]
+    trunk: Model | None
+    modules: tuple[Tensors | Model, ...]
+    rest: NDArray[np.floating]
+    gate: PoolGate
+    keep: NDArray[np.bool_]
+    own: int
+    top: int
+    anchored: bool
+
+
+# ---------------------------------------------------------------------------------------------------- the formula
+
+
+def gate_logits(gate: PoolGate, g: NDArray[np.floating]) -> Array:
+    """Z (n, M) of the gate's inputs g (n, F), in float64."""
+    h = (np.asarray(g, np.float64) - gate.mean) / gate.scale
+    *hidden, last = zip(gate.weights, gate.biases, strict=True)
+    for weight, bias in hidden:
+        h = h @ np.asarray(weight, np.float64).T + bias
+        h = np.where(h > 0, h, SLOPE * h)
+    return np.asarray(h @ np.asarray(last[0], np.float64).T + last[1])
+
+
+def top_weights(alpha: Array, top: int, *, own: int | None = None, keep: NDArray[np.bool_] | None = None) -> Array:
+    """Weights w (n, M) of the `top` largest alpha, the lower index on a tie (section 5).
+
+    `own` None: preset "paper", as they are. Otherwise "anchored": the own module displaces the weakest of them, and the
+    weights are renormalised. `keep`: modules outside it are never selected.
+
+    Example:
+        >>> alpha = np.array([[0.1, 0.3, 0.3, 0.05, 0.25]])
+        >>> top_weights(alpha, 2).tolist(), top_weights(alpha, 2, own=4).round(6).tolist()
+        ([[0.0, 0.3, 0.3, 0.0, 0.0]], [[0.0, 0.545455, 0.0, 0.0, 0.454545]])
+    """
+    key = alpha.copy() if keep is None else np.where(keep, alpha, -1.0)
+    if own is not None:
+        key[:, own] = 2.0
+    chosen = np.argsort(-key, axis=1, kind="stable")[:, :top]
+    w = np.zeros_like(alpha)
+    np.put_along_axis(w, chosen, np.take_along_axis(alpha, chosen, axis=1), axis=1)
+    return w if own is None else w / w.sum(axis=1, keepdims=True)
+
+
+def pool_reference(pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating]) -> tuple[Array, Array]:
+    """Probabilities (n, C) and weights (n, M) by the formula, from what the modules add (n, M, C) and rest (n, C)."""
+    z = np.where(pool.keep, gate_logits(pool.gate, g), -np.inf)
+    alpha = np.exp(z - z.max(axis=1, keepdims=True))
+    alpha /= alpha.sum(axis=1, keepdims=True)
+    w = top_weights(alpha, pool.top, own=pool.own if pool.anchored else None, keep=pool.keep)
+    logits = rest + np.einsum("nm,nmc->nc", w, modules)
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True), w
+
+
+def expected(task: TaskSpec, layout: Layout, pool: Pool, x: NDArray[np.float32]) -> Array:
+    """Probabilities (n, C) by torch and the float64 formula."""
+    if pool.trunk is None:
+        models = [module for module in pool.modules if isinstance(module, Model)]
+        logits = logits_of(task, layout, models, x).astype(np.float64)
+        rest = np.broadcast_to(np.asarray(pool.rest, np.float64), logits.shape[1:])
+        return pool_reference(pool, (logits - rest).transpose(1, 0, 2), rest, x.reshape(len(x), -1))[0]
+    f, rest = features_of(task, layout, pool.trunk, x)
+    heads = [module for module in pool.modules if not isinstance(module, Model)]
+    modules = np.stack([f @ np.float64(head[WEIGHT]).T + np.float64(head[BIAS]) for head in heads], axis=1)
+    return pool_reference(pool, modules, rest, f)[0]
+
+
+# ------------------------------------------------------------------------------------------------------- the parts
+
+
+def pool_parts(pool: Pool, layout: Layout) -> list[bytes]:
+    """The files of a pool in the order of their slots: a module each, the gate, and the trunk if there is one."""
+    parts = [to_bytes(unflatten(m, layout) if isinstance(m, Model) else m) for m in pool.modules]
+    parts.append(to_bytes(_gate_tensors(pool)))
+    if pool.trunk is not None:
+        parts.append(to_bytes(unflatten(pool.trunk, layout)))
+    return parts
+
+
+def _gate_tensors(pool: Pool) -> Tensors:
+    """Gate, survivors and the own module as numbers, so that the graph is the same for all devices of a pool."""
+    tensors: Tensors = {
+        "gate.mean": np.asarray(pool.gate.mean, np.float32),
+        "gate.inverse_scale": (1 / np.asarray(pool.gate.scale, np.float64)).astype(np.float32),
+        "mask": np.where(pool.keep, np.float32(0), LOWEST),
+        "first": np.where(np.arange(len(pool.keep)) == pool.own, np.float32(2 * pool.anchored), np.float32(0))
+        - np.where(pool.keep, np.float32(0), np.float32(1)),
+        "rest": np.asarray(pool.rest, np.float32),
+    }
+    for k, (weight, bias) in enumerate(zip(pool.gate.weights, pool.gate.biases, strict=True)):
+        tensors |= {f"gate.{k}.weight": np.asarray(weight, np.float32), f"gate.{k}.bias": np.asarray(bias, np.float32)}
+    return tensors
+
+
+def pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]) -> bytes:
+    """Serialise the graph: input x (n, *input_shape) -> probabilities (n, C), weights (n, M), energies (n, M).
+
+    Raises:
+        ConfigError: modules are heads, and the network's graph does not end in a linear layer.
+    """
+    model, m = branch(task), len(pool.modules)
+    graph = Graph()
+    if pool.trunk is None:
+        for k in range(m):
+            graph.add_branch(model, f"c{k}/", k, parts[k])
+        g = graph.op("Flatten", INPUT)
+        own = [f"c{k}/{LOGITS}" for k in range(m)]
+    else:
+        graph.add_branch(model, "trunk/", m + 1, parts[m + 1])
+        g = f"trunk/{_features(model, layout)}"
+        for k in range(m):
+            graph.add_part(k, parts[k], f"c{k}/")
+        own = [graph.op("Gemm", g, f"c{k}/{WEIGHT}", f"c{k}/{BIAS}", transB=1) for k in range(m)]
+    graph.add_part(m, parts[m])
+    stacked = graph.op("Reshape", graph.op("Concat", *own, axis=1), graph.const([-1, m, task.n_classes]))
+    if pool.trunk is None:
+        rest = "rest"
+        stacked = graph.op("Sub", stacked, rest)
+    else:
+        rest = f"trunk/{LOGITS}"
+
+    # z, alpha; a module whose output is not finite is dropped, as one that did not survive the denoising
+    h = graph.op("Mul", graph.op("Sub", g, "gate.mean"), "gate.inverse_scale")
+    for k in range(len(WIDTHS)):
+        h = graph.op("LeakyRelu", graph.op("Gemm", h, f"gate.{k}.weight", f"gate.{k}.bias", transB=1), alpha=SLOPE)
+    last = len(WIDTHS)
+    z = graph.op("Add", graph.op("Gemm", h, f"gate.{last}.weight", f"gate.{last}.bias", transB=1), "mask")
+    size = graph.op("ReduceL1", stacked, graph.const([2]), keepdims=0)
+    usable = graph.op("Less", size, graph.const(np.float32(np.inf)))
+    alpha = graph.op("Softmax", graph.op("Where", usable, z, graph.const(LOWEST)), axis=1)
+
+    # the top k; w
+    _, chosen = graph.ops("TopK", 2, graph.op("Add", alpha, "first"), graph.const([pool.top]), axis=1)
+    none = graph.op("Mul", alpha, graph.const(np.float32(0)))
+    w = graph.op("ScatterElements", none, chosen, graph.op("GatherElements", alpha, chosen, axis=1), axis=1)
+    if pool.anchored:
+        w = graph.op("Div", w, graph.op("ReduceSum", w, graph.const([1]), keepdims=1))
+    w = graph.op("Where", usable, w, graph.const(np.float32(0)), out=OUTPUTS[1])
+
+    # logits = rest + sum w m
+    kept = graph.op("Where", graph.op("Unsqueeze", usable, graph.const([2])), stacked, graph.const(np.float32(0)))
+    added = graph.op("Mul", graph.op("Unsqueeze", w, graph.const([2])), kept)
+    logits = graph.op("Add", rest, graph.op("ReduceSum", added, graph.const([1]), keepdims=0))
+    graph.op("Softmax", logits, axis=1, out=OUTPUTS[0])
+    alone = (
+        graph.op("Add", graph.op("Unsqueeze", rest, graph.const([1])), stacked)
+        if pool.trunk
+        else graph.op("Add", rest, stacked)
+    )
+    energy = graph.op("ReduceLogSumExp", alone, graph.const([2]), keepdims=0)
+    graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out=OUTPUTS[2])
+    return graph.serialise(task, m, model.opset_import)
+
+
+def _features(model: Any, layout: Layout) -> str:
+    """Name of the tensor that the head multiplies in the network's graph."""
+    weight = layout.part(Part.HEAD).tensors[0].name
+    for node in model.graph.node:
+        if node.op_type == "Gemm" and len(node.input) > 1 and node.input[1] == weight and node.output[0] == LOGITS:
+            name: str = node.input[0]
+            return name
+    raise ConfigError("the network's graph does not end in its linear head: heads cannot be exchanged")
