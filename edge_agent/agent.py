@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -125,12 +124,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who the agent is and what it has. n_shared: training samples not marked sensitive; nobody learns how many are."""
+    """Who the agent is and what it has.
+
+    n_shared: training samples not marked sensitive, nobody learns how many are; 0 where nothing is trained.
+    """
 
     device_id: str
     federation: str
     task: TaskSpec
     n_shared: int
+    trains: bool = True
 
 
 def silent(event: str, fields: dict[str, object]) -> None:
@@ -445,7 +448,7 @@ class Agent:
             presence=presence,
             task_fingerprint=self._identity.task.fingerprint(),
             n_samples=self._identity.n_shared,
-            capabilities=capabilities(),
+            capabilities=capabilities(trains=self._identity.trains),
         )
 
     def _measure(self) -> Context:
@@ -484,10 +487,10 @@ class Agent:
         self._observe(event, fields)
 
 
-def capabilities() -> Capabilities:
+def capabilities(*, trains: bool) -> Capabilities:
     """What this machine can do."""
     return Capabilities(
-        trains=find_spec("torch") is not None,
+        trains=trains,
         fedge_version=fedge.__version__,
         python_version=platform.python_version(),
         machine=platform.machine(),

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,7 +21,6 @@ from fedge.credentials import Credentials
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
     from fedge.task import TaskSpec
-    from fedge.tasks import DeviceData
 
 INTERRUPTED: Final = 130
 """Exit code: an agent only ever ends because it was asked to."""
@@ -50,6 +50,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     ]
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
     seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
+    inference_only: Annotated[
+        bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
+    ] = False
     min_free_ram_gb: (
         Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
     ) = None
@@ -78,11 +81,13 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
 
     Raw samples, labels, samples marked sensitive and the private model never leave the device (docs/privacy.md).
-    Killed at any moment and started again with the same --home it goes on where it was.
+    Killed at any moment and started again with the same --home it goes on where it was. Without torch (or with
+    --inference-only) it trains nothing and needs no labels: method fedcoe sends it a finished bundle.
 
     \b
     Examples:
       fedge agent --broker server:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
+      fedge agent --config raspberry_pi.toml --id cam3 --inference-only
       fedge agent --config raspberry_pi.toml --id cam2
       fedge agent --config raspberry_pi.toml --max-temperature-c 70 --json
 
@@ -104,31 +109,54 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
         ConfigError: the task, the data or an address is wrong.
     """
     from edge_agent.agent import Agent, Identity, Limits
-    from fedge.tasks import device_data, task_spec
+    from fedge.tasks import task_spec
 
     task = task_spec(settings.task, settings.data)
-    data = device_data(task, settings.data, seed=settings.seed)
-    identity = Identity(settings.id, settings.federation, task, data.n_shared)
+    trains = not settings.inference_only and find_spec("torch") is not None
+    n_shared, make_worker = _training(settings, task) if trains else _inference(settings, task)
+    identity = Identity(settings.id, settings.federation, task, n_shared, trains)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
         settings.at(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
-        lambda: _make_worker(settings.id, task, data, settings.home),
+        make_worker,
         limits=limits,
         context_interval_s=settings.context_interval_s,
         observe=observe,
     )
 
 
-def _make_worker(device_id: str, task: TaskSpec, data: DeviceData, home: Path) -> Works:
-    """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""
-    import torch
+def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[], Works]]:
+    """How many samples there are for updates, and how to make the worker that learns."""
+    from fedge.tasks import device_data
 
-    from edge_agent.worker import Worker
+    data = device_data(task, settings.data, seed=settings.seed)
 
-    torch.set_num_threads(1)
-    return Worker(device_id, task, data, home)
+    def make_worker() -> Works:
+        """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""
+        import torch
+
+        from edge_agent.worker import Worker
+
+        torch.set_num_threads(1)
+        return Worker(settings.id, task, data, settings.home)
+
+    return data.n_shared, make_worker
+
+
+def _inference(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[], Works]]:
+    """The same for a device that does not learn."""
+    from fedge.tasks import device_inputs
+
+    x = device_inputs(task, settings.data)
+
+    def make_worker() -> Works:
+        from edge_agent.cold_start import InferenceWorker
+
+        return InferenceWorker(settings.id, task, x, settings.home)
+
+    return 0, make_worker
 
 
 async def _run(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> None:

@@ -188,7 +188,7 @@ class Worker:
             case DescribeLabels() as action:
                 result = describe_labels(self, action, order)
             case Route() as action:
-                result = cold_start.route(action, fetch, self.data.x_train)
+                result = cold_start.route(action, fetch, self.data.shared[0])
             case InstallBundle() as action:
                 result = cold_start.install_bundle(action, fetch, self.home, self.task)
         return Outcome(result, {})

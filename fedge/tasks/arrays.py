@@ -18,8 +18,8 @@ TRAIN, VALIDATION, TEST = range(3)
 """Values of `split`."""
 
 
-def read(file: Path) -> dict[str, NDArray[Any]]:
-    """Those of `KEYS` that the file holds, checked; other keys are ignored.
+def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
+    """Those of `KEYS` that the file holds, checked; other keys are ignored. Not `labelled`: y may be missing.
 
     Returns:
         x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; classes
@@ -29,14 +29,15 @@ def read(file: Path) -> dict[str, NDArray[Any]]:
         ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
     """
     table = _load(file, KEYS)
-    if "x" not in table or "y" not in table:
-        raise ConfigError(f"{file} must hold the arrays x and y")
+    if "x" not in table or ("y" not in table and labelled):
+        raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
     x = table["x"]
     if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
         raise ConfigError(f"{file}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
     if not np.isfinite(x).all():
         raise ConfigError(f"{file}: x holds NaN or infinity")
-    table["y"] = _whole_numbers(table["y"], len(x), np.iinfo(np.int64).max, f"{file}: y")
+    if "y" in table:
+        table["y"] = _whole_numbers(table["y"], len(x), np.iinfo(np.int64).max, f"{file}: y")
     if "split" in table:
         table["split"] = _whole_numbers(table["split"], len(x), TEST, f"{file}: split")
     if "sensitive" in table:

@@ -44,6 +44,24 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
     )
 
 
+def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
+    """Model inputs (n, *input_shape) of a device that does not train; labels may be missing and are not looked at.
+
+    Without the samples that are marked as sensitive or as test. Arguments and errors as those of `device_data`.
+    """
+    if ":" in task.name:
+        return user_task(task.name).device_data(source, seed=0).shared[0]
+    if source.is_dir():
+        names = images.names(source, labelled=False)
+        x: NDArray[Any] = images.load(task, source, names)
+        split, sensitive = images.split_numbers(source, names), images.sensitive_flags(source, names)
+    else:
+        table = arrays.read(source, labelled=False)
+        x, split = table["x"], table.get("split")
+        sensitive = table.get("sensitive", np.zeros(len(x), dtype=np.bool_))
+    return preprocess.apply(task, x[~sensitive if split is None else ~sensitive & (split != arrays.TEST)])
+
+
 _Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
 
 

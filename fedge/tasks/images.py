@@ -21,8 +21,8 @@ SENSITIVE_FILE: Final = "sensitive.txt"
 SPLIT_FILE: Final = "split.json"
 
 
-def names(source: Path) -> list[str]:
-    """Relative paths of the images of a folder or .zip, sorted.
+def names(source: Path, *, labelled: bool = True) -> list[str]:
+    """Relative paths of the images of a folder or .zip, sorted. Not `labelled`: they may lie anywhere in it.
 
     Raises:
         ConfigError: it is neither, or has no image inside a folder that names its class.
@@ -36,7 +36,7 @@ def names(source: Path) -> list[str]:
     except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{source} is no folder or .zip of images: {error}") from error
     images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
-    if not images or any("/" not in n for n in images):
+    if not images or (labelled and any("/" not in n for n in images)):
         raise ConfigError(f"{source} must hold images in one folder per class: <class>/*.jpg or *.png")
     return images
 

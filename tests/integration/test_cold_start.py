@@ -1,0 +1,101 @@
+"""FedCoE over Mosquitto: four devices train, a fifth without torch and without labels ends with a bundle that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deploy
+from coordinator.aggregation import correlation
+from coordinator.methods.fedcoe import FedCoEState
+from coordinator.reserved import ReservedSet, labelled
+from fedge.broker import mosquitto_path
+from fedge.tasks import device_inputs, pool
+from fedge.tensors import flatten, from_bytes
+from tests.support.broker import local_broker
+from tests.support.federation import NAME, ROOT, Federation, Running
+from tests.support.torch_free import environment
+
+pytestmark = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
+
+
+async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) -> None:
+    async with (
+        local_broker("mosquitto", tmp_path) as broker,
+        Federation(broker, tmp_path, devices=["a", "b", "c", "d"]) as federation,
+    ):
+        samples = pool("digits", seed=1)
+        np.savez(tmp_path / "reserved.npz", x=samples.x[-200:], y=samples.y[-200:])
+        few = np.flatnonzero(samples.y < 4)[:60]
+        np.savez(tmp_path / "e.npz", x=samples.x[few])  # no labels
+        newcomer = await without_torch(federation, "e", tmp_path / "e.npz")
+        await newcomer.said("online")
+        agents = await federation.agents()
+        coordinator = await federation.coordinator(
+            method="fedcoe", reserved=tmp_path / "reserved.npz", rounds=2, participation=1
+        )
+        assert await coordinator.ended() == 0
+        state = federation.state(FedCoEState)
+        for agent in (newcomer, *agents.values()):
+            await agent.said("report_acked", accepted=True)
+        newcomer.send(signal.SIGTERM)
+        assert await newcomer.ended() == 130
+        asked = [event["action"] for event in newcomer.events if event["event"] == "order_started"]
+
+    assert asked == ["route", "install_bundle"]
+    assert set(state.installed) == {"a", "b", "c", "d", "e"}
+    assert set(state.clients) == {"a", "b", "c", "d"}
+    assert state.participations == dict.fromkeys("abcd", 2)
+    runtime = deploy.load(tmp_path / "e" / "bundles" / "1")
+    assert runtime.digest == state.installed["e"].bundle_digest
+    assert runtime.manifest.method == "fedcoe"
+
+    # The same by hand: rho from the gate in torch, theta_init by Eq. 13, logits plus t_c.
+    task = federation.task
+    reserved = ReservedSet(task, *labelled(task, tmp_path / "reserved.npz"))
+    x = device_inputs(task, tmp_path / "e.npz")
+    gate = from_bytes(blob(federation, state.gate.digest))
+    rho = reserved.routing(gate, x).mean(axis=0)
+    np.testing.assert_allclose(state.profiles["e"], rho, atol=1e-5)
+    assert rho[0] + rho[1] > 0.8, "classes 0 to 3 belong to the experts 0 and 1"
+    experts = [flatten(from_bytes(blob(federation, ref.digest)), state.layout) for ref in state.experts]
+    (theta,) = correlation.mixed(experts, rho[None, :])
+    t = correlation.profile_prior(rho, reserved.routing(gate).mean(axis=0), correlation.class_groups(10, 5), 0.02)
+    expected = reserved.probabilities(theta, x) * np.exp(t)
+    expected /= expected.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
+
+
+async def without_torch(federation: Federation, device: str, data: Path) -> Running:
+    """`fedge agent` where torch, onnx and all else that trains are not installed."""
+    python, variables = environment(federation.folder / "site")
+    check = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, ('torch', 'onnx', 'safetensors'))))"
+    absent = await asyncio.create_subprocess_exec(*python, "-c", check, env=variables, cwd=federation.folder)
+    assert await absent.wait() == 0
+    broker = federation.broker
+    options = {
+        "broker": f"{broker.host}:{broker.port}",
+        "federation": NAME,
+        "task": federation.folder / "task.json",
+        "id": device,
+        "home": federation.folder / device,
+        "data": data,
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    log = federation.folder / f"{device}.log"
+    with log.open("ab") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *python, "-m", "fedge.cli", "agent", *words, "--json", stdout=PIPE, stderr=stderr, env=variables, cwd=ROOT
+        )
+    running = Running(process, log)
+    federation._stack.push_async_callback(running.kill)
+    return running
+
+
+def blob(federation: Federation, digest: str) -> bytes:
+    return (federation.home / "blobs" / digest).read_bytes()
