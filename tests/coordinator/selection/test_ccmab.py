@@ -434,3 +434,33 @@ def test_clusters_are_independent():
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, Settings)
+
+
+# ------------------------------------------------------------------------------------------- other rules, other sizes
+
+
+def test_another_rule_chooses_among_the_feasible_and_overdue_devices_are_asked_first():
+    told = []
+
+    def last(ids, n, seconds):
+        told.append((list(ids), n, dict(seconds)))
+        return sorted(ids)[-n:] if n else []
+
+    fixed = Settings(deadline_s=1.0, quota=0.5)
+    devices = arms(8)  # the clock rises with the id: 50 samples take 5 / GHz seconds, so d04 and above are in time
+    selection, state = ccmab.select(State(), devices, fixed, rule=last)
+    assert selection.ids == ("d04", "d05", "d06", "d07")
+    assert told[0][0] == ["d04", "d05", "d06", "d07"]
+    assert told[0][1] == 4
+    assert all(seconds <= 1.0 for seconds in told[0][2].values())
+    waiting = msgspec.structs.replace(state, round=9)
+    selection, _ = ccmab.select(waiting, devices, fixed, rule=last)
+    assert selection.overdue == ("d00",)
+    assert selection.ids == ("d00", "d05", "d06", "d07")
+    assert told[1][1] == 3
+
+
+def test_a_size_of_its_own_replaces_the_quota():
+    for size in (1, 3, 8):
+        selection, _ = ccmab.select(State(), arms(8), Settings(deadline_s=math.inf), size=size)
+        assert len(selection.ids) == size

@@ -1,0 +1,43 @@
+"""Devices as arms, answers as outcomes."""
+
+import numpy as np
+
+from coordinator.fleet import Answer, Device
+from coordinator.methods.grouping import arm, observed, outcome
+from coordinator.selection import ccmab
+from fedge.messages import BlobRef, Context, Declined, Failed, Sgd, Trained
+
+SETTINGS = ccmab.Settings(deadline_s=10.0)
+
+
+def trained(before: float, after: float) -> Trained:
+    update = BlobRef(digest="0" * 64, size_bytes=1)
+    return Trained(update=update, n_samples=5, loss_before=before, loss_after=after, gradient_norm=2.0)
+
+
+def test_an_arm_is_the_device_with_the_work_of_one_order() -> None:
+    sgd = Sgd(steps=7, batch_size=3)
+    assert arm(Device("a", 9), sgd) == ccmab.Arm(id="a", n_samples=9, work=21)
+    context = Context(device_id="a", cpu_ghz=1.5, free_ram_gb=0.5)
+    full = ccmab.Arm(id="a", n_samples=9, work=21, cpu_ghz=1.5, free_ram_gb=0.5)
+    assert arm(Device("a", 9, context), sgd) == full
+
+
+def test_outcomes() -> None:
+    found = outcome(Answer("a", trained(1.0, 0.4), seconds=3.0))
+    assert found == ccmab.Outcome(loss_before=1.0, loss_after=0.4, gradient_norm=2.0, seconds=3.0)
+    assert outcome(Answer("a", None)) is None
+    assert outcome(Answer("a", Failed(reason=""))) is None
+
+
+def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_refusal() -> None:
+    arms = [ccmab.Arm(id=i, n_samples=5, work=5) for i in "abc"]
+    selection, bandit = ccmab.select(ccmab.State(), arms, SETTINGS, size=3)
+    answers = {
+        "a": Answer("a", trained(1.0, 0.4)),
+        "b": Answer("b", None),
+        "c": Answer("c", Declined(reason="")),
+    }
+    after = observed(bandit, selection, answers, SETTINGS)
+    np.testing.assert_allclose(after.rewards, [0.6, -1.0])
+    assert set(after.participations) == {"a"}

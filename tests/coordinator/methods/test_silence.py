@@ -1,0 +1,65 @@
+"""Who is asked after silence."""
+
+from itertools import pairwise
+
+import pytest
+
+from coordinator.fleet import Answer, Device
+from coordinator.methods.silence import LONGEST_REST, HearingState, ask, awake, results
+from fedge.messages import Declined, DescribeLabels, Failed
+from fedge.tensors import Layout, TensorInfo
+
+NOBODY = HearingState(round=0, layout=Layout(tensors=(TensorInfo(name="w", shape=(1,)),)))
+
+
+class Deaf:
+    """Two devices, of which "b" never answers; `births` of it."""
+
+    def __init__(self) -> None:
+        self.births = 0
+
+    def devices(self):
+        return Device("a", 5), Device("b", 5, births=self.births)
+
+    async def run(self, step, actions):
+        return {i: Answer(i, Declined(reason=step) if i == "a" else None) for i in actions}
+
+
+async def rounds_asked(fleet: Deaf, n: int, state: HearingState = NOBODY) -> list[int]:
+    asked = []
+    for r in range(1, n + 1):
+        there = awake(state, fleet, r)
+        asked += [r] if "b" in there else []
+        state, _ = await ask(state, fleet, r, "train", {i: DescribeLabels() for i in there})
+    return asked
+
+
+async def test_rests_double_up_to_the_longest() -> None:
+    asked = await rounds_asked(Deaf(), 60)
+    assert asked[:4] == [1, 3, 7, 15]
+    assert max(b - a for a, b in pairwise(asked)) == LONGEST_REST
+
+
+async def test_a_birth_wakes_it() -> None:
+    fleet = Deaf()
+    state, _ = await ask(NOBODY, fleet, 1, "train", {"b": DescribeLabels()})
+    assert state.silent["b"].misses == 1
+    assert set(awake(state, fleet, 2)) == {"a"}
+    fleet.births = 1
+    assert set(awake(state, fleet, 2)) == {"a", "b"}
+
+
+async def test_where_all_rest_all_are_asked_and_an_answer_forgives() -> None:
+    fleet = Deaf()
+    state, answers = await ask(NOBODY, fleet, 1, "train", {"a": DescribeLabels()})
+    assert state.silent == {}
+    assert results(answers, Declined) == {"a": Declined(reason="train")}
+    assert results(answers, Failed) == {}
+
+
+@pytest.mark.parametrize("r", [2, 3])
+async def test_nobody_awake(r) -> None:
+    fleet = Deaf()
+    fleet.devices = lambda: (Device("b", 5),)
+    state, _ = await ask(NOBODY, fleet, 1, "train", {"b": DescribeLabels()})
+    assert set(awake(state, fleet, r)) == {"b"}
