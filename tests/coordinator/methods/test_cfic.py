@@ -1,0 +1,223 @@
+"""CFIC on real workers: registration, clusters, sampling over the rounds, the step, silence, bundles."""
+
+import logging
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, dump, load, make
+from coordinator.methods.cfic import CficState, Description, clusters
+from fedge.errors import ConfigError
+from fedge.messages import Codec, Sgd
+from tests.support.simulation import digits, predicted
+
+EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32}
+
+
+def skewed(home, n: int = 6, seed: int = 0):
+    fleet, layout, first, _ = digits(home, n=n, how="dirichlet", alpha=0.1, seed=seed)
+    return fleet, layout, first
+
+
+async def rounds(method, state, fleet, n: int):
+    for _ in range(n):
+        fleet.round = state.round + 1
+        state = await method.round(state, fleet)
+    return state
+
+
+def majority(worker) -> int:
+    return int(np.bincount(worker.data.shared[1], minlength=10).argmax())
+
+
+async def test_eager_devices_tell_their_majority_label_once_and_before_training(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=3, participation=0.5, **EXACT))
+    state = await rounds(method, method.initial(layout, first), fleet, 3)
+    assert {i: d.feature for i, d in state.described.items()} == {i: majority(w) for i, w in fleet._workers.items()}
+    asked = [(r, step) for r, step, _ in fleet.asked]
+    assert asked.count((1, "describe")) == 6
+    assert {step for r, step in asked if r > 1} == {"train"}
+    found = method.summary(state)["clusters"]
+    assert sorted(i for members in found.values() for i in members) == sorted(fleet._workers)
+
+
+async def test_lazy_devices_tell_it_with_their_first_model(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=3, participation=0.5, **EXACT, options={"registration": "lazy"}))
+    state = await rounds(method, method.initial(layout, first), fleet, 1)
+    trained = {i for r, step, i in fleet.asked if step == "train"}
+    assert set(state.described) == trained
+    assert len(trained) == 3
+    assert set(state.visits) == {str(majority(fleet._workers[i])) for i in trained}
+    state = await rounds(method, state, fleet, 2)
+    assert set(state.described) == set(state.participations)
+
+
+async def test_without_correction_and_clusters_it_is_fedavg_bit_for_bit(tmp_path) -> None:
+    models = []
+    for name, options in (("cfic", {"cluster_sampling": False, "correction": False}), ("fedavg", {})):
+        fleet, layout, first = skewed(tmp_path / name)
+        method = make(name, MethodSettings(rounds=3, participation=0.5, **EXACT, options=options))
+        models.append((await run(method, method.initial(layout, first), fleet)).model)
+        assert not any(step.startswith("describe") for _, step, _ in fleet.asked)
+    assert models[0] == models[1]
+
+
+async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
+    """The slow oracle: section 6 on models, one line a formula."""
+    fleet, layout, first = skewed(tmp_path)
+    options = {"alpha": 0.5, "beta": 0.3}
+    method = make("cfic", MethodSettings(rounds=2, **EXACT, options=options))
+    plain = make("fedavg", MethodSettings(rounds=2, **EXACT))
+    state, h = method.initial(layout, first), 0.0
+    for r in (1, 2):
+        w = fleet.get(state.model, layout).params.astype(np.float64)
+        after = await rounds(method, state, fleet, 1)
+        fleet.round = r
+        alone = {}
+        for i in fleet._workers:
+            fleet.silent = frozenset(fleet._workers) - {i}
+            one = await plain.round(msgspec.structs.replace(plain.initial(layout, state.model), round=r - 1), fleet)
+            alone[i] = fleet.get(one.model, layout).params.astype(np.float64)
+        fleet.silent = frozenset()
+        n = {i: worker.data.n_shared for i, worker in fleet._workers.items()}
+        total = sum(n.values())
+        direction = 0.0
+        for members in clusters(after, after.described).values():
+            n_i = sum(n[i] for i in members)
+            d = sum(n[i] / n_i * alone[i] for i in members) - w
+            direction = direction + n_i / total * d / np.linalg.norm(d)
+        h = 0.5 * h - 0.3 * direction
+        expected = sum(n[i] / total * alone[i] for i in alone) - h
+        np.testing.assert_allclose(fleet.get(after.model, layout).params, expected, atol=1e-5)
+        np.testing.assert_allclose(fleet.get_tensors(after.memory)["h"], h, atol=1e-5)
+        state = after
+
+
+async def test_a_silent_round_changes_neither_model_nor_memory(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=3, **EXACT))
+    before = await rounds(method, method.initial(layout, first), fleet, 1)
+    fleet.silent = frozenset(fleet._workers)
+    after = await rounds(method, before, fleet, 1)
+    assert (after.model, after.memory) == (before.model, before.memory)
+    assert before.memory is not None
+
+
+async def test_a_device_that_tells_nothing_is_unlabelled_and_asked_again_when_it_has_trained(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=4, **EXACT))
+    fleet.silent = frozenset(["d02"])
+    state = await rounds(method, method.initial(layout, first), fleet, 2)
+    assert state.described["d02"].feature is None
+    assert [r for r, step, i in fleet.asked if (step, i) == ("describe", "d02")] == [1]
+    fleet.silent = frozenset()
+    state = await rounds(method, state, fleet, 1)
+    assert state.described["d02"].feature == majority(fleet._workers["d02"])
+
+
+async def test_newcomers_and_changed_devices_are_asked_and_nobody_else_moves(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=4, participation=0.5, **EXACT))
+    late = fleet._workers.pop("d05")
+    before = await rounds(method, method.initial(layout, first), fleet, 1)
+    fleet._workers["d05"] = late
+    fleet.births = {"d01": 1}
+    after = await rounds(method, before, fleet, 1)
+    assert {i for r, step, i in fleet.asked if (r, step) == (2, "describe")} == {"d01", "d05"}
+    moved = clusters(after, after.described)
+    for key, members in clusters(before, before.described).items():
+        assert set(members) <= set(moved[key])
+    assert after.described["d01"].births == 1
+
+
+async def test_every_round_asks_exactly_its_quota_with_the_base_from_each_cluster(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path, n=12, seed=3)
+    method = make("cfic", MethodSettings(rounds=6, participation=0.8, **EXACT))
+    state = await rounds(method, method.initial(layout, first), fleet, 6)
+    found = clusters(state, state.described)
+    base = {key: min(len(members), 10 // len(found)) for key, members in found.items()}
+    for r in range(2, 7):
+        cohort = {i for asked, step, i in fleet.asked if (asked, step) == (r, "train")}
+        assert len(cohort) == 10
+        assert all(len(cohort & set(members)) >= base[key] for key, members in found.items())
+    assert set(state.visits.values()) == {6}
+
+
+async def test_devices_without_samples_are_never_asked(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path, n=3)
+    fleet._workers["d01"].data.sensitive[:] = True
+    method = make("cfic", MethodSettings(rounds=2, **EXACT))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert {i for r, step, i in fleet.asked if step != "install"} == {"d00", "d02"}
+    assert sorted(state.installed) == ["d00", "d01", "d02"]
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "tensor"}, {"scale": "relative"}, {"psi": "abs"}, {"epsilon": 3.0}])
+async def test_to_the_end_with_a_bundle_of_the_global_model_on_each_device(tmp_path, options) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=4, participation=0.5, options=options, sgd=Sgd(steps=10)))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert sorted(state.installed) == sorted(fleet._workers)
+    assert load(dump(state), CficState) == state
+    for worker in fleet._workers.values():
+        x = worker.data.x_train
+        logits = worker.logits(fleet.get(state.model, layout), x)
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        np.testing.assert_allclose(predicted(worker, x), p / p.sum(axis=1, keepdims=True), atol=1e-4)
+
+
+async def test_equal_seeds_give_equal_states_and_fine_tuning_ends_it(tmp_path) -> None:
+    states = []
+    for name in "ab":
+        fleet, layout, first = skewed(tmp_path / name)
+        method = make("cfic+ft", MethodSettings(rounds=3, participation=0.5, seed=7))
+        states.append(await run(method, method.initial(layout, first), fleet))
+    assert dump(states[0]) == dump(states[1])
+    assert len({result.bundle_digest for result in states[0].installed.values()}) == 6
+
+
+async def test_a_correction_that_outweighs_training_is_said_once(tmp_path, caplog) -> None:
+    fleet, layout, first = skewed(tmp_path, n=2)
+    settings = MethodSettings(rounds=12, sgd=Sgd(steps=1, learning_rate=1e-4), options={"beta": 1.0})
+    method = make("cfic", settings)
+    with caplog.at_level(logging.WARNING):
+        await rounds(method, method.initial(layout, first), fleet, 9)
+        assert "event=long_correction" not in caplog.text
+        await rounds(method, method.initial(layout, first), fleet, 12)
+    assert caplog.text.count("event=long_correction") == 1
+
+
+async def test_a_step_that_is_not_finite_forgets_the_memory(tmp_path, caplog) -> None:
+    fleet, layout, first = skewed(tmp_path, n=2)
+    method = make("cfic", MethodSettings(rounds=3, **EXACT))
+    state = await rounds(method, method.initial(layout, first), fleet, 1)
+    huge = fleet.put({"h": np.full(layout.n_params, -3.4e38, np.float32)})
+    state = msgspec.structs.replace(state, memory=huge)
+    loud = make("cfic", MethodSettings(rounds=3, **EXACT, options={"alpha": 0.99, "beta": 3e38}))
+    after = await rounds(loud, state, fleet, 1)
+    assert (after.model, after.memory) == (state.model, None)
+    assert "event=diverged" in caplog.text
+
+
+def test_the_default_length_depends_on_the_scale() -> None:
+    assert make("cfic", MethodSettings()).options.length == 0.2
+    assert make("cfic", MethodSettings(options={"scale": "relative"})).options.length == 0.5
+    assert make("cfic", MethodSettings(options={"scale": "relative", "beta": "0.3"})).options.length == 0.3
+
+
+@pytest.mark.parametrize("options", [{"alpha": 1.0}, {"beta": -0.1}, {"epsilon": 0.0}, {"psi": "max"}])
+def test_options_out_of_range_are_refused(options) -> None:
+    with pytest.raises(ConfigError, match="option of the method"):
+        make("cfic", MethodSettings(options=options))
+
+
+def test_clusters_are_those_with_a_feature_in_ascending_order() -> None:
+    features = {"a": 4, "b": None, "c": 1, "d": -1, "e": 4}
+    described = {i: Description(feature=f, n_samples=1, births=0) for i, f in features.items()}
+    method = make("cfic", MethodSettings())
+    state = msgspec.structs.replace(method.initial(None, None), described=described)
+    assert list(clusters(state, ["e", "d", "c", "b", "a", "z"]).items()) == [(1, ["c"]), (4, ["a", "e"])]
