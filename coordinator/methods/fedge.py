@@ -4,16 +4,16 @@ Source: the method's specification, "fedge" (sections are quoted at the lines), 
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
-model is the extractor of the profiles, and updates from a common start make the clearest clusters. A device that does
-not answer is left alone for a while, twice as long each time (`awake`): the bandits see those alone that are awake.
+model is the extractor of the profiles, and updates from a common start make the clearest clusters. Silent
+devices rest (`coordinator.methods.silence`): the bandits see those alone that are awake.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,23 +28,21 @@ from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
     NoOptions,
-    State,
     accepted,
     counted,
-    declined,
     options_of,
     sizes,
     summarise,
     summary_of,
 )
+from coordinator.methods.grouping import arm, observed
 from coordinator.methods.moving import Moving, moved
+from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import ccmab
 from fedge.messages import (
-    Action,
     BlobRef,
     Calibration,
     CandidatesFitted,
-    Context,
     EnergyFitted,
     FitCandidates,
     FitEnergy,
@@ -64,7 +62,6 @@ from fedge.messages import (
 from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
-R = TypeVar("R")
 
 LARGE = 100_000  # parameters above which directions are projected
 PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
@@ -73,7 +70,6 @@ GAMMA = 0.5  # server momentum, section 4
 RHO = 0.4  # share of the rounds before the trial, section 5
 MAX_CLUSTERS = 8  # K, section 5
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
-LONGEST_REST = 16  # rounds that a device is left alone at most which never answers
 TEMPERATURES = (1.0, 1.4, 2.0, 2.8)  # T, section 7
 KAPPAS = {  # kappa, section 7
     Role.PRIVATE: (0.0, 0.3, 0.6, 1.0),
@@ -100,14 +96,6 @@ class Primary(Struct, frozen=True, kw_only=True):
     round: int
 
 
-class Silence(Struct, frozen=True, kw_only=True):
-    """How many orders in a row a device has left without an answer; round of the last one, and its births by then."""
-
-    misses: int
-    round: int
-    births: int
-
-
 class TrialOutcome(Struct, frozen=True, kw_only=True):
     """What the trial said (section 5). `similarity`: cosines between the devices `ids`, for people to look at."""
 
@@ -131,7 +119,7 @@ class Pool(Struct, frozen=True, kw_only=True):
     n_validation: int
 
 
-class FedgeState(State, frozen=True, kw_only=True):
+class FedgeState(HearingState, frozen=True, kw_only=True):
     """State of a federation between two rounds."""
 
     initial_model: BlobRef
@@ -140,8 +128,7 @@ class FedgeState(State, frozen=True, kw_only=True):
     profiles: dict[str, Profiled] = {}
     groups: tuple[tuple[str, ...], ...] = ()
     bandits: tuple[ccmab.State, ...] = ()
-    n_placed: int = 0  # newcomers since the groups were made
-    silent: dict[str, Silence] = {}
+    n_moved: int = 0  # devices that joined or changed since the groups were made
     directions: BlobRef | None = None  # per device the sum of its unit updates
     last: dict[str, LastUpdate] = {}
     trial: TrialOutcome | None = None
@@ -201,20 +188,10 @@ class Fedge:
     ) -> tuple[list[ccmab.Selection], list[ccmab.State]]:
         """FedEPC section 5, in each group; nothing before there are groups, when everybody takes part."""
         choices = [
-            ccmab.select(bandit, [self._arm(present[i]) for i in members if i in present], self._bandit)
+            ccmab.select(bandit, [arm(present[i], self.settings.sgd) for i in members if i in present], self._bandit)
             for members, bandit in zip(state.groups, state.bandits, strict=True)
         ]
         return [selection for selection, _ in choices], [bandit for _, bandit in choices]
-
-    def _arm(self, device: Device) -> ccmab.Arm:
-        context = device.context or Context(device_id=device.id)
-        return ccmab.Arm(
-            id=device.id,
-            n_samples=device.n_samples,
-            work=self.settings.sgd.steps * self.settings.sgd.batch_size,
-            cpu_ghz=context.cpu_ghz,
-            free_ram_gb=context.free_ram_gb,
-        )
 
     def _observe(
         self,
@@ -223,10 +200,9 @@ class Fedge:
         bandits: Sequence[ccmab.State],
         answers: Mapping[str, Answer],
     ) -> FedgeState:
-        """What each bandit learns: the loss drop of those that trained, -1 for silence, nothing from a refusal."""
-        outcomes = {i: outcome(answer) for i, answer in answers.items() if not declined(answer)}
+        """What each bandit learns of those that it chose."""
         learned = tuple(
-            ccmab.observe(bandit, selection, {i: outcomes[i] for i in selection.ids if i in outcomes}, self._bandit)
+            observed(bandit, selection, answers, self._bandit)
             for bandit, selection in zip(bandits, selections, strict=True)
         )
         return msgspec.structs.replace(state, bandits=learned)
@@ -253,102 +229,72 @@ class Fedge:
         }
 
 
-def outcome(answer: Answer) -> ccmab.Outcome | None:
-    """What the bandit learns from an answer; None: the device failed or was silent."""
-    result = answer.result
-    if not isinstance(result, Trained):
-        return None
-    return ccmab.Outcome(
-        loss_before=result.loss_before,
-        loss_after=result.loss_after,
-        gradient_norm=result.gradient_norm,
-        seconds=answer.seconds,
-    )
-
-
-# ------------------------------------------------------------------------------------------------ who is asked
-
-
-def awake(state: FedgeState, fleet: Fleet, r: int) -> dict[str, Device]:
-    """The devices that are asked, by id: not those that were silent lately, for each costs the whole deadline.
-
-    After one order without an answer a device rests for a round, after two for three, after three for seven. One that
-    was born since then rests shorter: not at all the first time, then for one round, for two, should it go on failing.
-    Where nobody is awake all are asked: there is nobody whom they could delay.
-    """
-    devices = {device.id: device for device in fleet.devices()}
-    return {i: device for i, device in devices.items() if not _rests(state.silent.get(i), device, r)} or devices
-
-
-def _rests(silence: Silence | None, device: Device, r: int) -> bool:
-    if silence is None:
-        return False
-    rest = silence.misses if device.births != silence.births else 2**silence.misses
-    return r - silence.round < min(rest, LONGEST_REST)
-
-
-async def ask(
-    state: FedgeState, fleet: Fleet, r: int, step: str, actions: Mapping[str, Action]
-) -> tuple[FedgeState, dict[str, Answer]]:
-    """Have devices do something, and take note of who answered and who did not."""
-    answers = await fleet.run(step, actions)
-    births = {device.id: device.births for device in fleet.devices()}
-    silent = {i: s for i, s in state.silent.items() if i not in answers}
-    for i, answer in answers.items():
-        if answer.result is None:
-            before = state.silent[i].misses if i in state.silent else 0
-            silent[i] = Silence(misses=before + 1, round=r, births=births[i])
-    return msgspec.structs.replace(state, silent=silent), answers
-
-
-def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
-    """What came of one kind, by ascending device id."""
-    return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
-
-
 # --------------------------------------------------------------------------------- step 1: profiles and groups
 
 
 async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-    """Profiles of devices that have none (SPRE), then AIDC groups: all anew the first time, else newcomers placed."""
+    """Profiles (SPRE) of devices that have none, or have got more or fewer samples since; then AIDC groups."""
     extractor = state.extractor or state.shared.model
-    strangers = [i for i in awake(state, fleet, r) if i not in state.profiles]
-    state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(strangers, Profile(extractor=extractor)))
-    new = results(answers, Profiled)
-    state = msgspec.structs.replace(state, extractor=extractor, profiles=dict(sorted((state.profiles | new).items())))
-    return group(state, list(new)) if new else state
+    due = {i: device for i, device in awake(state, fleet, r).items() if is_due(state.profiles.get(i), device)}
+    state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
+    new = {
+        i: msgspec.structs.replace(profiled, n_samples=due[i].n_samples)
+        for i, profiled in results(answers, Profiled).items()
+    }
+    state = msgspec.structs.replace(state, extractor=extractor)
+    return group(state, new) if new else state
 
 
-def group(state: FedgeState, newcomers: list[str]) -> FedgeState:
-    """FedEPC sections 4.4 and 4.6: newcomers join the nearest group, or, where many came, all groups are made anew."""
-    ids = list(state.profiles)
-    halves = [p.halves for p in state.profiles.values() if p.halves is not None]
-    profiles = np.array([p.profile for p in state.profiles.values()])
+def is_due(profiled: Profiled | None, device: Device) -> bool:
+    """Whether a device is to be profiled: it has samples, and has no profile of as many."""
+    return device.n_samples > 0 and (profiled is None or profiled.n_samples != device.n_samples)
+
+
+def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
+    """FedEPC sections 4.4 and 4.6: who is new, or whose data changed, is placed; after many such all groups anew."""
+    profiled = dict(sorted((state.profiles | new).items()))
     try:
-        unit = aidc.split_half_unit(halves)
+        unit = aidc.split_half_unit([p.halves for p in profiled.values() if p.halves is not None])
     except ValueError:
         log.warning("event=one_group the extractor tells no devices apart, so all form one group")
-        return with_groups(state, (tuple(range(len(ids))),))
-    n_moved = state.n_placed + len(newcomers)
-    if not state.groups or aidc.needs_reclustering(n_moved, len(ids)):
-        rng = np.random.default_rng(0)
-        return with_groups(state, aidc.aidc(profiles, unit=unit, rng=rng).clusters)
-    groups = [list(members) for members in state.groups]
-    for newcomer in newcomers:
-        placed = aidc.place(
-            profiles[ids.index(newcomer)],
-            profiles,
-            [[ids.index(member) for member in members] for members in groups],
-            unit=unit,
-        )
-        if placed.cluster is None:
-            groups.append([newcomer])
-        else:
-            groups[placed.cluster].append(newcomer)
-    bandits = (*state.bandits, *(ccmab.State() for _ in range(len(groups) - len(state.bandits))))
+        return with_groups(msgspec.structs.replace(state, profiles=profiled), (tuple(range(len(profiled))),))
+    strangers = [i for i in new if i not in state.profiles or has_changed(state.profiles[i], new[i], unit)]
+    state = without(msgspec.structs.replace(state, profiles=profiled), strangers)
+    profiles = np.array([p.profile for p in profiled.values()])
+    if not state.groups or aidc.needs_reclustering(state.n_moved, len(profiled)):
+        return with_groups(state, aidc.aidc(profiles, unit=unit, rng=np.random.default_rng(0)).clusters)
+    for stranger in strangers:
+        state = placed(state, stranger, profiles, unit)
+    return state
+
+
+def has_changed(before: Profiled, now: Profiled, unit: float) -> bool:
+    """FedEPC section 4.6, point 3."""
+    return aidc.has_changed(np.array(before.profile), np.array(now.profile), unit=unit)
+
+
+def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
+    """The state in which these devices are in no group; a group that is empty then is gone with its bandit."""
+    left = [tuple(i for i in members if i not in strangers) for members in state.groups]
     return msgspec.structs.replace(
-        state, groups=tuple(tuple(sorted(members)) for members in groups), bandits=bandits, n_placed=n_moved
+        state,
+        groups=tuple(members for members in left if members),
+        bandits=tuple(bandit for bandit, members in zip(state.bandits, left, strict=True) if members),
+        n_moved=state.n_moved + len(strangers),
     )
+
+
+def placed(state: FedgeState, stranger: str, profiles: NDArray[np.float64], unit: float) -> FedgeState:
+    """FedEPC section 4.6, point 1: a stranger joins the nearest group, or founds one."""
+    ids = list(state.profiles)
+    members = [[ids.index(i) for i in group] for group in state.groups]
+    k = aidc.place(profiles[ids.index(stranger)], profiles, members, unit=unit).cluster
+    if k is None:
+        return msgspec.structs.replace(
+            state, groups=(*state.groups, (stranger,)), bandits=(*state.bandits, ccmab.State())
+        )
+    joined = tuple(sorted((*state.groups[k], stranger)))
+    return msgspec.structs.replace(state, groups=(*state.groups[:k], joined, *state.groups[k + 1 :]))
 
 
 def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeState:
@@ -360,7 +306,7 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
         state,
         groups=tuple(tuple(ids[i] for i in members) for members in clusters),
         bandits=tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs),
-        n_placed=0,
+        n_moved=0,
     )
 
 

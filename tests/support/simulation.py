@@ -15,8 +15,12 @@ from deploy import load
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import Action, BlobRef, Context
+<<<<<<< Updated upstream
 from fedge.tasks import partition, pool, share_data
 from fedge.tasks.partition import Groups
+=======
+from fedge.tasks import DeviceData, partition, pool, share_data
+>>>>>>> Stashed changes
 from fedge.tensors import Layout, unflatten
 
 
@@ -33,6 +37,14 @@ class Fleet(SimulatedFleet):
     def devices(self) -> tuple[Device, ...]:
         there = (d for d in super().devices() if d.id not in self.absent)
         return tuple(dataclasses.replace(d, births=self.births.get(d.id, 0)) for d in there)
+
+    def data(self, device_id: str) -> DeviceData:
+        return self._workers[device_id].data
+
+    def give(self, device_id: str, data: DeviceData) -> None:
+        """The device starts again with other data."""
+        before = self._workers[device_id]
+        self._workers[device_id] = Worker(device_id, before.task, data, before.home)
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         self.asked = [*getattr(self, "asked", []), *((self.round, step, device) for device in sorted(actions))]

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.fleet import Device
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load
 from coordinator.methods import fedge as module
@@ -14,12 +15,15 @@ from coordinator.methods.fedge import (
     Primary,
     TrialOutcome,
     calibrate,
+    group,
+    is_due,
     offered,
     starts,
     train_experts,
 )
 from coordinator.methods.moving import Moving
-from fedge.messages import CandidatesFitted, Codec, Role, Sgd, Start, Train
+from coordinator.selection import ccmab
+from fedge.messages import CandidatesFitted, Codec, Profiled, Role, Sgd, Start, Train
 from tests.support.simulation import Fleet, digits
 
 BOUND = 11
@@ -284,6 +288,83 @@ async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
     state = await rounds(method, state, fleet, 1)
     assert [line.asked for line in state.history] == [3, 3, 3]
     assert state.history[-1].answered == 3
+
+
+# ---------------------------------------------------------------------------------------------- changed data
+
+
+def profiled(first: float, n_samples: int = 10) -> Profiled:
+    """A profile of two units; such as differ little in `first` are of one group. The unit of distance is 1."""
+    return Profiled(profile=(first, 1 - first), halves=1 / 6, n_samples=n_samples)
+
+
+@pytest.fixture
+def grouped(tmp_path) -> FedgeState:
+    """Two groups of three and one of one, each with a bandit that has held as many rounds as the group is large."""
+    _, layout, first, _ = digits(tmp_path, n=3)
+    ids = "abcdefg"
+    state = group(
+        Fedge(EXACT).initial(layout, first), dict(zip(ids, map(profiled, (0, 0, 0, 1, 1, 1, 0.5)), strict=True))
+    )
+    assert state.groups == (("a", "b", "c"), ("d", "e", "f"), ("g",))
+    return msgspec.structs.replace(state, bandits=tuple(ccmab.State(round=len(members)) for members in state.groups))
+
+
+def test_who_is_profiled() -> None:
+    known = profiled(0.5, n_samples=10)
+    assert is_due(None, Device("a", 10))
+    assert not is_due(known, Device("a", 10))
+    assert is_due(known, Device("a", 11))
+    assert not is_due(None, Device("a", 0)), "it has nothing to make a profile of"
+
+
+def test_a_device_whose_data_changed_goes_where_they_belong_and_all_others_stay(grouped) -> None:
+    after = group(grouped, {"c": profiled(1, n_samples=20)})
+    assert after.groups == (("a", "b"), ("c", "d", "e", "f"), ("g",))
+    assert after.bandits == grouped.bandits
+    assert after.profiles["c"].n_samples == 20
+
+
+def test_a_device_whose_data_became_more_of_the_same_stays(grouped) -> None:
+    after = group(grouped, {"c": profiled(0.05, n_samples=20)})
+    assert (after.groups, after.bandits, after.n_moved) == (grouped.groups, grouped.bandits, 0)
+    assert after.profiles["c"].n_samples == 20
+
+
+def test_a_group_that_its_last_device_leaves_is_gone_with_its_bandit(grouped) -> None:
+    after = group(grouped, {"g": profiled(0)})
+    assert after.groups == (("a", "b", "c", "g"), ("d", "e", "f"))
+    assert after.bandits == grouped.bandits[:2]
+
+
+def test_a_device_that_is_like_no_other_founds_a_group(grouped) -> None:
+    after = group(msgspec.structs.replace(group(grouped, {"g": profiled(0)}), n_moved=0), {"f": profiled(0.5)})
+    assert after.groups == (("a", "b", "c", "g"), ("d", "e"), ("f",))
+    assert after.bandits == (*grouped.bandits[:2], ccmab.State())
+
+
+def test_after_many_changes_all_groups_are_made_anew_and_inherit_bandits(grouped) -> None:
+    """2 of 7 are more than 20 %: newcomers and changed devices count alike. By placing alone b, c would have stayed."""
+    after = group(grouped, {"b": profiled(1), "c": profiled(1)})
+    assert after.groups == (("a",), ("b", "c", "d", "e", "f"), ("g",))
+    assert after.bandits == grouped.bandits
+    assert after.n_moved == 0
+    assert group(grouped, {"g": profiled(0)}).n_moved == 1
+
+
+async def test_a_device_with_other_data_is_profiled_anew_and_nobody_else(tmp_path) -> None:
+    settings = MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5))
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(settings)
+    before = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP + 1)
+    fleet.asked = []
+    fleet.give("d02", fleet.data("d03"))
+    assert len({device.n_samples for device in fleet.devices() if device.id in {"d02", "d03"}}) == 1
+    assert before.profiles["d02"].n_samples != before.profiles["d03"].n_samples
+    after = await rounds(method, before, fleet, 3)
+    assert [(r, i) for r, step, i in fleet.asked if step == "profile"] == [(module.WARM_UP + 2, "d02")]
+    assert after.profiles["d02"].profile == before.profiles["d03"].profile
+    assert any({"d02", "d03"} <= set(members) for members in after.groups)
 
 
 # ---------------------------------------------------------------------------------------------- personalisation
