@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Fleet
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import BlobRef, Codec, Declined, FineTune, Install, Installed, Sgd, Trained
+from fedge.messages import BlobRef, Codec, Declined, FineTune, Install, Installed, Keep, Part, Sgd, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, from_bytes, to_bytes
 
@@ -94,13 +94,20 @@ class Method(Protocol[S]):
 
 METHODS: Final = {
     "cfic": "coordinator.methods.cfic:Cfic",
+    "dbe": "coordinator.methods.dbe:Dbe",
+    "ditto": "coordinator.methods.ditto:Ditto",
     "fedavg": "coordinator.methods.fedavg:FedAvg",
     "fedavgm": "coordinator.methods.fedavgm:FedAvgM",
-    "fedepc": "coordinator.methods.fedepc:FedEpc",
     "fedcoe": "coordinator.methods.fedcoe:FedCoE",
+    "fedepc": "coordinator.methods.fedepc:FedEpc",
     "fedge": "coordinator.methods.fedge:Fedge",
+    "fedper": "coordinator.methods.fedper:FedPer",
     "fedprox": "coordinator.methods.fedprox:FedProx",
+    "fedrep": "coordinator.methods.fedrep:FedRep",
+    "fedrod": "coordinator.methods.fedrod:FedRod",
+    "lg-fedavg": "coordinator.methods.lg_fedavg:LgFedAvg",
     "local": "coordinator.methods.local:Local",
+    "pm-moe": "coordinator.methods.pm_moe:PmMoe",
     "scmoe-pfl": "coordinator.methods.scmoe_pfl:ScmoePfl",
 }
 """Name -> where its class is; imported when it is asked for."""
@@ -158,19 +165,31 @@ WITHOUT_VALIDATION: Final = 40
 
 
 async def install(
-    method: Method[Any], state: S, fleet: Fleet, release: int = 1, *, among: Container[str] | None = None
+    method: Method[Any],
+    state: S,
+    fleet: Fleet,
+    release: int = 1,
+    *,
+    among: Container[str] | None = None,
+    model: BlobRef | None = None,
+    part: Part = Part.ALL,
+    keep: Keep | None = None,
+    initial: BlobRef | None = None,
 ) -> S:
-    """The last round of a method whose devices run one model: each installs what it is served.
+    """The last round of a method whose devices run one model: each installs what it is served, or `model`.
 
-    `among`: the devices that do; None: all.
+    `among`: the devices that do; None: all. `part`, `keep`, `initial`: as in `Install`.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
     orders = {
         device.id: Install(
-            global_model=method.serves(state, device.id),
+            global_model=model or method.serves(state, device.id),
             release=release,
             method=method.name,
+            part=part,
+            keep=keep,
+            initial=initial,
             fine_tune=tuning if settings.fine_tune else None,
         )
         for device in fleet.devices()

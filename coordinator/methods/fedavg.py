@@ -7,8 +7,8 @@ Algorithm 1. Local work is counted in SGD steps rather than epochs, so that ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -48,6 +48,9 @@ class FedAvgState(State, frozen=True, kw_only=True):
     seconds: dict[str, float] = {}
 
 
+F = TypeVar("F", bound=FedAvgState)
+
+
 class FedAvg:
     """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
 
@@ -72,35 +75,9 @@ class FedAvg:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
             return await install(self, state, fleet)
-        cohort = self._select(state, fleet)
+        cohort = select(state, fleet, self.settings, self.options)
         order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec)
-        answers = await fleet.run("train", dict.fromkeys(cohort, order))
-        updates = accepted(answers)
-        shared = Moving(model=state.model, velocity=state.velocity)
-        if len(updates) >= self.settings.min_reports:
-            # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
-            changes = (fleet.get(u.update, state.layout) for u in updates.values())
-            shared = moved(
-                shared, averaged(changes, sizes(updates), state.layout), state.layout, fleet, gamma=self.gamma
-            )
-        return msgspec.structs.replace(
-            state,
-            round=state.round + 1,
-            model=shared.model,
-            velocity=shared.velocity,
-            seconds=state.seconds | times(answers),
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
-        )
-
-    def _select(self, state: FedAvgState, fleet: Fleet) -> list[str]:
-        devices = fleet.devices()
-        ids = [device.id for device in devices]
-        n = cohort_size(len(ids), self.settings.participation)
-        if self.options.selection == "uniform":
-            return uniform(ids, n, round_rng(self.settings, state.round + 1))
-        clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
-        return fastest(ids, n, state.seconds, clocks)
+        return await train(state, fleet, cohort, order, state.layout, self.settings, gamma=self.gamma)
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The global model."""
@@ -109,6 +86,46 @@ class FedAvg:
     def summary(self, state: FedAvgState) -> dict[str, Any]:
         """History, selection counts, bundles."""
         return summary_of(self, state)
+
+
+def select(state: FedAvgState, fleet: Fleet, settings: MethodSettings, options: FedAvgOptions) -> list[str]:
+    """Who trains in this round."""
+    devices = fleet.devices()
+    ids = [device.id for device in devices]
+    n = cohort_size(len(ids), settings.participation)
+    if options.selection == "uniform":
+        return uniform(ids, n, round_rng(settings, state.round + 1))
+    clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
+    return fastest(ids, n, state.seconds, clocks)
+
+
+async def train(
+    state: F,
+    fleet: Fleet,
+    cohort: Sequence[str],
+    order: Train,
+    layout: Layout,
+    settings: MethodSettings,
+    *,
+    gamma: float = 0.0,
+) -> F:
+    """Have the cohort carry out the order, then move the model by the mean change. `layout`: of both."""
+    answers = await fleet.run("train", dict.fromkeys(cohort, order))
+    updates = accepted(answers)
+    shared = Moving(model=state.model, velocity=state.velocity)
+    if len(updates) >= settings.min_reports:
+        # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
+        changes = (fleet.get(u.update, layout) for u in updates.values())
+        shared = moved(shared, averaged(changes, sizes(updates), layout), layout, fleet, gamma=gamma)
+    return msgspec.structs.replace(
+        state,
+        round=state.round + 1,
+        model=shared.model,
+        velocity=shared.velocity,
+        seconds=state.seconds | times(answers),
+        participations=counted(state.participations, updates),
+        history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
+    )
 
 
 def times(answers: Mapping[str, Answer]) -> dict[str, float]:

@@ -1,0 +1,20 @@
+"""Networks of the specifications that are not built in: `package.module:factory` of a task."""
+
+from torch import nn
+
+from fedge.task import TaskSpec
+
+
+def mlp_64_32(task: TaskSpec) -> nn.Module:
+    """Two hidden layers, 64 and 32 (pm_moe.md section 13); digits: 64-64-32-10."""
+    n_inputs = 1
+    for extent in task.input_shape:
+        n_inputs *= extent
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(n_inputs, 64),
+        nn.ReLU(),
+        nn.Linear(64, 32),
+        nn.ReLU(),
+        nn.Linear(32, task.n_classes),
+    )
