@@ -15,12 +15,8 @@ from deploy import load
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import Action, BlobRef, Context
-<<<<<<< Updated upstream
-from fedge.tasks import partition, pool, share_data
-from fedge.tasks.partition import Groups
-=======
 from fedge.tasks import DeviceData, partition, pool, share_data
->>>>>>> Stashed changes
+from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
 
 
