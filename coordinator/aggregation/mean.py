@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedge.tensors import Floats, Layout, Model
 
 BLOCK = 262_144
-"""Elements of an update that are multiplied once, then added to every cluster, while they are in the CPU's cache.
+"""Elements of a vector that are worked on at a time, so that they stay in the CPU's cache from one step to the next.
 
 Measured best of 8 k to 256 k: below, numpy's overhead per call counts."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.aggregation.mean import BLOCK
 from fedge.tensors import Floats
 
 
@@ -41,12 +42,15 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None
     """
     if not 0 <= gamma < 1:
         raise ValueError(f"gamma {gamma} is not in [0, 1)")
-    velocity = np.zeros_like(w) if v is None else v
     if change is None:
-        return Step(w, velocity)
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved = gamma * velocity.astype(np.float64) + change
-        new, kept = (w + moved).astype(np.float32), moved.astype(np.float32)
-    if not (np.isfinite(new).all() and np.isfinite(kept).all()):
-        return Step(w, np.zeros_like(w), diverged=True)
+        return Step(w, np.zeros_like(w) if v is None else v)
+    new, kept = np.empty_like(w), np.empty_like(w)
+    for start in range(0, len(w), BLOCK):
+        block = slice(start, start + BLOCK)
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = change[block] if v is None or not gamma else gamma * v[block].astype(np.float64) + change[block]
+            kept[block] = moved
+            new[block] = w[block] + moved
+        if not (np.isfinite(new[block]).all() and np.isfinite(kept[block]).all()):
+            return Step(w, np.zeros_like(w), diverged=True)
     return Step(new, kept)

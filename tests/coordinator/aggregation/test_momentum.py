@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation import cluster_averages
+from coordinator.aggregation.mean import BLOCK
 from coordinator.aggregation.momentum import server_step
 from fedge.tensors import Layout, Model, TensorInfo
 
@@ -31,6 +32,18 @@ def test_without_momentum_it_is_fedavg_bit_for_bit():
     w, change = rng.standard_normal(1000).astype(np.float32), rng.standard_normal(1000)
     for velocity in (None, rng.standard_normal(1000).astype(np.float32)):
         assert server_step(w, velocity, change, gamma=0.0).w.tobytes() == (w + change).astype(np.float32).tobytes()
+
+
+def test_long_vectors_are_moved_everywhere():
+    """It goes block by block; the last one is shorter."""
+    rng, d = np.random.default_rng(0), 2 * BLOCK + 3
+    w, v, change = rng.standard_normal(d).astype(np.float32), rng.standard_normal(d).astype(np.float32), np.ones(d)
+    step = server_step(w, v, change, gamma=0.5)
+    moved = 0.5 * v.astype(np.float64) + change
+    np.testing.assert_array_equal(step.v, moved.astype(np.float32))
+    np.testing.assert_array_equal(step.w, (w + moved).astype(np.float32))
+    change[-1] = np.inf
+    assert server_step(w, v, change, gamma=0.5).diverged
 
 
 def test_a_round_without_answers_changes_nothing():
