@@ -22,7 +22,6 @@ from coordinator.aggregation.correction import correction_step
 from coordinator.fleet import Device, Fleet
 from coordinator.methods import (
     MethodSettings,
-    State,
     accepted,
     counted,
     install,
@@ -32,6 +31,7 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
+from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import cohort_size, stratified, uniform
 from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Start, Train, Trained
 from fedge.tensors import Layout, Model, unflatten
@@ -64,14 +64,14 @@ class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """L_k (None: it was asked for in vain), and what the device was when it was asked: other data, another answer."""
+    """L_k, and what the device was when it was asked: with other data it is asked again."""
 
-    feature: int | None
+    feature: int
     n_samples: int
     births: int
 
 
-class CficState(State, frozen=True, kw_only=True):
+class CficState(HearingState, frozen=True, kw_only=True):
     """`model`: w; `memory`: h, none is 0; `visits`: by label feature the last round in which a member was drawn."""
 
     model: BlobRef
@@ -103,16 +103,15 @@ class Cfic:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
             return await install(self, state, fleet)
-        r, options = state.round + 1, self.options
-        devices = {device.id: device for device in fleet.devices()}
-        if options.registration == "eager":
-            state = await self._describe(state, fleet, "describe", changed(state, devices))
-        cohort = self._select(state, devices, r)
+        r = state.round + 1
+        if self.options.registration == "eager":
+            state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
+        cohort = self._select(state, awake(state, fleet, r), r)
         order = Train(starts=(Start(model=state.model),), sgd=self.settings.sgd, codec=self.settings.codec)
-        updates = accepted(await fleet.run("train", dict.fromkeys(cohort, order)))
-        trained = {i: devices[i] for i in updates}
-        unknown = {i: device for i, device in trained.items() if feature_of(state, i) is None}
-        state = await self._describe(state, fleet, "describe-trained", unknown | changed(state, trained))
+        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
+        updates = accepted(answers)
+        trained = {device.id: device for device in fleet.devices() if device.id in updates}
+        state = await self._describe(state, fleet, "describe-trained", trained)
         if len(updates) >= self.settings.min_reports:
             state = self._step(state, updates, fleet)
         return msgspec.structs.replace(
@@ -123,21 +122,18 @@ class Cfic:
             history=(*state.history, summarise(r, len(cohort), updates)),
         )
 
-    async def _describe(self, state: CficState, fleet: Fleet, step: str, asked: Mapping[str, Device]) -> CficState:
-        """Section 4: those devices tell their label features; one that does not answer keeps what it had."""
+    async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
+        """Section 4: those of the devices whose label feature is unknown, or of other data, tell it."""
+        asked = {i: device for i, device in devices.items() if is_news(state, device)}
         if not asked or not (self.options.cluster_sampling or self.options.correction):
             return state
         order = DescribeLabels(mode=self.options.psi, epsilon=self.options.epsilon)
-        answers = await fleet.run(step, dict.fromkeys(asked, order))
-        described = {
-            i: Description(
-                feature=a.result.feature if isinstance(a.result, LabelsDescribed) else feature_of(state, i),
-                n_samples=asked[i].n_samples,
-                births=asked[i].births,
-            )
-            for i, a in answers.items()
+        state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
+        told = {
+            i: Description(feature=result.feature, n_samples=asked[i].n_samples, births=asked[i].births)
+            for i, result in results(answers, LabelsDescribed).items()
         }
-        return msgspec.structs.replace(state, described=dict(sorted((state.described | described).items())))
+        return msgspec.structs.replace(state, described=dict(sorted((state.described | told).items())))
 
     def _select(self, state: CficState, devices: Mapping[str, Device], r: int) -> list[str]:
         """Section 5: round 1 uniformly, then about equally many from each cluster."""
@@ -207,11 +203,11 @@ def feature_of(state: CficState, device_id: str) -> int | None:
     return None if description is None else description.feature
 
 
-def changed(state: CficState, devices: Mapping[str, Device]) -> dict[str, Device]:
-    """Devices with samples that were never asked for their feature, or have other data or were born since then."""
-    now = {i: (d.n_samples, d.births) for i, d in devices.items() if d.n_samples > 0}
-    then = {i: (d.n_samples, d.births) for i, d in state.described.items()}
-    return {i: devices[i] for i in now if then.get(i) != now[i]}
+def is_news(state: CficState, device: Device) -> bool:
+    """Whether a device with samples has not told its feature yet, or has other data or was born since then."""
+    known = state.described.get(device.id)
+    same = known is not None and (known.n_samples, known.births) == (device.n_samples, device.births)
+    return device.n_samples > 0 and not same
 
 
 def clusters(state: CficState, ids: Collection[str]) -> dict[int, list[str]]:

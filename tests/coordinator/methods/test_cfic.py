@@ -107,16 +107,17 @@ async def test_a_silent_round_changes_neither_model_nor_memory(tmp_path) -> None
     assert before.memory is not None
 
 
-async def test_a_device_that_tells_nothing_is_unlabelled_and_asked_again_when_it_has_trained(tmp_path) -> None:
+async def test_a_silent_device_costs_one_deadline_and_rests(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, **EXACT))
     fleet.silent = frozenset(["d02"])
     state = await rounds(method, method.initial(layout, first), fleet, 2)
-    assert state.described["d02"].feature is None
-    assert [r for r, step, i in fleet.asked if (step, i) == ("describe", "d02")] == [1]
+    assert [(r, step) for r, step, i in fleet.asked if i == "d02"] == [(1, "describe")]
+    assert "d02" not in state.described
     fleet.silent = frozenset()
     state = await rounds(method, state, fleet, 1)
     assert state.described["d02"].feature == majority(fleet._workers["d02"])
+    assert state.participations["d02"] == 1
 
 
 async def test_newcomers_and_changed_devices_are_asked_and_nobody_else_moves(tmp_path) -> None:
@@ -216,7 +217,7 @@ def test_options_out_of_range_are_refused(options) -> None:
 
 
 def test_clusters_are_those_with_a_feature_in_ascending_order() -> None:
-    features = {"a": 4, "b": None, "c": 1, "d": -1, "e": 4}
+    features = {"a": 4, "c": 1, "d": -1, "e": 4}
     described = {i: Description(feature=f, n_samples=1, births=0) for i, f in features.items()}
     method = make("cfic", MethodSettings())
     state = msgspec.structs.replace(method.initial(None, None), described=described)
