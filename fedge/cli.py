@@ -35,6 +35,8 @@ class About(NamedTuple):
 
 COMMANDS: Final = {
     "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator"),
+    "simulate": About("Run one method on simulated devices and measure it.", "coordinator"),
+    "compare": About("Run several methods on equal terms, over several seeds.", "coordinator"),
     "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator"),
     "agent": About("Take part in a federation with the data of this device.", "agent"),
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator"),
@@ -93,6 +95,7 @@ def command(log_level: str) -> None:
     \b
     Examples:
       fedge demo
+      fedge compare --methods fedavg,fedge --task digits --seeds 0,1,2
       fedge coordinator --broker localhost:1883 --federation shop --home server --task digits
       fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
       fedge infer cam1/bundles/1 photo.png

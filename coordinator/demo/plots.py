@@ -59,7 +59,7 @@ STYLE: Any = {
 
 def accuracy_by_round(background: Background) -> str:
     """Lines of validation accuracy over the rounds."""
-    with _figure(2.9) as (axes, svg):
+    with figure(2.9) as (axes, svg):
         for name, curve in background.accuracy_by_round.items():
             label = background.method if name == "personalised" else METHODS[name]
             axes.plot([r for r, _ in curve], [a for _, a in curve], label=label, color=BARS[name], linewidth=1.8)
@@ -76,7 +76,7 @@ def cluster_map(outcome: Outcome, background: Background) -> str:
     points = positions(background.similarity)
     first = {i: int(k) for k, members in reversed(list(outcome.clusters.items())) for i in members}
     rings = group_colours(background.groups, first)
-    with _figure(3.6) as (axes, svg):
+    with figure(3.6) as (axes, svg):
         for device_id, (x, y) in zip(background.ids, points, strict=True):
             fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
             ring = CLUSTERS[rings[background.groups[device_id]] % N_COLOURS]
@@ -115,7 +115,7 @@ def positions(similarity: NDArray[np.float64]) -> NDArray[np.float64]:
 def selection_counts(selection: Mapping[str, int]) -> str:
     """In how many rounds each device took part."""
     ids = sorted(selection)
-    with _figure(0.9 + 0.2 * len(ids)) as (axes, svg):
+    with figure(0.9 + 0.2 * len(ids)) as (axes, svg):
         axes.barh(ids, [selection[i] for i in ids], color=BARS["personalised"], height=0.62)
         axes.set_xlabel("rounds")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -128,7 +128,7 @@ def device_bars(outcome: Outcome) -> str:
     """Per device one group of bars, one bar for each way to learn."""
     ids = [device.id for device in outcome.devices]
     height = 0.82 / len(METHODS)
-    with _figure(1.1 + 0.52 * len(ids)) as (axes, svg):
+    with figure(1.1 + 0.52 * len(ids)) as (axes, svg):
         for j, (name, label) in enumerate(METHODS.items()):
             middle = np.arange(len(ids)) + (j - (len(METHODS) - 1) / 2) * height
             values = [device.accuracy[name] for device in outcome.devices]
@@ -148,15 +148,15 @@ def _floor(values: Sequence[float]) -> float:
 
 
 @contextmanager
-def _figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
+def figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
     """An empty plot; its SVG is in the list when the block ends."""
     svg: list[str] = []
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="none")
-        FigureCanvasSVG(figure)
-        yield figure.add_subplot(), svg
+        drawing = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="none")
+        FigureCanvasSVG(drawing)
+        yield drawing.add_subplot(), svg
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        drawing.savefig(file, format="svg", metadata={"Date": None})
     svg.append(_for_a_page(file.getvalue()))
 
 

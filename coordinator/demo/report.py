@@ -26,15 +26,16 @@ def render(outcome: Outcome, background: Background) -> str:
     """The report as HTML."""
     template = Template(files("coordinator.demo").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
+        style=page_style(),
         title=escape(f"fedge demo: {outcome.task}, {outcome.agents} devices"),
         lead=escape(lead(outcome, background)),
         tiles=_tiles(outcome),
-        overall=_table(("Way to learn", "Mean accuracy"), _overall_rows(outcome)),
+        overall=table(("Way to learn", "Mean accuracy"), _overall_rows(outcome)),
         accuracy_by_round=plots.accuracy_by_round(background),
         cluster_map=_cluster_map(outcome, background),
         selection=plots.selection_counts(outcome.selection),
         device_bars=plots.device_bars(outcome),
-        devices=_table(
+        devices=table(
             ("Device", "Train", "Test", "Cluster", *METHODS.values(), "|Δp|"), map(_device_row, outcome.devices)
         ),
     )
@@ -94,7 +95,13 @@ def _cluster_map(outcome: Outcome, background: Background) -> str:
     return plots.cluster_map(outcome, background)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def page_style() -> str:
+    """The style sheet of all our pages."""
+    return files("coordinator.demo").joinpath("page.css").read_text(encoding="utf-8")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts as HTML."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"

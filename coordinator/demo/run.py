@@ -28,7 +28,7 @@ from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 from fedge.tasks import Share, partition, pool, share_data, write_share, write_task
-from fedge.tensors import digest_of, flatten, from_bytes
+from fedge.tensors import flatten, from_bytes
 from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
@@ -259,13 +259,12 @@ def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping
     """
     bundles: dict[str, Path] = {}
     for device_id in cameras.shares:
-        digest = summary["installed"].get(device_id, {}).get("bundle_digest")
-        manifests = (settings.folder / device_id / "home" / "bundles").glob(f"*/{bundle.MANIFEST}")
-        found = [path.parent for path in manifests if digest_of(path.read_bytes()) == digest]
-        if not found:
+        digest = summary["installed"].get(device_id, {}).get("bundle_digest", "")
+        found = bundle.find(settings.folder / device_id / "home" / "bundles", digest)
+        if found is None:
             log = settings.folder / "logs" / f"{device_id}.log"
             raise ProcessError(f"{device_id} ended without a bundle; {log} ends with:\n{tail(log)}")
-        bundles[device_id] = found[0]
+        bundles[device_id] = found
     return bundles
 
 

@@ -1,0 +1,79 @@
+"""Options of a method on the command line and in the configuration: `--option NAME=VALUE`, the table [method]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from coordinator.methods import FINE_TUNED, METHODS, MethodSettings, Option, options_of
+from fedge.config import section_of
+from fedge.errors import ConfigError
+from fedge.loading import load_object
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def method_options(command: F) -> F:
+    """Decorator of a click command: `--option`, which may be given several times."""
+    return click.option(
+        "--option",
+        "options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="An option of the method, as in the table [method] of the TOML file; may be repeated.",
+    )(command)
+
+
+def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Option]:
+    """The table [method] of the file, overridden by NAME=VALUE pairs. The method itself checks names and values.
+
+    Raises:
+        ConfigError: the file cannot be read, a pair has no "=", or a value in the file is no number, text or truth.
+    """
+    found: dict[str, Option] = {}
+    for name, value in section_of(config, "method").items():
+        if not isinstance(value, int | float | str | bool):
+            raise ConfigError(f"{name} in [method] of {config} must be a number, a text, true or false")
+        found[name] = value
+    return found | parsed(pairs)
+
+
+def parsed(pairs: Iterable[str]) -> dict[str, Option]:
+    """NAME=VALUE texts as a dictionary; values stay texts, the method converts them.
+
+    Raises:
+        ConfigError: one has no name or no "=".
+    """
+    options: dict[str, Option] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name.strip() or not equals:
+            raise ConfigError(f"an option of a method is NAME=VALUE, not {pair!r}")
+        options[name.strip()] = value.strip()
+    return options
+
+
+def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
+    """A method with its options after colons: "fedepc:clustering=kmeans:warmup=5".
+
+    Raises:
+        ConfigError: an option is no NAME=VALUE.
+    """
+    name, *pairs = text.strip().split(":")
+    return name, parsed(pairs)
+
+
+def check(name: str, options: Mapping[str, Option]) -> None:
+    """Refuse a method or an option that is not there, before anything is started.
+
+    Raises:
+        ConfigError: there is no such method, or it has no such option or value.
+    """
+    settings = MethodSettings(options=dict(options))
+    base = name.removesuffix(FINE_TUNED)
+    if base not in METHODS:
+        raise ConfigError(f"there is no method {name!r}; choose one of {', '.join(sorted(METHODS))}")
+    options_of(settings, load_object(METHODS[base]).Options)

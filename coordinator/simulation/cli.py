@@ -1,0 +1,135 @@
+"""`fedge simulate`: one method on simulated devices; `fedge compare`: several, on equal terms."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.options import check, method_and_options, method_options, resolve_options
+from coordinator.simulation.outcome import RunOutcome, cost_of
+from coordinator.simulation.settings import CompareSettings, SimulationSettings
+from fedge.config import resolve, settings_options
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(SimulationSettings, "simulate")
+@method_options
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
+    """Run one method on simulated devices, in this process, and measure it.
+
+    Samples are dealt out to devices that train with the code of real ones. The accuracy is that of each device's
+    installed bundle, run by ONNX Runtime on its own unseen test samples.
+
+    \b
+    Examples:
+      fedge simulate
+      fedge simulate --method fedavg+ft --partition groups --rounds 60
+      fedge simulate --method fedepc --option warmup=10 --alpha 0.1 --json figures.json
+      fedge simulate --task uci-har --data ~/har --partition natural
+      fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
+
+    \b
+    Exit codes: 0 done, 1 an error, 2 wrong usage, no such data or method, 4 a file cannot be written,
+    130 stopped by Ctrl-C.
+    """  # noqa: D301 - click wants the backspace character itself
+    settings = resolve(SimulationSettings, "simulate", config, flags)
+    name, own = method_and_options(settings.method)
+    own = resolve_options(config, options) | own
+    check(name, own)
+    _one_thread()
+    from coordinator.simulation.compare import scenario_of
+    from coordinator.simulation.report import lines_of
+    from coordinator.simulation.run import simulate as run
+
+    with _folder(settings.out) as home:
+        outcome = run(scenario_of(settings), name, own, settings.seed, home, _progress(name), settings.method)
+    if json_file is not None:
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(outcome)))
+    reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
+    table = Table.grid(padding=(0, 2))
+    for line in lines_of(outcome, reached, settings.target):
+        table.add_row(*line)
+    Console().print(table, highlight=False)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(CompareSettings, "compare")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+def compare(config: Path | None, json_file: Path | None, **flags: object) -> None:
+    """Run several methods on equal terms and show what each brings.
+
+    For each seed all methods have the same partition, first model and budget, so differences are paired. Runs that are
+    done are kept in --out: started again with the same settings, it goes on where it was, also with more methods or
+    seeds.
+
+    \b
+    Examples:
+      fedge compare --methods local,fedavg,fedavg+ft,fedge --partition groups
+      fedge compare --methods fedepc,fedepc:clustering=kmeans --seeds 0,1,2,3,4 --out ablation
+      fedge compare --methods fedavg,scmoe-pfl,fedge --alpha 0.1 --json figures.json
+
+    \b
+    Exit codes: 0 done, 1 a run failed, 2 wrong usage, no such data or method, 4 a file cannot be written or read,
+    130 stopped by Ctrl-C.
+    """  # noqa: D301 - click wants the backspace character itself
+    settings = resolve(CompareSettings, "compare", config, flags)
+    _one_thread()
+    from coordinator.simulation.compare import compare as run
+    from coordinator.simulation.report import table_of, write_report
+
+    out = settings.out or Path(time.strftime("fedge-compare-%Y%m%d-%H%M%S"))
+    comparison = run(settings, out, _tell)
+    figures = msgspec.json.format(msgspec.json.encode(comparison, enc_hook=str), indent=1)
+    for file in filter(None, (out / "figures.json", json_file)):
+        write_atomically(file, figures)
+    write_report(out / "report.html", comparison)
+    Console().print(table_of(comparison), highlight=False)
+    click.echo(f"report: {out / 'report.html'}   figures: {out / 'figures.json'}")
+
+
+def _one_thread() -> None:
+    """Several threads on small networks mostly wait for each other. Before numpy and torch are imported."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _progress(method: str) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        click.echo(f"{method}  {text}", err=True)
+
+    return tell
+
+
+def _tell(done: int, wanted: int, outcome: RunOutcome) -> None:
+    click.echo(
+        f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
+        f"{outcome.wall_s:.1f} s",
+        err=True,
+    )
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """The devices' folders: a new one that stays, or one that goes."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="fedge-simulate-") as folder:
+            yield Path(folder)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty: choose a new folder with --out, or remove it")
+    yield out

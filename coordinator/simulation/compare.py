@@ -1,0 +1,273 @@
+"""Several methods on equal terms: for each seed the same partition, first model and budget, runs side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from coordinator.options import check, method_and_options
+from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import CompareSettings, Scenario
+from fedge.errors import ConfigError, FedgeError, StoreError
+from fedge.files import write_atomically
+
+SHARE_OF_THE_BEST = 0.95
+"""The target, unless one is given, in parts of the best method's accuracy."""
+
+Watch = Callable[[int, int, RunOutcome], None]
+"""Is told of every run: how many are done, of how many, and the last one's outcome."""
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """A figure over the seeds, one by one and together; `std` is that of a sample (n - 1), 0 for one seed."""
+
+    mean: float
+    std: float
+    seeds: tuple[float, ...]
+
+
+class MethodOutcome(Struct, frozen=True, kw_only=True):
+    """A method over all seeds. Differences are of `accuracy`, seed by seed.
+
+    `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, picked in hindsight, which
+    flatters it. `cost`: means over the seeds of what the target had cost, None unless every seed reached it.
+    """
+
+    method: str
+    accuracy: Spread
+    to_baseline: Spread | None
+    best_other: str | None
+    to_best_other: Spread | None
+    std: Spread
+    worst_decile: Spread
+    macro_f1: Spread
+    global_accuracy: Spread | None
+    bytes_up: Spread
+    bytes_down: Spread
+    seconds: Spread
+    wall_s: Spread
+    evaluation_s: Spread
+    cost: Cost | None
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """The JSON file of `fedge compare`."""
+
+    scenario: Scenario
+    seeds: tuple[int, ...]
+    baseline: str
+    target: float
+    methods: tuple[MethodOutcome, ...]
+    runs: tuple[RunOutcome, ...]
+
+
+class _Run(Struct, frozen=True, kw_only=True):
+    """A method on a seed, and all that its figures depend on."""
+
+    scenario: Scenario
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Names its file: two runs of different settings never share one."""
+        digest = hashlib.sha256(msgspec.json.encode(self, enc_hook=str, order="deterministic")).hexdigest()
+        return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
+
+
+# -------------------------------------------------------------------------------------------------------- the runs
+
+
+def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
+    """Do the runs that `out` does not have yet, several at a time, and put all together.
+
+    Raises:
+        ConfigError: a method, an option, a seed or the data are not there; nothing has run then.
+        FedgeError: a run failed.
+    """
+    methods, seeds = methods_of(settings), seeds_of(settings)
+    baseline = settings.baseline or methods[0]
+    if baseline not in methods:
+        raise ConfigError(f"the baseline {baseline} is not among the methods {', '.join(methods)}")
+    scenario = scenario_of(settings)
+    wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
+    found = {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
+    for number, (_, outcome) in enumerate(found.items(), 1):
+        watch(number, len(wanted), outcome)
+    missing = [run for run in wanted if run not in found]
+    for run, outcome in _done(missing, settings.jobs or os.cpu_count() or 1):
+        write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
+        found[run] = outcome
+        watch(len(found), len(wanted), outcome)
+    return together(scenario, [found[run] for run in wanted], methods, seeds, baseline, settings.target)
+
+
+def methods_of(settings: CompareSettings) -> tuple[str, ...]:
+    """The methods by name and options, each checked and once.
+
+    Raises:
+        ConfigError: one is not registered or has no such option.
+    """
+    methods = tuple(dict.fromkeys(text.strip() for text in settings.methods.split(",") if text.strip()))
+    if not methods:
+        raise ConfigError("there is no method to compare: give --methods a,b,...")
+    for method in methods:
+        check(*method_and_options(method))
+    return methods
+
+
+def seeds_of(settings: CompareSettings) -> tuple[int, ...]:
+    """The seeds, each once.
+
+    Raises:
+        ConfigError: one is no whole number from 0 on, or there is none.
+    """
+    texts = [text.strip() for text in settings.seeds.split(",") if text.strip()]
+    if not texts or not all(text.isdecimal() for text in texts):
+        raise ConfigError(f"seeds are whole numbers with commas between them, not {settings.seeds!r}")
+    return tuple(dict.fromkeys(map(int, texts)))
+
+
+def scenario_of(settings: Scenario) -> Scenario:
+    """The part of the settings that a run's figures depend on, but for method and seed."""
+    return Scenario(**{name: getattr(settings, name) for name in Scenario.__struct_fields__})
+
+
+def _file(out: Path, run: _Run) -> Path:
+    return out / "runs" / f"{run.name}.json"
+
+
+def _read(file: Path) -> RunOutcome | None:
+    if not file.exists():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=RunOutcome)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StoreError(f"{file} cannot be read: {error}; remove it to have the run done again") from error
+
+
+def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
+    """The outcomes as they come; whatever happens, no process is left behind."""
+    if not runs:
+        return
+    with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work, _processes(min(jobs, len(runs))) as pool:
+        waiting: dict[Future[RunOutcome], _Run] = {
+            pool.submit(_simulate, run, Path(work) / run.name): run for run in runs
+        }
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BrokenProcessPool as error:
+            raise FedgeError("a process that simulated ended unexpectedly, perhaps for lack of memory") from error
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes (torch does not survive a fork) that end with us."""
+    # one thread each; they read it when they import numpy and torch
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_ours_to_stop)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _ours_to_stop() -> None:
+    """Ctrl-C goes to all processes of a terminal; the parent alone decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _simulate(run: _Run, home: Path) -> RunOutcome:
+    import torch
+
+    torch.set_num_threads(1)
+    name, options = method_and_options(run.method)
+    return simulate(run.scenario, name, options, run.seed, home, lambda _: None, run.method)
+
+
+# ----------------------------------------------------------------------------------------------------- the figures
+
+
+def together(
+    scenario: Scenario,
+    runs: Sequence[RunOutcome],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    baseline: str,
+    target: float | None,
+) -> Comparison:
+    """Means over the seeds and paired differences; `runs` holds every method on every seed."""
+    of = {method: [run for run in runs if run.method == method] for method in methods}
+    accuracy = {method: np.array([run.accuracy for run in own]) for method, own in of.items()}
+    goal = SHARE_OF_THE_BEST * max(float(a.mean()) for a in accuracy.values()) if target is None else target
+    outcomes = []
+    for method, own in of.items():
+        others = [other for other in methods if other != method]
+        best = max(others, key=lambda other: float(accuracy[other].mean()), default=None)
+        reached = [run.global_accuracy for run in own if run.global_accuracy is not None]
+        outcomes.append(
+            MethodOutcome(
+                method=method,
+                accuracy=spread(accuracy[method]),
+                to_baseline=None if method == baseline else spread(accuracy[method] - accuracy[baseline]),
+                best_other=best,
+                to_best_other=None if best is None else spread(accuracy[method] - accuracy[best]),
+                std=spread([run.std for run in own]),
+                worst_decile=spread([run.worst_decile for run in own]),
+                macro_f1=spread([run.macro_f1 for run in own]),
+                global_accuracy=spread(reached) if reached else None,
+                bytes_up=spread([run.bytes_up for run in own]),
+                bytes_down=spread([run.bytes_down for run in own]),
+                seconds=spread([run.seconds for run in own]),
+                wall_s=spread([run.wall_s for run in own]),
+                evaluation_s=spread([run.evaluation_s for run in own]),
+                cost=_mean_cost([cost_of(run.curve, goal) for run in own]),
+            )
+        )
+    return Comparison(
+        scenario=scenario,
+        seeds=tuple(seeds),
+        baseline=baseline,
+        target=goal,
+        methods=tuple(outcomes),
+        runs=tuple(runs),
+    )
+
+
+def spread(values: Sequence[float] | np.ndarray) -> Spread:
+    """Mean and sample standard deviation of one value per seed."""
+    found = np.asarray(values, np.float64)
+    std = float(found.std(ddof=1)) if len(found) > 1 else 0.0
+    return Spread(mean=float(found.mean()), std=std, seeds=tuple(found.tolist()))
+
+
+def _mean_cost(costs: Sequence[Cost | None]) -> Cost | None:
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return None
+    return Cost(
+        round=round(float(np.mean([cost.round for cost in known]))),
+        bytes=round(float(np.mean([cost.bytes for cost in known]))),
+        seconds=float(np.mean([cost.seconds for cost in known])),
+    )

@@ -1,0 +1,110 @@
+"""How good the devices' models are, on test samples that neither they nor the coordinator have seen.
+
+While a method runs, the model that a device would use now is asked (torch, a moment for each model). At its end every
+device's installed bundle predicts, by `deploy` itself: the headline is what devices really run. That is the one place
+where the coordinator imports `deploy`; the import contract names it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import deploy
+from coordinator.methods import Method, State
+from coordinator.simulation.federation import Federation, Samples
+from coordinator.simulation.outcome import Score, score
+from edge_agent.worker import Worker
+from fedge import bundle, preprocess
+from fedge.models.training import Network
+from fedge.tensors import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from coordinator.fleet.simulated import SimulatedFleet
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The end of a device's run: its score, and whether it is of an installed bundle."""
+
+    score: Score
+    bundle: bool
+
+
+class Evaluation:
+    """Test samples of a federation and the network that is asked. `seconds`: how long measuring took so far."""
+
+    def __init__(self, federation: Federation, workers: Mapping[str, Worker]) -> None:
+        self.seconds = 0.0
+        self._federation = federation
+        self._workers = workers
+        self._network = Network(federation.task)
+        self._tests: dict[str, Samples] = {
+            i: (preprocess.apply(federation.task, share.x_test), share.y_test) for i, share in federation.shares.items()
+        }
+
+    def now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
+        """Per device the model that it would use now: the one it is served, with what it keeps put over it."""
+        with self._timed():
+            return {
+                i: self._score(worker.personal(model), self._tests[i])
+                for i, (worker, model) in self._served(method, state, fleet).items()
+            }
+
+    def globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
+        """Mean over the devices of what the model that each is served reaches on the global test set."""
+        samples = self._federation.global_test
+        if samples is None:
+            return None
+        with self._timed():
+            digests = [method.serves(state, i).digest for i in self._workers]
+            served = {method.serves(state, i).digest: method.serves(state, i) for i in self._workers}
+            layout = self._federation.layout
+            reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in served.items()}
+            return float(np.mean([reached[digest] for digest in digests]))
+
+    def finally_(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Final]:
+        """Per device the bundle that it installed, by ONNX Runtime; where there is none, the model it would use."""
+        found: dict[str, Final] = {}
+        without = []
+        with self._timed():
+            for i, share in self._federation.shares.items():
+                installed = state.installed.get(i)
+                folder = bundle.find(self._workers[i].home / "bundles", installed.bundle_digest) if installed else None
+                if folder is None:
+                    without.append(i)
+                    continue
+                predicted = deploy.load(folder).predict(share.x_test).class_index
+                found[i] = Final(score(predicted, share.y_test), bundle=True)
+        if without:
+            served = self.now(method, state, fleet)
+            found |= {i: Final(served[i], bundle=False) for i in without}
+        return dict(sorted(found.items()))
+
+    def _served(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, tuple[Worker, Model]]:
+        """Models are decoded once, however many devices are served them."""
+        models: dict[str, Model] = {}
+        served = {}
+        for i, worker in self._workers.items():
+            ref = method.serves(state, i)
+            if ref.digest not in models:
+                models[ref.digest] = fleet.get(ref, self._federation.layout)
+            served[i] = (worker, models[ref.digest])
+        return served
+
+    def _score(self, model: Model, samples: Samples) -> Score:
+        x, y = samples
+        return score(self._network.logits(model, x).argmax(axis=1), y)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began

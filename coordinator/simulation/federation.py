@@ -1,0 +1,100 @@
+"""The devices of a simulation: samples dealt out, test samples kept apart, workers and first model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.simulation.settings import Groups, Partition, Scenario
+from edge_agent.worker import Worker
+from fedge import preprocess
+from fedge.messages import BlobRef
+from fedge.models import initial
+from fedge.task import TaskSpec
+from fedge.tasks import Pool, Share, partition, pool, set_apart, share_data
+from fedge.tensors import Layout, Model, unflatten
+
+Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
+DEVICES = 20
+"""Unless the user or the data say otherwise (fedge.md 15.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Federation:
+    """Equal for all methods of a comparison that have the same seed.
+
+    shares: what each device has, by id. global_test: model inputs and labels, of all devices' distributions together,
+    or None. reserved: those that the server may learn from, or None.
+    """
+
+    task: TaskSpec
+    shares: dict[str, Share]
+    global_test: Samples | None
+    reserved: Samples | None
+    layout: Layout
+    first: Model
+
+
+def deal(scenario: Scenario, seed: int) -> Federation:
+    """Read the samples, set the global test set apart, deal the rest out, make the first model.
+
+    Raises:
+        ConfigError: there are no such data, or they cannot be dealt out as asked for.
+    """
+    samples = pool(scenario.task, scenario.data, seed=seed, limit=scenario.samples)
+    if scenario.model is not None:
+        spec = msgspec.structs.replace(samples.spec, model=scenario.model, model_options={})
+        samples = Pool(samples.x, samples.y, spec, samples.user, samples.block)
+    turned = scenario.partition is Partition.GROUPS and scenario.groups is Groups.ROTATION
+    rest, apart = set_apart(samples, scenario.global_test, seed=seed, turns=scenario.n_groups if turned else 1)
+    tested, reserved = set_apart(apart, scenario.reserved, seed=seed)
+    n_devices = scenario.devices or _natural(scenario, rest)
+    shares = partition(
+        rest,
+        n_devices,
+        how=scenario.partition.value,
+        alpha=scenario.alpha,
+        sensitive=scenario.sensitive,
+        seed=seed,
+        n_groups=scenario.n_groups,
+        groups=scenario.groups.value,
+        shards=scenario.shards,
+        iid_share=scenario.iid_share,
+        sizes=scenario.sizes.value,
+        size_spread=scenario.size_spread,
+    )
+    width = len(str(n_devices - 1))
+    layout, first = initial(samples.spec, seed)
+    return Federation(
+        task=samples.spec,
+        shares={f"device-{i:0{width}}": share for i, share in enumerate(shares)},
+        global_test=_inputs(tested),
+        reserved=_inputs(reserved),
+        layout=layout,
+        first=first,
+    )
+
+
+def gather(federation: Federation, seed: int, home: Path) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
+    """The fleet, the first model in it, and its workers, whose folders are made under `home`."""
+    workers = {
+        i: Worker(i, federation.task, share_data(federation.task, share), home / i)
+        for i, share in federation.shares.items()
+    }
+    fleet = SimulatedFleet(federation.task, federation.layout, workers, seed=seed)
+    return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers
+
+
+def _natural(scenario: Scenario, rest: Pool) -> int:
+    if scenario.partition is not Partition.NATURAL or rest.user is None:
+        return DEVICES
+    return int(rest.user.max()) + 1
+
+
+def _inputs(samples: Pool) -> Samples | None:
+    return (preprocess.apply(samples.spec, samples.x), samples.y) if len(samples.y) else None

@@ -1,0 +1,119 @@
+"""What a simulated run found out: the numbers of its JSON file, and how they are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer]
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """Of one model on n samples."""
+
+    n: int
+    accuracy: float
+    macro_f1: float
+    weighted_f1: float
+
+
+class DeviceOutcome(Struct, frozen=True, kw_only=True):
+    """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served."""
+
+    id: str
+    group: int
+    n_train: int
+    score: Score
+    trained: int
+    bundle: bool
+
+
+class Point(Struct, frozen=True, kw_only=True):
+    """A point of the learning curve: what the devices reach now, and what that has cost until now."""
+
+    round: int
+    accuracy: float
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """What a method needed to reach an accuracy: rounds, bytes up and down together, simulated seconds."""
+
+    round: int
+    bytes: int
+    seconds: float
+
+
+class RunOutcome(Struct, frozen=True, kw_only=True):
+    """A method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
+
+    `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
+    bundle in ONNX Runtime. `global_accuracy`: mean over the devices of the model that each is served, on the global
+    test set. `max_abs_diff`: largest difference of a probability between torch and ONNX Runtime. `evaluation_s`: the
+    part of `wall_s` that measuring took.
+    """
+
+    method: str
+    seed: int
+    accuracy: float
+    std: float
+    minimum: float
+    percentile_10: float
+    worst_decile: float
+    sample_accuracy: float
+    macro_f1: float
+    weighted_f1: float
+    global_accuracy: float | None
+    rounds: int
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    bundles: int
+    max_abs_diff: float
+    split: bool
+    clusters: dict[str, tuple[str, ...]]
+    curve: tuple[Point, ...]
+    devices: tuple[DeviceOutcome, ...]
+    wall_s: float
+    evaluation_s: float
+
+
+def score(predicted: Ints, y: Ints) -> Score:
+    """Accuracy and F1 of predicted classes (n,) against labels (n,), n >= 1.
+
+    F1_c = 2TP / (2TP + FP + FN) over the classes that are among the labels or the predictions; macro: their mean;
+    weighted: by how often a class is among the labels. Source: scmoe_pfl.md section 13.
+    """
+    classes = np.union1d(predicted, y)
+    hits = np.array([np.count_nonzero((predicted == c) & (y == c)) for c in classes])
+    true, said = (np.array([np.count_nonzero(z == c) for c in classes]) for z in (y, predicted))
+    f1 = 2 * hits / (true + said)  # 2TP + FP + FN = true + said
+    return Score(
+        n=len(y),
+        accuracy=float(np.mean(predicted == y)),
+        macro_f1=float(f1.mean()),
+        weighted_f1=float((f1 * true).sum() / true.sum()),
+    )
+
+
+def worst_decile(accuracies: Sequence[float]) -> float:
+    """Mean of the lowest tenth of the devices, rounded up: at least one device."""
+    lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
+    return float(np.mean(lowest))
+
+
+def cost_of(curve: Sequence[Point], target: float) -> Cost | None:
+    """What the first point of a curve that reaches an accuracy had cost; None if none does.
+
+    As fine as the curve is: a point every few rounds.
+    """
+    point = next((point for point in curve if point.accuracy >= target), None)
+    if point is None:
+        return None
+    return Cost(round=point.round, bytes=point.bytes_up + point.bytes_down, seconds=point.seconds)

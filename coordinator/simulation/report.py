@@ -1,0 +1,153 @@
+"""A comparison for people: the table of the terminal, and one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from coordinator.demo.outcome import megabytes
+from coordinator.demo.report import page_style, points, table
+from coordinator.simulation import plots
+from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
+from coordinator.simulation.outcome import Cost, RunOutcome
+from coordinator.simulation.settings import Partition, Scenario
+from fedge.files import write_atomically
+
+NOTHING: Final = "–"
+
+
+def write_report(path: Path, comparison: Comparison) -> None:
+    """Draw the report.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    write_atomically(path, render(comparison).encode())
+
+
+def render(comparison: Comparison) -> str:
+    """The report as HTML."""
+    template = Template(files("coordinator.simulation").joinpath("report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        style=page_style(),
+        title=escape(f"fedge compare: {comparison.scenario.task}, {setting_of(comparison.scenario)}"),
+        lead=escape(lead(comparison)),
+        methods=table(headings(comparison), [row(method) for method in comparison.methods]),
+        by_round=plots.by_round(comparison.runs),
+        by_bytes=plots.by_bytes(comparison.runs),
+        by_seconds=plots.by_seconds(comparison.runs),
+        seeds=table(("Method", *map(str, comparison.seeds)), [seed_row(method) for method in comparison.methods]),
+    )
+
+
+def setting_of(scenario: Scenario) -> str:
+    """The partition in a few words."""
+    how = scenario.partition
+    skew = f"α {scenario.alpha:g}"
+    words = {
+        Partition.DIRICHLET: f"Dirichlet, {skew}",
+        Partition.GROUPS: f"{scenario.n_groups} groups by {scenario.groups}, {skew}",
+        Partition.SHARDS: f"{scenario.shards} shards, {scenario.iid_share:.0%} dealt evenly",
+        Partition.NATURAL: "people",
+        Partition.IID: "no skew",
+    }
+    return words[how]
+
+
+def lead(comparison: Comparison) -> str:
+    """What was done, in a few sentences."""
+    scenario = comparison.scenario
+    n_devices = len(comparison.runs[0].devices)
+    return (
+        f"{n_devices} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of {scenario.local_steps} "
+        f"steps, participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the training samples marked "
+        f"sensitive; seeds {', '.join(map(str, comparison.seeds))}. Accuracies are of the installed bundles, run by "
+        "ONNX Runtime on each device's own test samples, which no choice has seen. "
+        f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
+    )
+
+
+def headings(comparison: Comparison) -> tuple[str, ...]:
+    """Of the table, on the page and in the terminal."""
+    return (
+        *("Method", "Accuracy", f"− {comparison.baseline}", "− best other", "Worst 10 %", "Macro F1", "Global"),
+        *("Traffic", f"Cost of {100 * comparison.target:.1f} %", "s / run"),
+    )
+
+
+def row(method: MethodOutcome) -> tuple[str, ...]:
+    """A method's line of the table."""
+    return (
+        method.method,
+        percent(method.accuracy),
+        difference(method.to_baseline),
+        f"{difference(method.to_best_other)} {method.best_other or ''}".strip(),
+        percent(method.worst_decile),
+        percent(method.macro_f1),
+        NOTHING if method.global_accuracy is None else percent(method.global_accuracy),
+        megabytes(round(method.bytes_up.mean + method.bytes_down.mean)),
+        cost(method.cost),
+        f"{method.wall_s.mean:.1f}",
+    )
+
+
+def seed_row(method: MethodOutcome) -> tuple[str, ...]:
+    """A method's mean accuracy on each seed."""
+    return (method.method, *(f"{100 * accuracy:.1f}" for accuracy in method.accuracy.seeds))
+
+
+def percent(figure: Spread) -> str:
+    """Mean and, over several seeds, standard deviation."""
+    spread = f" ± {100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
+    return f"{100 * figure.mean:.1f}{spread}"
+
+
+def difference(figure: Spread | None) -> str:
+    """In percentage points, with sign."""
+    if figure is None:
+        return NOTHING
+    spread = f" ± {100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
+    return f"{points(figure.mean)}{spread}"
+
+
+def cost(found: Cost | None) -> str:
+    """Rounds, bytes and simulated time."""
+    if found is None:
+        return "not reached"
+    return f"{found.round} r, {megabytes(found.bytes)}, {found.seconds:.0f} s"
+
+
+def table_of(comparison: Comparison) -> Table:
+    """The comparison for a terminal."""
+    found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(headings(comparison)):
+        found.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+    best = max(method.accuracy.mean for method in comparison.methods)
+    for method in comparison.methods:
+        found.add_row(*row(method), style="bold" if method.accuracy.mean == best else "")
+    return found
+
+
+def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:
+    """A single run for a terminal: names and figures."""
+    experts = f"{len(outcome.clusters)} clusters" if outcome.split else "one shared model"
+    lines = [
+        ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {len(outcome.devices)} devices"),
+        ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
+        ("macro F1", f"{100 * outcome.macro_f1:.1f} %"),
+        ("global accuracy", NOTHING if outcome.global_accuracy is None else f"{100 * outcome.global_accuracy:.1f} %"),
+        ("experts", experts),
+        ("traffic", f"{megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down"),
+        ("simulated time", f"{outcome.seconds:.0f} s"),
+        ("bundles", f"{outcome.bundles} of {len(outcome.devices)}, torch − ONNX Runtime <= {outcome.max_abs_diff:.0e}"),
+        ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
+    ]
+    if goal is not None:
+        lines.append((f"until {100 * goal:.1f} %", cost(target)))
+    return lines

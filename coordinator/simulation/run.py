@@ -1,0 +1,134 @@
+"""One method on one seed: from the samples to the figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.fleet import simulated
+from coordinator.methods import Option, State, make
+from coordinator.simulation.evaluation import Evaluation, Final
+from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, worst_decile
+from coordinator.simulation.settings import Scenario
+
+Watch = Callable[[str], None]
+"""Is told how far a run is, in words, after each evaluation."""
+
+
+def simulate(
+    scenario: Scenario, method: str, options: dict[str, Option], seed: int, home: Path, watch: Watch, label: str
+) -> RunOutcome:
+    """Run a method to its end and measure it; equal arguments give equal figures, times apart.
+
+    Args:
+        scenario: data, devices and budget.
+        method: a registered one.
+        options: its own.
+        seed: of partition, first model and training.
+        home: folder in which the devices' folders are made.
+        watch: see above.
+        label: the run's name for the method.
+
+    Raises:
+        ConfigError: the data, the partition, the method or its options cannot be had as asked for.
+    """
+    began = time.perf_counter()
+    federation = deal(scenario, seed)
+    return asyncio.run(_run(scenario, method, options, seed, home, watch, label, federation, began))
+
+
+async def _run(
+    scenario: Scenario,
+    name: str,
+    options: dict[str, Option],
+    seed: int,
+    home: Path,
+    watch: Watch,
+    label: str,
+    federation: Federation,
+    began: float,
+) -> RunOutcome:
+    method = make(name, scenario.for_method(seed, options), task=federation.task, reserved=federation.reserved)
+    fleet, first, workers = gather(federation, seed, home)
+    evaluation = Evaluation(federation, workers)
+    curve: list[Point] = []
+
+    def measure(number: int, accuracy: float) -> None:
+        point = Point(
+            round=number,
+            accuracy=accuracy,
+            bytes_up=fleet.bytes_up,
+            bytes_down=fleet.bytes_down,
+            seconds=fleet.seconds,
+        )
+        curve.append(point)
+        watch(f"round {point.round}/{scenario.rounds}  accuracy {accuracy:.3f}")
+
+    def on_round(state: State) -> None:
+        stop_if_asked()
+        if not method.done(state) and state.round % scenario.spacing == 0:
+            measure(state.round, _mean(evaluation.now(method, state, fleet)))
+
+    state = method.initial(federation.layout, first)
+    on_round(state)
+    state = await simulated.run(method, state, fleet, on_round)
+    final = evaluation.finally_(method, state, fleet)
+    measure(scenario.rounds, _mean({i: end.score for i, end in final.items()}))
+    devices = _devices(federation, state, final)
+    accuracies = [device.score.accuracy for device in devices]
+    summary = method.summary(state)
+    return RunOutcome(
+        method=label,
+        seed=seed,
+        accuracy=float(np.mean(accuracies)),
+        std=float(np.std(accuracies)),
+        minimum=min(accuracies),
+        percentile_10=float(np.percentile(accuracies, 10)),
+        worst_decile=worst_decile(accuracies),
+        sample_accuracy=float(np.average(accuracies, weights=[device.score.n for device in devices])),
+        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
+        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
+        global_accuracy=evaluation.globally(method, state, fleet),
+        rounds=scenario.rounds,
+        bytes_up=fleet.bytes_up,
+        bytes_down=fleet.bytes_down,
+        seconds=fleet.seconds,
+        bundles=sum(device.bundle for device in devices),
+        max_abs_diff=max((done.max_abs_diff for done in state.installed.values()), default=0.0),
+        split=bool(summary["split"]),
+        clusters={str(k): tuple(members) for k, members in summary["clusters"].items()},
+        curve=tuple(curve),
+        devices=devices,
+        wall_s=round(time.perf_counter() - began, 3),
+        evaluation_s=round(evaluation.seconds, 3),
+    )
+
+
+def stop_if_asked() -> None:
+    """Ctrl-C reaches a coroutine only where it waits; a simulated fleet never does, so it is looked for."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _devices(federation: Federation, state: State, final: dict[str, Final]) -> tuple[DeviceOutcome, ...]:
+    return tuple(
+        DeviceOutcome(
+            id=i,
+            group=share.group,
+            n_train=len(share.y_train),
+            score=final[i].score,
+            trained=state.participations.get(i, 0),
+            bundle=final[i].bundle,
+        )
+        for i, share in federation.shares.items()
+    )
+
+
+def _mean(scores: dict[str, Score]) -> float:
+    return float(np.mean([score.accuracy for score in scores.values()]))

@@ -1,0 +1,154 @@
+"""What is simulated: the settings of `fedge simulate` and `fedge compare`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from coordinator.methods import MethodSettings, Option
+from fedge.messages import Codec, Sgd
+
+
+class Partition(StrEnum):
+    """How the samples are dealt out (`fedge.tasks.partition`)."""
+
+    DIRICHLET = "dirichlet"
+    GROUPS = "groups"
+    SHARDS = "shards"
+    NATURAL = "natural"
+    IID = "iid"
+
+
+class Groups(StrEnum):
+    """In what planted groups differ."""
+
+    ROTATION = "rotation"
+    LABELS = "labels"
+
+
+class Sizes(StrEnum):
+    """Quantity skew."""
+
+    EQUAL = "equal"
+    LOG_NORMAL = "log-normal"
+    POWER_LAW = "power-law"
+
+
+class Hardware(StrEnum):
+    """What the devices are."""
+
+    MIXED = "mixed"
+    NONE = "none"
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """Data, devices and budget: all that is the same for the methods of a comparison."""
+
+    task: Annotated[
+        str, Meta(description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays.")
+    ] = "digits"
+    data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
+    model: Annotated[str | None, Meta(description="Network, such as cnn or cnn_fedavg; by default the task's.")] = None
+    devices: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="20; natural: as many as there are people.")
+    ] = None
+    partition: Annotated[
+        Partition,
+        Meta(
+            description="dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
+            "iid: no skew."
+        ),
+    ] = Partition.DIRICHLET
+    alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
+    groups: Annotated[
+        Groups, Meta(description="rotation: cameras turned by 90 degrees each; labels: classes of their own.")
+    ] = Groups.ROTATION
+    n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 4
+    shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2
+    iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples dealt evenly before shards.")] = 0.0
+    sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = Sizes.EQUAL
+    size_spread: Annotated[float, Meta(ge=0, description="Its sigma, or the power law's exponent.")] = 1.0
+    samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
+    sensitive: Annotated[
+        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
+    ] = 0.0
+    global_test: Annotated[
+        float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before dealing.")
+    ] = 0.1
+    reserved: Annotated[
+        float, Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe).")
+    ] = 0.2
+    rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
+    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
+    min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
+    local_steps: Annotated[int, Meta(ge=1, description="SGD steps per participation.")] = 10
+    batch_size: Annotated[int, Meta(ge=1, description="Samples per step.")] = 32
+    learning_rate: Annotated[float, Meta(gt=0, description="Of the devices' SGD.")] = 0.05
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
+    codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    hardware: Annotated[
+        Hardware, Meta(description="mixed: Raspberry Pis and Jetsons with their speeds and links; none: no clock.")
+    ] = Hardware.MIXED
+    deadline_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="Simulated time for one step.", extra={"unit": "s"})
+    ] = None
+    evaluate_every: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Rounds between two points of the curve; default: a tenth.")
+    ] = None
+
+    def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
+        """What the method needs to know."""
+        sgd = Sgd(
+            steps=self.local_steps,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+        )
+        return MethodSettings(
+            rounds=self.rounds,
+            participation=self.participation,
+            min_reports=self.min_reports,
+            seed=seed,
+            sgd=sgd,
+            codec=self.codec,
+            options=options,
+        )
+
+    @property
+    def spacing(self) -> int:
+        """Rounds between two evaluations."""
+        return self.evaluate_every or max(1, self.rounds // 10)
+
+
+class SimulationSettings(Scenario, frozen=True, kw_only=True):
+    """Section [simulate] of the configuration."""
+
+    method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
+    seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
+    target: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, Meta(description="Accuracy whose cost is told.")] = (
+        None
+    )
+    out: Annotated[Path | None, Meta(description="Keep the devices' folders, with their bundles, here.")] = None
+
+
+class CompareSettings(Scenario, frozen=True, kw_only=True):
+    """Section [compare] of the configuration."""
+
+    methods: Annotated[
+        str, Meta(description="Methods, with commas; options of a method after colons: fedepc:clustering=kmeans.")
+    ] = "local,fedavg,fedavg+ft,fedge"
+    seeds: Annotated[str, Meta(description="Seeds, with commas.")] = "0,1,2"
+    baseline: Annotated[str | None, Meta(description="Whom the others are compared with; default: the first.")] = None
+    target: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="Accuracy whose cost is told; default: 95 % of the best mean accuracy."),
+    ] = None
+    jobs: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Runs at the same time; default: a core each.")
+    ] = None
+    out: Annotated[
+        Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
+    ] = None
