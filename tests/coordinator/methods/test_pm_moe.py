@@ -1,0 +1,83 @@
+"""PM-MoE on a small fleet: stage 1 is the base's, the pool is shuffled, everybody ends with a bundle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, dump, load, make
+from coordinator.methods.pm_moe import PmMoe
+from deploy import load as load_bundle
+from fedge.errors import ConfigError
+from fedge.messages import FitPool, Role, Sgd, SharePrivate
+from tests.support.simulation import digits
+
+
+def method_of(rounds: int = 3, **options: object) -> PmMoe:
+    return PmMoe(MethodSettings(rounds=rounds, sgd=Sgd(steps=5), options={"gate_epochs": 3} | options))
+
+
+@pytest.mark.parametrize("base", ["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"])
+async def test_stage_one_is_the_base_and_stage_two_ends_in_bundles(tmp_path, base) -> None:
+    fleet, layout, first, _ = digits(tmp_path / "a", n=4, limit=400)
+    method = method_of(base=base)
+    state = await run(method, method.initial(layout, first), fleet)
+    alone, layout, first, _ = digits(tmp_path / "b", n=4, limit=400)
+    plain = make(base, method.settings.__class__(rounds=3, sgd=Sgd(steps=5)))
+    after = await run(plain, plain.initial(layout, first), alone)
+    assert state.model == after.model
+    assert load(dump(state), type(state)) == state
+    assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
+    for i, result in state.installed.items():
+        assert result.max_abs_diff < 1e-4
+        assert Role.PRIVATE in result.roles
+        p = load_bundle(tmp_path / "a" / i / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32)).probabilities
+        np.testing.assert_allclose(p.sum(axis=1), 1, atol=1e-5)
+    assert method.summary(state)["base"] == base
+
+
+async def test_the_pool_tells_no_names_and_each_device_its_own_number(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=5, limit=400)
+    seen: dict[str, FitPool] = {}
+    shared: set[str] = set()
+    inner = fleet.run
+
+    async def watch(step, actions):
+        seen.update({i: a for i, a in actions.items() if isinstance(a, FitPool)})
+        answers = await inner(step, actions)
+        shared.update(i for i, a in actions.items() if isinstance(a, SharePrivate))
+        if step == "share":
+            watch.modules = {i: a.result.module for i, a in answers.items()}
+        return answers
+
+    fleet.run = watch  # type: ignore[method-assign]
+    method = method_of()
+    await run(method, method.initial(layout, first), fleet)
+    pools = {action.pool for action in seen.values()}
+    assert len(pools) == 1
+    assert sorted(action.own for action in seen.values()) == [0, 1, 2, 3, 4]
+    for i, action in seen.items():
+        assert action.pool[action.own] == watch.modules[i]
+    assert [i for i, _ in sorted(seen.items(), key=lambda item: item[1].own)] != sorted(seen), "shuffled"
+
+
+async def test_a_device_that_never_trained_installs_the_bases_model(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    method = method_of(rounds=2)
+    state = method.initial(layout, first)
+    fleet.silent = frozenset({"d03"})
+    for _ in range(2):
+        fleet.round = state.round + 1
+        state = await method.round(state, fleet)
+    fleet.silent = frozenset()
+    fleet.round = 3
+    state = await method.round(state, fleet)
+    assert set(state.installed) == {"d00", "d01", "d02", "d03"}
+    assert len(state.installed["d03"].roles) == 1
+
+
+def test_an_anchored_gate_needs_two_places() -> None:
+    with pytest.raises(ConfigError, match="without a gradient"):
+        method_of(top=1)
+    assert method_of(top=1, preset="paper")

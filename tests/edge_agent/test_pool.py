@@ -1,0 +1,294 @@
+"""PM-MoE stage 2: worked numbers and invariants of pm_moe.md section 12, and the order on a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import nn
+
+from deploy import load
+from edge_agent import pool as stage2
+from edge_agent.pool import confidences, denoised, gate_network, select
+from edge_agent.worker import Worker
+from export.pool import gate_logits, top_weights
+from fedge.messages import (
+    BlobRef,
+    Codec,
+    Failed,
+    FitPool,
+    Installed,
+    KeepHead,
+    KeepModel,
+    KeepOffset,
+    KeepPart,
+    Order,
+    Part,
+    Role,
+    Sgd,
+    Start,
+    Train,
+)
+from fedge.tensors import digest_of, to_bytes, unflatten
+from tests.edge_agent.test_worker import TASK, Blobs, make_data
+
+
+@pytest.mark.parametrize(
+    ("temperature", "wanted"),
+    [
+        (1.0, [1.173147, 0.953262, 0.804178, 0.693147, 1.202915]),
+        (0.05, [0.514657, 0.640000, 0.480000, 0.034657, 0.640185]),
+    ],
+)
+def test_worked_energies(temperature, wanted) -> None:
+    others = [(4, 3), (-3, 4), (4, -3), (0, 0), (6, 8)]
+    outputs = np.array([[(3, 4), *others]], float)
+    np.testing.assert_allclose(confidences(outputs, 0, temperature)[1:], wanted, atol=5e-7)
+
+
+finite = st.floats(-5, 5, allow_subnormal=False)
+
+
+@given(arrays(np.float64, (4, 5, 3), elements=finite), st.floats(0.1, 10), st.integers(1, 4))
+def test_scaling_an_expert_changes_no_confidence(outputs, factor, which) -> None:
+    norms = np.linalg.norm(outputs, axis=2)
+    outputs[norms < 1e-6] = 1.0
+    scaled = outputs.copy()
+    scaled[:, which] *= factor
+    np.testing.assert_allclose(confidences(scaled, 0, 1.0), confidences(outputs, 0, 1.0), atol=1e-9)
+
+
+def test_high_temperature_ranks_by_cosine() -> None:
+    outputs = np.random.default_rng(0).normal(size=(1, 6, 4))
+    units = outputs[0] / np.linalg.norm(outputs[0], axis=1, keepdims=True)
+    conf = confidences(outputs, 2, 1e5)
+    np.testing.assert_allclose(4 * (conf - 1e5 * np.log(4)), units @ units[2], atol=1e-3)
+
+
+def test_worked_denoising_and_its_count() -> None:
+    keep = denoised(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool))
+    assert keep.tolist() == [True, True, True, False, True, False]
+    assert (~denoised(np.arange(20.0), 0, 0.2, np.ones(20, bool))).sum() == 3
+    equal = denoised(np.ones(6), 5, 0.4, np.ones(6, bool))
+    assert equal.tolist() == [True, True, True, False, False, True], "ties: the highest other indices go"
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0, 0.99), st.data())
+def test_the_own_expert_survives_and_the_right_number_goes(values, ratio, data) -> None:
+    m = len(values)
+    own = data.draw(st.integers(0, m - 1))
+    present = np.array(data.draw(st.lists(st.booleans(), min_size=m, max_size=m)))
+    present[own] = True
+    keep = denoised(np.array(values), own, ratio, present)
+    others = int(present.sum()) - 1
+    assert keep[own]
+    assert not keep[~present].any()
+    assert keep.sum() == 1 + others - int(np.floor(ratio * others + 1e-9))
+
+
+def test_what_is_not_finite_never_survives() -> None:
+    outputs = np.ones((2, 3, 2))
+    outputs[0, 2, 1] = np.nan
+    conf = confidences(outputs, 0, 1.0)
+    assert conf[2] == -np.inf
+    assert denoised(conf, 0, 0.0, np.ones(3, bool)).tolist() == [True, True, False]
+
+
+def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
+    torch.manual_seed(0)
+    network = gate_network(64, 17, 3, 0.1)
+    for layer in [m for m in network if isinstance(m, nn.Linear)][:-1]:
+        w = layer.weight.detach()
+        square = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
+        np.testing.assert_allclose(square, np.eye(len(square)), atol=1e-5)
+    last = network[-1]
+    assert last.bias.tolist() == [4.0 * (k == 3) for k in range(17)]
+    with torch.no_grad():
+        last.weight.zero_()
+    network.eval()
+    keep = torch.arange(17) != 5
+    alpha = torch.softmax(network(torch.zeros(1, 64)).masked_fill(~keep, -torch.inf), dim=1)
+    assert alpha[0, 3].item() == pytest.approx(0.784, abs=5e-4), "e^4 / (e^4 + 15)"
+
+
+@pytest.mark.parametrize("own", [None, 2])
+def test_torch_and_numpy_select_alike_and_the_rest_gets_no_gradient(own) -> None:
+    z = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    keep = torch.tensor([True, True, True, False, True, True])
+    w = select(z, keep, 3, own)
+    alpha = torch.softmax(z.detach().masked_fill(~keep, -torch.inf), dim=1).double().numpy()
+    np.testing.assert_allclose(w.detach(), top_weights(alpha, 3, own=own, keep=keep.numpy()), atol=1e-6)
+    w.square().sum().backward()
+    assert (z.grad[:, 3] == 0).all()
+
+
+# ------------------------------------------------------------------------------------------------ on a device
+
+KEEPS = {
+    "fedper": KeepPart(private=Part.HEAD),
+    "lg-fedavg": KeepPart(private=Part.BASE),
+    "fedrod": KeepHead(),
+    "dbe": None,
+}
+
+
+class Device:
+    """A worker that has trained once with something kept, and modules of others."""
+
+    def __init__(self, home, base, data=None):
+        self.blobs = Blobs()
+        self.worker = Worker("d", TASK, data or make_data(40, 30), home)
+        self.layout = self.worker.network.layout
+        self.home = home
+        d = self.layout.part(Part.HEAD).tensors[0].shape[1]
+        self.keep = KEEPS[base] or KeepOffset(global_mean=self.put({"mean": np.zeros(d, np.float32)}))
+        private = self.keep.private if isinstance(self.keep, KeepPart) else None
+        self.part = {Part.HEAD: Part.BASE, Part.BASE: Part.HEAD, None: Part.ALL}[private]
+        self.initial = self.blobs.model(1)
+        tensors = unflatten(self.worker.model(self.initial, self.blobs), self.layout)
+        self.shared = self.put({t.name: tensors[t.name] for t in self.layout.part(self.part).tensors})
+        self.rng = np.random.default_rng(0)
+
+    def put(self, tensors):
+        data = to_bytes(tensors)
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.FLOAT32)
+        self.blobs.data[ref.digest] = data
+        return ref
+
+    def order(self, action, number):
+        return Order(
+            id=f"run.{number}.step.d", device_id="d", round=number, step="step", seed=number,
+            task_fingerprint=TASK.fingerprint(), deadline=0.0, action=action,
+        )  # fmt: skip
+
+    def train(self):
+        action = Train(
+            starts=(Start(model=self.shared),), sgd=Sgd(steps=30), part=self.part, keep=self.keep, initial=self.initial
+        )
+        return self.worker.execute(self.order(action, 1), self.blobs).result
+
+    def module(self, scale=0.3):
+        return self.put(
+            {
+                t.name: (scale * self.rng.normal(size=t.shape)).astype(np.float32)
+                for t in self.layout.kept(self.keep).tensors
+            }
+        )
+
+    def fit(self, pool, own=0, **changes):
+        fields = {
+            "global_model": self.shared, "part": self.part, "keep": self.keep, "initial": self.initial,
+            "pool": tuple(pool), "own": own, "epochs": 4, "guard": False, "release": 1,
+        }  # fmt: skip
+        return self.worker.execute(self.order(FitPool(**(fields | changes)), 2), self.blobs).result
+
+    def predict(self, x):
+        return load(self.home / "bundles" / "1").predict(x)
+
+
+@pytest.mark.parametrize("base", KEEPS)
+@pytest.mark.parametrize("preset", ["anchored", "paper"])
+def test_every_base_ends_in_a_bundle_over_the_pool(tmp_path, base, preset) -> None:
+    device = Device(tmp_path, base)
+    device.train()
+    before = {path: path.read_bytes() for path in (tmp_path / "personal").rglob("*") if path.is_file()}
+    mine = device.module()
+    result = device.fit([device.module(), mine, None, device.module(), device.module()], own=1, preset=preset)
+    assert isinstance(result, Installed), result
+    assert result.roles == (Role.EXPERT, Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
+    assert result.max_abs_diff < 1e-4
+    found = device.predict(device.worker.data.x_val)
+    assert (found.weights[:, 2] == 0).all(), "a client that is gone"
+    if preset == "anchored":
+        assert (found.weights[:, 1] > 0).all()
+    assert before == {path: path.read_bytes() for path in before}, "stage 2 changes nothing of stage 1"
+
+
+@pytest.mark.parametrize("base", KEEPS)
+def test_a_pool_of_equal_modules_predicts_like_the_own_one(tmp_path, base) -> None:
+    from edge_agent import personal
+
+    device = Device(tmp_path, base)
+    device.train()
+    mine = personal.kept(device.worker, device.keep, device.order(None, 2))
+    same = device.put(mine)
+    assert isinstance(device.fit([same, same, same], own=2), Installed)
+    alone = device.worker.personal(device.worker.model(device.initial, device.blobs))
+    logits = device.worker.logits(alone, device.worker.data.x_val)
+    expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    np.testing.assert_allclose(device.predict(device.worker.data.x_val).probabilities, expected, atol=1e-5)
+
+
+def test_unfit_modules_count_as_missing(tmp_path) -> None:
+    device = Device(tmp_path, "fedper")
+    device.train()
+    junk = device.module()
+    device.blobs.data[junk.digest] = b"junk"
+    nan = device.put({t.name: np.full(t.shape, np.nan, np.float32) for t in device.layout.part(Part.HEAD).tensors})
+    result = device.fit([device.module(), junk, nan, device.module(), device.module()])
+    assert isinstance(result, Installed)
+    weights = device.predict(device.worker.data.x_val).weights
+    assert (weights[:, 1:3] == 0).all()
+
+
+def test_alone_in_the_pool_the_own_module_serves(tmp_path) -> None:
+    device = Device(tmp_path, "fedper")
+    device.train()
+    for pool in ([device.module()], [device.module(), None, None], [device.module(), device.module()]):
+        assert device.fit(pool).roles == (Role.PRIVATE,)  # the last: k = 1, no gradient for an anchored gate
+
+
+def test_without_an_own_module_it_fails(tmp_path) -> None:
+    device = Device(tmp_path, "fedper")
+    result = device.fit([device.module()] * 3)
+    assert isinstance(result, Failed)
+    assert "no module of its own" in result.reason
+
+
+def test_what_has_no_pool_is_refused(tmp_path) -> None:
+    device = Device(tmp_path, "fedrod")
+    device.keep = KeepModel(proximal_lambda=0.1)
+    device.train()
+    assert "leaves nothing that could be pooled" in device.fit([device.module()] * 3).reason
+
+
+def test_the_guard_serves_the_own_module_where_the_mixture_is_worse(tmp_path, monkeypatch) -> None:
+    device = Device(tmp_path, "fedper")
+    device.train()
+
+    def wrong(worker, modules, pool, x):
+        return np.roll(np.eye(3)[worker.data.y_val], 1, axis=1)
+
+    monkeypatch.setattr(stage2, "_predict", wrong)
+    result = device.fit([device.module()] * 3, guard=True)
+    assert (result.guarded, result.roles) == (True, (Role.PRIVATE,))
+
+
+def test_the_bundle_has_the_gate_that_was_trained(tmp_path) -> None:
+    """The gate learns where the own module is good: its weight rises against a gate that has not learned."""
+    device = Device(tmp_path, "fedper", make_data(80, 40))
+    device.train()
+    pool = [device.module(3.0), *(device.module(3.0) for _ in range(4))]
+    device.fit(pool, epochs=0, preset="paper", denoise=0.0)
+    untrained = device.predict(device.worker.data.x_val).weights[:, 0].mean()
+    device.fit(pool, epochs=60, preset="paper", denoise=0.0)
+    assert device.predict(device.worker.data.x_val).weights[:, 0].mean() > untrained + 0.1
+
+
+def test_gate_logits_are_the_networks() -> None:
+    torch.manual_seed(1)
+    network = gate_network(6, 4, None, 0.5).eval()
+    layers = [layer for layer in network if isinstance(layer, nn.Linear)]
+    from export import PoolGate
+
+    gate = PoolGate(
+        tuple(layer.weight.detach().numpy() for layer in layers),
+        tuple(layer.bias.detach().numpy() for layer in layers),
+        np.zeros(6),
+        np.ones(6),
+    )
+    x = torch.randn(5, 6)
+    np.testing.assert_allclose(gate_logits(gate, x.numpy()), network(x).detach(), atol=1e-5)
