@@ -62,7 +62,8 @@ class PmMoe:
     async def round(self, state: KeepingState, fleet: Fleet) -> KeepingState:
         """A round of the base, or stage 2."""
         if state.round < self.settings.rounds:
-            after: KeepingState = await self._base.round(state, fleet)
+            after = await self._base.round(state, fleet)
+            assert isinstance(after, KeepingState)
             return after
         return await self._second_stage(state, fleet)
 
