@@ -16,6 +16,8 @@ from typing import Annotated, Any, Final
 import click
 from msgspec import Meta
 
+from coordinator.methods import Option
+from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
 from fedge.config import resolve, settings_options
@@ -36,8 +38,9 @@ REACH_S: Final = 15.0
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @settings_options(CoordinatorSettings, "coordinator")
+@method_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
-def coordinator(config: Path | None, as_json: bool, **flags: object) -> int:
+def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
     """Run a federation to its end, from where it is.
 
     Killed at any moment and started again with the same --home it goes on where it was. It describes the task in
@@ -48,20 +51,25 @@ def coordinator(config: Path | None, as_json: bool, **flags: object) -> int:
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task digits --devices 12
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
       fedge coordinator --config edge_server.toml --rounds 50 --json
+      fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
 
     \b
     Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
+    own = resolve_options(config, options)
+    check(settings.method, own)
     task = task_spec(settings.task, settings.data)
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
-        finished = asyncio.run(_until_stopped(settings, task, store, observe))
+        finished = asyncio.run(_until_stopped(settings, task, store, observe, own))
     return 0 if finished else INTERRUPTED
 
 
-async def _until_stopped(settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer) -> bool:
+async def _until_stopped(
+    settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer, options: dict[str, Option]
+) -> bool:
     """Serve until the end (True) or until SIGINT or SIGTERM (False)."""
-    serving = asyncio.ensure_future(serve(settings, task, store, observe))
+    serving = asyncio.ensure_future(serve(settings, task, store, observe, options))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, serving.cancel)

@@ -42,7 +42,7 @@ def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Opti
 
 
 def parsed(pairs: Iterable[str]) -> dict[str, Option]:
-    """NAME=VALUE texts as a dictionary; values stay texts, the method converts them.
+    """NAME=VALUE texts as a dictionary; numbers, true and false are what they look like, the rest is text.
 
     Raises:
         ConfigError: one has no name or no "=".
@@ -52,8 +52,19 @@ def parsed(pairs: Iterable[str]) -> dict[str, Option]:
         name, equals, value = pair.partition("=")
         if not name.strip() or not equals:
             raise ConfigError(f"an option of a method is NAME=VALUE, not {pair!r}")
-        options[name.strip()] = value.strip()
+        options[name.strip()] = _value(value.strip())
     return options
+
+
+def _value(text: str) -> Option:
+    if text in {"true", "false"}:
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def method_and_options(text: str) -> tuple[str, dict[str, Option]]:

@@ -10,15 +10,16 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.methods import Method, MethodSettings, State, dump, load, make
+from coordinator.methods import METHODS, Method, MethodSettings, Option, State, dump, load, make
 from coordinator.store import Store
 from fedge.codec import encode
 from fedge.credentials import Credentials
@@ -34,6 +35,9 @@ log = logging.getLogger("fedge.coordinator")
 
 Observer = Callable[[str, dict[str, Any]], None]
 
+NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
+METHOD_NAMES: Final = ", ".join(METHODS)
+
 
 class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     """Section [coordinator] of the configuration."""
@@ -45,16 +49,17 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     home: Annotated[Path, Meta(description="Folder of the durable state. One coordinator each.")]
     task: Annotated[
         str,
-        Meta(description="digits, mnist, fashion-mnist, image-folder, arrays, a .json, or package.module:Class."),
+        Meta(
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, or "
+            "package.module:Class."
+        ),
     ]
     data: (
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
-    method: Annotated[str, Meta(description="fedge or fedavg.")] = "fedge"
+    method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
     reserved: (
-        Annotated[
-            Path, Meta(description="Labelled samples of the server, for fedcoe: an .npz or a folder of images.")
-        ]
+        Annotated[Path, Meta(description="Labelled samples of the server, for fedcoe: an .npz or a folder of images.")]
         | None
     ) = None
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
@@ -69,8 +74,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
 
-    def for_method(self) -> MethodSettings:
-        """What the method needs to know."""
+    def for_method(self, options: Mapping[str, Option] = NO_OPTIONS) -> MethodSettings:
+        """What the method needs to know; `options` are its own."""
         sgd = Sgd(
             steps=self.local_steps,
             batch_size=self.batch_size,
@@ -84,16 +89,22 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
             seed=self.seed,
             sgd=sgd,
             codec=self.codec,
+            options=dict(options),
         )
 
 
-def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[Layout, BlobRef]:
+def start(
+    settings: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option] = NO_OPTIONS
+) -> tuple[Layout, BlobRef]:
     """Layout and initial model, made once in a federation's life; HOME/task.json is for the devices.
 
     Raises:
         ConfigError: the folder belongs to a federation with other settings.
     """
-    identity = json.dumps([settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds])
+    identity = json.dumps(
+        [settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds, dict(options)],
+        sort_keys=True,
+    )
     if (kept := store.remember("identity", identity)) != identity:
         raise ConfigError(f"{settings.home} holds another federation: {kept}, not {identity}; use another --home")
     write_task(task, settings.home / "task.json")
@@ -106,7 +117,7 @@ def start(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> tuple[
     return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
 
 
-def method_of(settings: CoordinatorSettings, task: TaskSpec) -> Method[Any]:
+def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[str, Option] = NO_OPTIONS) -> Method[Any]:
     """The method that the settings name, with the reserved set if there is one.
 
     Raises:
@@ -117,10 +128,16 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec) -> Method[Any]:
         from coordinator.reserved import labelled  # holds torch
 
         reserved = labelled(task, settings.reserved)
-    return make(settings.method, settings.for_method(), task=task, reserved=reserved)
+    return make(settings.method, settings.for_method(options), task=task, reserved=reserved)
 
 
-async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer) -> dict[str, Any]:
+async def serve(
+    settings: CoordinatorSettings,
+    task: TaskSpec,
+    store: Store,
+    observe: Observer,
+    options: Mapping[str, Option] = NO_OPTIONS,
+) -> dict[str, Any]:
     """Run a federation to its end, from where it is; returns its summary, which is also HOME/summary.json.
 
     Raises:
@@ -129,8 +146,8 @@ async def serve(settings: CoordinatorSettings, task: TaskSpec, store: Store, obs
         TransportError: the broker refused us for good.
     """
     began = time.monotonic()
-    method = method_of(settings, task)
-    layout, model = start(settings, task, store)
+    method = method_of(settings, task, options)
+    layout, model = start(settings, task, store, options)
     saved = store.state()
     state = method.initial(layout, model) if saved is None else load(saved, type(method.initial(layout, model)))
     fleet = MqttFleet(

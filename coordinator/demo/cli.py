@@ -15,6 +15,7 @@ from rich.table import Table
 from coordinator.demo.outcome import METHODS, Outcome, megabytes
 from coordinator.demo.progress import Watch
 from coordinator.demo.run import DemoSettings, run
+from coordinator.options import check, method_options, resolve_options
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
@@ -22,8 +23,9 @@ from fedge.files import write_atomically
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @settings_options(DemoSettings, "demo")
+@method_options
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def demo(config: Path | None, json_file: Path | None, **flags: object) -> None:
+def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Run a whole federation on this machine and show what it brings.
 
     Starts a broker, a coordinator and one agent process per device; they profile, cluster, select, train and write a
@@ -34,6 +36,7 @@ def demo(config: Path | None, json_file: Path | None, **flags: object) -> None:
     Examples:
       fedge demo
       fedge demo --partition dirichlet --alpha 0.3 --seed 1
+      fedge demo --method ditto --option proximal_lambda=0.3
       fedge demo --task mnist --data ~/mnist --agents 20
       fedge demo --task image-folder --data photos.zip --rounds 60
       fedge demo --broker mosquitto --json figures.json --out try-1
@@ -43,11 +46,13 @@ def demo(config: Path | None, json_file: Path | None, **flags: object) -> None:
     2 wrong usage, 3 the broker does not start, 130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(DemoSettings, "demo", config, flags)
+    own = resolve_options(config, options)
+    check(settings.method, own)
     folder = new_folder(settings.out)
     settings = msgspec.structs.replace(settings, out=folder)
     console = Console(stderr=True)
     with Watch(console) as watch:
-        outcome, background = asyncio.run(run(settings, watch))
+        outcome, background = asyncio.run(run(settings, watch, own))
         watch.phase("drawing the report")
         from coordinator.demo.report import write_report  # matplotlib, which nothing else needs
 

@@ -21,7 +21,8 @@ from msgspec import Meta, Struct
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.demo.progress import Rounds, Watch
-from coordinator.methods import MethodSettings, RoundSummary
+from coordinator.methods import MethodSettings, Option, RoundSummary
+from coordinator.service import METHOD_NAMES, NO_OPTIONS
 from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.messages import Role
@@ -56,13 +57,6 @@ class Partition(StrEnum):
     DIRICHLET = "dirichlet"
 
 
-class Learning(StrEnum):
-    """How the federation learns."""
-
-    FEDGE = "fedge"
-    FEDAVG = "fedavg"
-
-
 class DemoSettings(Struct, frozen=True, kw_only=True):
     """Section [demo] of the configuration."""
 
@@ -78,7 +72,7 @@ class DemoSettings(Struct, frozen=True, kw_only=True):
     sensitive: Annotated[
         float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
     ] = 0.3
-    method: Annotated[Learning, Meta(description="How the federation learns.")] = Learning.FEDGE
+    method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
     broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
     seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 0.75
@@ -103,8 +97,12 @@ class Cameras:
     shares: dict[str, Share]
 
 
-async def run(settings: DemoSettings, watch: Watch) -> tuple[Outcome, Background]:
+async def run(
+    settings: DemoSettings, watch: Watch, options: Mapping[str, Option] = NO_OPTIONS
+) -> tuple[Outcome, Background]:
     """Run the federation, the baselines and the inference; everything that was started has ended when it returns.
+
+    `options` are the method's own.
 
     Raises:
         ConfigError: the data, the partition or the broker cannot be had as asked for.
@@ -116,7 +114,7 @@ async def run(settings: DemoSettings, watch: Watch) -> tuple[Outcome, Background
     cameras = deal(settings)
     with Children(settings.folder / "logs") as children:
         async with broker_of(settings) as (address, broker_name):
-            summary = await federate(settings, cameras, address, children, watch)
+            summary = await federate(settings, cameras, address, children, watch, options)
         bundles = installed_bundles(settings, cameras, summary)
         simple = await compare(settings, cameras, summary, bundles, watch)
         personalised = await infer(settings, cameras, bundles, children, watch)
@@ -196,7 +194,12 @@ async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
 
 
 async def federate(
-    settings: DemoSettings, cameras: Cameras, address: str, children: Children, watch: Watch
+    settings: DemoSettings,
+    cameras: Cameras,
+    address: str,
+    children: Children,
+    watch: Watch,
+    options: Mapping[str, Option],
 ) -> dict[str, Any]:
     """Run coordinator and agents until the coordinator is done, and return its summary."""
     watch.phase(f"{settings.method} over {address}", settings.rounds)
@@ -205,7 +208,7 @@ async def federate(
     home = settings.folder / "coordinator"
     coordinator = children.start(
         "coordinator",
-        ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings)],
+        ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, options)],
     )
     agents = [
         children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings.folder / i)]) for i in cameras.shares
@@ -216,7 +219,7 @@ async def federate(
     return summary
 
 
-def _coordinator_flags(settings: DemoSettings) -> list[str]:
+def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) -> list[str]:
     flags = {
         "method": settings.method,
         "rounds": settings.rounds,
@@ -225,7 +228,8 @@ def _coordinator_flags(settings: DemoSettings) -> list[str]:
         "deadline-s": DEADLINE_S,
         "seed": settings.seed,
     }
-    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    own = [text for name, value in options.items() for text in ("--option", f"{name}={value}")]
+    return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *own]
 
 
 def _agent_flags(folder: Path) -> list[str]:
@@ -322,7 +326,7 @@ async def compare(
 def best_expert(folder: Path) -> bytes:
     """The tensors of the expert that the device chose by validation; of the global model where there are no experts."""
     candidates = {candidate.role: candidate for candidate in manifest_of(folder).candidates}
-    chosen = candidates.get(Role.EXPERT) or candidates[Role.GLOBAL]
+    chosen = next(candidates[role] for role in (Role.EXPERT, Role.GLOBAL, *Role) if role in candidates)
     return (folder / chosen.part.file_name).read_bytes()
 
 

@@ -36,7 +36,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     Examples:
       fedge simulate
       fedge simulate --method fedavg+ft --partition groups --rounds 60
-      fedge simulate --method fedepc --option warmup=10 --alpha 0.1 --json figures.json
+      fedge simulate --method fedepc --option warm_up=10 --alpha 0.1 --json figures.json
       fedge simulate --task uci-har --data ~/har --partition natural
       fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
 
@@ -87,7 +87,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     settings = resolve(CompareSettings, "compare", config, flags)
     _one_thread()
     from coordinator.simulation.compare import compare as run
-    from coordinator.simulation.report import table_of, write_report
+    from coordinator.simulation.report import legend_of, table_of, write_report
 
     out = settings.out or Path(time.strftime("fedge-compare-%Y%m%d-%H%M%S"))
     comparison = run(settings, out, _tell)
@@ -95,7 +95,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     for file in filter(None, (out / "figures.json", json_file)):
         write_atomically(file, figures)
     write_report(out / "report.html", comparison)
-    Console().print(table_of(comparison), highlight=False)
+    Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"report: {out / 'report.html'}   figures: {out / 'figures.json'}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.fleet import devices
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.simulation.settings import Groups, Partition, Scenario
+from coordinator.simulation.settings import Groups, Hardware, Partition, Scenario
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.messages import BlobRef
@@ -80,14 +83,33 @@ def deal(scenario: Scenario, seed: int) -> Federation:
     )
 
 
-def gather(federation: Federation, seed: int, home: Path) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
+def gather(
+    federation: Federation, scenario: Scenario, seed: int, home: Path
+) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
     """The fleet, the first model in it, and its workers, whose folders are made under `home`."""
     workers = {
         i: Worker(i, federation.task, share_data(federation.task, share), home / i)
         for i, share in federation.shares.items()
     }
-    fleet = SimulatedFleet(federation.task, federation.layout, workers, seed=seed)
+    fleet = SimulatedFleet(
+        federation.task,
+        federation.layout,
+        workers,
+        seed=seed,
+        hardware=machines(scenario.hardware, workers, seed),
+        deadline_s=scenario.deadline_s,
+    )
     return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers
+
+
+def machines(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
+    """What each device is; None: they take no time. "steady": those of "mixed", always there, always answering."""
+    if hardware is Hardware.NONE:
+        return None
+    found = devices.mixed(ids, seed=seed)
+    if hardware is Hardware.MIXED:
+        return found
+    return {i: dataclasses.replace(own, stays=1.0, drops=0.0) for i, own in found.items()}
 
 
 def _natural(scenario: Scenario, rest: Pool) -> int:

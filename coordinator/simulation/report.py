@@ -124,14 +124,37 @@ def cost(found: Cost | None) -> str:
 
 
 def table_of(comparison: Comparison) -> Table:
-    """The comparison for a terminal."""
+    """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
     found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings(comparison)):
-        found.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+    found.add_column("method", overflow="fold")
+    baseline = f"− {comparison.baseline}"
+    for heading in ("accuracy", baseline, "− best", "worst", "F1", "global", "MB", "rounds", "seconds"):
+        found.add_column(heading, justify="right", no_wrap=heading != baseline)
     best = max(method.accuracy.mean for method in comparison.methods)
     for method in comparison.methods:
-        found.add_row(*row(method), style="bold" if method.accuracy.mean == best else "")
+        found.add_row(
+            method.method,
+            percent(method.accuracy),
+            difference(method.to_baseline),
+            difference(method.to_best_other),
+            f"{100 * method.worst_decile.mean:.1f}",
+            f"{100 * method.macro_f1.mean:.1f}",
+            NOTHING if method.global_accuracy is None else f"{100 * method.global_accuracy.mean:.1f}",
+            f"{(method.bytes_up.mean + method.bytes_down.mean) / 1e6:.1f}",
+            NOTHING if method.cost is None else str(method.cost.round),
+            NOTHING if method.cost is None else f"{method.cost.seconds:.0f}",
+            style="bold" if method.accuracy.mean == best else "",
+        )
     return found
+
+
+def legend_of(comparison: Comparison) -> str:
+    """What the columns of the terminal's table are."""
+    return (
+        "accuracy: mean over devices of their bundles on own test samples, percent, ± over seeds; differences paired by "
+        f"seed;\n− best: to the best other method, picked in hindsight; worst: lowest tenth of the devices; rounds, "
+        f"seconds\n(simulated): until {100 * comparison.target:.1f} % were seen"
+    )
 
 
 def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:

@@ -54,7 +54,7 @@ async def _run(
     began: float,
 ) -> RunOutcome:
     method = make(name, scenario.for_method(seed, options), task=federation.task, reserved=federation.reserved)
-    fleet, first, workers = gather(federation, seed, home)
+    fleet, first, workers = gather(federation, scenario, seed, home)
     evaluation = Evaluation(federation, workers)
     curve: list[Point] = []
 
@@ -70,7 +70,6 @@ async def _run(
         watch(f"round {point.round}/{scenario.rounds}  accuracy {accuracy:.3f}")
 
     def on_round(state: State) -> None:
-        stop_if_asked()
         if not method.done(state) and state.round % scenario.spacing == 0:
             measure(state.round, _mean(evaluation.now(method, state, fleet)))
 
@@ -107,13 +106,6 @@ async def _run(
         wall_s=round(time.perf_counter() - began, 3),
         evaluation_s=round(evaluation.seconds, 3),
     )
-
-
-def stop_if_asked() -> None:
-    """Ctrl-C reaches a coroutine only where it waits; a simulated fleet never does, so it is looked for."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def _devices(federation: Federation, state: State, final: dict[str, Final]) -> tuple[DeviceOutcome, ...]:

@@ -38,9 +38,10 @@ class Sizes(StrEnum):
 
 
 class Hardware(StrEnum):
-    """What the devices are."""
+    """What the devices are (`coordinator.fleet.devices`)."""
 
     MIXED = "mixed"
+    STEADY = "steady"
     NONE = "none"
 
 
@@ -90,8 +91,12 @@ class Scenario(Struct, frozen=True, kw_only=True):
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     hardware: Annotated[
-        Hardware, Meta(description="mixed: Raspberry Pis and Jetsons with their speeds and links; none: no clock.")
-    ] = Hardware.MIXED
+        Hardware,
+        Meta(
+            description="mixed: Raspberry Pis and Jetsons that come, go and straggle; steady: the same, always there; "
+            "none: no clock."
+        ),
+    ] = Hardware.STEADY
     deadline_s: Annotated[
         Annotated[float, Meta(gt=0)] | None, Meta(description="Simulated time for one step.", extra={"unit": "s"})
     ] = None
