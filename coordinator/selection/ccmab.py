@@ -2,9 +2,11 @@
 
 Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); section numbers are those of our specification of
 it. Departures: the deadline holds for each device on its own (5.2), the kernel of two sets is the sum of the kernels of
-their devices (5.3), and no device starves (5.5). A device that failed is taken to need twice the deadline until it
-answers again: the times that were measured while it answered say nothing any more, and a fast device that falls silent
-would otherwise always be feasible. Rule 5.5 still asks it now and then.
+their devices (5.3), and no device starves (5.5). kappa is measured as soon as some device has been (5.2): with a guess
+that is off by orders of magnitude, those that never took part would all be feasible, or none of them. A device that
+failed is taken to need twice the deadline until it answers again: the times that were measured while it answered say
+nothing any more, and a fast device that falls silent would otherwise always be feasible. Rule 5.5 still asks it now and
+then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.
@@ -184,6 +186,21 @@ def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], s
     return round_time(arm.work, cpu_ghz, cycles_per_sample=settings.cycles_per_sample) + transfer
 
 
+def measured_cycles(
+    arms: Sequence[Arm], cpu_ghz: Vectors, participations: Mapping[str, Sequence[Participation]], otherwise: float
+) -> float:
+    """kappa: the median over measured devices of their mean seconds * f_i / work; `otherwise` where there is none.
+
+    `cpu_ghz`: (n,) f_i of each arm, missing values filled.
+    """
+    found = [
+        float(np.mean([p.seconds for p in participations[arm.id]])) * f / arm.work
+        for arm, f in zip(arms, cpu_ghz.tolist(), strict=True)
+        if participations.get(arm.id) and arm.work > 0 and f > 0
+    ]
+    return float(np.median(found)) if found else otherwise
+
+
 def quota(share: float, n_devices: int) -> int:
     """Number of devices m = max(1, ceil(rho_c N_k - 1e-9)); 0 for an empty cluster."""
     return max(1, math.ceil(share * n_devices - 1e-9)) if n_devices else 0
@@ -331,9 +348,11 @@ def select(
         lowest=tuple(np.fmin.reduce([*raw, state.lowest]).tolist()),
         highest=tuple(np.fmax.reduce([*raw, state.highest]).tolist()),
     )
+    cycles = measured_cycles(arms, full[:, 0], state.participations, settings.cycles_per_sample)
+    timing = msgspec.structs.replace(settings, cycles_per_sample=cycles)
     selectable = [i for i, arm in enumerate(arms) if arm.n_samples >= 1 and _can_compute(arm)]
     ids = [arms[i].id for i in selectable]
-    seconds = np.array([_seconds(state, arms[i], full[i, 0], settings) for i in selectable])
+    seconds = np.array([_seconds(state, arms[i], full[i, 0], timing) for i in selectable])
     m = quota(settings.quota, len(arms)) if size is None else size
     waits = [state.round - state.last_asked.get(i, 0) for i in ids]
     late = overdue(waits, m, len(arms)) if settings.fairness and ids else []

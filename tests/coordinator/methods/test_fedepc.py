@@ -88,7 +88,7 @@ async def test_it_finds_planted_groups_and_every_device_installs_the_model_of_it
     assert partition_of(state) == truth(groups)
     assert len({cluster.model for cluster in state.clusters}) == 4
     assert set(state.installed) == set(groups)
-    for i, worker in fleet._workers.items():
+    for i, worker in fleet.workers.items():
         network = Network(worker.task)
         logits = network.logits(fleet.get(of.serves(state, i), layout), worker.data.x_val)
         own = predicted(worker, worker.data.x_val)
@@ -146,7 +146,7 @@ async def test_clusters_never_influence_each_other_after_the_warm_up(tmp_path, s
         assert len(state.clusters) > 1
         if turn:
             for i in state.clusters[1].members:  # the same number of samples, so that nobody describes them anew
-                data = fleet._workers[i].data
+                data = fleet.workers[i].data
                 data.y_train[:] = np.random.default_rng(0).permutation(data.y_train)
                 data.x_train[:] = -data.x_train
         state = await rounds(of, state, fleet, 4)
@@ -177,7 +177,7 @@ async def test_a_device_that_fails_to_train_is_absent_from_the_mean_and_costs_it
     of = method()
     fleet, state, _ = await clustered(tmp_path, of)
     broken = state.clusters[0].members[0]
-    fleet._workers[broken].data.x_train[:] = np.nan
+    fleet.workers[broken].data.x_train[:] = np.nan
     after = await rounds(of, state, fleet, 1)
     assert np.isfinite(fleet.get(after.clusters[0].model, state.layout).params).all()
     assert after.clusters[0].model != state.clusters[0].model
@@ -260,7 +260,7 @@ async def test_a_device_whose_data_changed_moves_to_the_cluster_of_its_new_kind(
     sizes = {i: description.n_samples for i, description in state.described.items()}
     mover = "d00"
     model = next(i for i in groups if groups[i] != groups[mover] and sizes[i] != sizes[mover])
-    fleet._workers[mover].data = fleet._workers[model].data
+    fleet.workers[mover].data = fleet.workers[model].data
     after = await of._describe(state, fleet, 8)
     assert partition_of(after) == truth(groups | {mover: groups[model]})
     assert after.n_moved == 1
@@ -300,7 +300,7 @@ async def test_an_extractor_that_tells_nothing_apart_makes_one_cluster(tmp_path)
     of = method(rounds=2, warm_up=0)
     fleet, layout, first, groups = four_groups(tmp_path)
     dead = {t.name: np.full(t.shape, -1.0, np.float32) for t in layout.tensors}
-    for worker in fleet._workers.values():
+    for worker in fleet.workers.values():
         worker.data.x_train[:] = np.abs(worker.data.x_train)
     state = msgspec.structs.replace(of.initial(layout, first), extractor=fleet.put(dead))
     assert partition_of(await rounds(of, state, fleet, 1)) == {tuple(groups)}
@@ -326,7 +326,7 @@ async def test_other_clusterings(tmp_path) -> None:
         after = await of._describe(state, fleet, 8)
         assert {c.members for c in without(after.clusters, {"d09"})} == partition_of(state), options
         if options["clustering"] == "labels":
-            majority = {i: int(np.bincount(w.data.shared[1]).argmax()) for i, w in fleet._workers.items()}
+            majority = {i: int(np.bincount(w.data.shared[1]).argmax()) for i, w in fleet.workers.items()}
             assert partition_of(after) == truth(majority)
         else:
             assert partition_of(after) == truth(groups), options

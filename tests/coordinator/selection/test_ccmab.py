@@ -464,3 +464,25 @@ def test_a_size_of_its_own_replaces_the_quota():
     for size in (1, 3, 8):
         selection, _ = ccmab.select(State(), arms(8), Settings(deadline_s=math.inf), size=size)
         assert len(selection.ids) == size
+
+
+def test_measured_devices_say_how_long_the_others_will_take():
+    devices = arms(4, ghz=2.0)  # 50 samples of work each
+    past = {"d00": (Participation(gradient_norm=1, loss_drop=0, seconds=3.0),)}
+    clocks = np.full(4, 2.0)
+    assert ccmab.measured_cycles(devices, clocks, past, 0.1) == pytest.approx(3.0 * 2.0 / 50)
+    assert ccmab.measured_cycles(devices, clocks, {}, 0.1) == 0.1
+    assert ccmab.measured_cycles(devices, np.zeros(4), past, 0.1) == 0.1
+    selection, _ = ccmab.select(State(participations=past), devices, Settings())
+    assert selection.seconds == pytest.approx(dict.fromkeys(selection.seconds, 3.0))
+
+
+def test_a_device_that_was_never_measured_is_feasible_even_where_the_guess_of_its_time_is_far_off():
+    devices = arms(8, ghz=2.0)
+    milliseconds = {f"d{i:02}": (Participation(gradient_norm=1, loss_drop=0.1, seconds=0.002),) for i in range(7)}
+    seen = []
+    selection, _ = ccmab.select(
+        State(participations=milliseconds), devices, Settings(), rule=lambda ids, n, _: seen.extend(ids) or ids[:n]
+    )
+    assert "d07" in seen
+    assert selection.seconds["d07"] == pytest.approx(0.002)
