@@ -6,14 +6,16 @@ have had in the federation: rounds x steps x participation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from coordinator.fleet import Fleet
 from coordinator.methods import MethodSettings, NoOptions, State, options_of, summary_of
+from coordinator.methods.silence import results
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, FineTune, Install, Installed
+from fedge.messages import BlobRef, FineTune, Install, Installed, Sgd
 from fedge.tensors import Layout
 
 
@@ -47,14 +49,7 @@ class Local:
         """All devices, once."""
         settings = self.settings
         steps = max(1, round(settings.rounds * settings.sgd.steps * settings.participation))
-        order = Install(
-            global_model=state.model,
-            release=1,
-            method=self.name,
-            fine_tune=FineTune(sgd=settings.sgd, checkpoints=(steps,), otherwise=steps),
-        )
-        answers = await fleet.run("install", {device.id: order for device in fleet.devices()})
-        installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+        installed = await learn_alone(fleet, state.model, settings.sgd, {d.id: steps for d in fleet.devices()})
         return msgspec.structs.replace(state, round=1, installed=installed)
 
     def serves(self, state: LocalState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
@@ -64,3 +59,17 @@ class Local:
     def summary(self, state: LocalState) -> dict[str, Any]:
         """Bundles."""
         return summary_of(self, state)
+
+
+async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
+    """Each device trains `first` for its number of steps and installs it; the bundles that were written."""
+    orders = {
+        i: Install(
+            global_model=first,
+            release=1,
+            method=Local.name,
+            fine_tune=FineTune(sgd=sgd, checkpoints=(n,), otherwise=n),
+        )
+        for i, n in steps.items()
+    }
+    return results(await fleet.run("install", orders), Installed)
