@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from edge_agent.worker import Worker
 
 
+_OTHER: Final = {Part.ALL: None, Part.BASE: Part.HEAD, Part.HEAD: Part.BASE}
+
+
 class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file of the store. `tensors`: safetensors of `Layout.kept(keep)`."""
 
@@ -65,12 +68,12 @@ class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def train(worker: Worker, action: Train, fetch: Fetch, order: Order, stop: Stop) -> Outcome:
     """A round of training in which something stays here; D_L is not empty."""
     keep = action.keep
-    if keep is None or (action.part is not Part.ALL) != isinstance(keep, KeepPart):
+    if keep is None or _OTHER[action.part] is not (keep.private if isinstance(keep, KeepPart) else None):
         raise FailedError("a part of the model travels exactly where the other part is kept")
     found = newest(folder_of(worker.home, order), order.round - 1)
     mine = None if found is None else _tensors(found, keep, worker.network.layout)
     wholes = [
-        _whole(worker, start.model, action.part, mine, action.initial, fetch) for start in action.starts
+        whole(worker, start.model, action.part, mine, action.initial, fetch) for start in action.starts
     ]  # each start with the other part as it is here
     start, chosen = worker.best_of(wholes, action.starts, action.choose)
     before = worker.look(_over(start, keep, mine, worker.network.layout))
@@ -125,7 +128,7 @@ def over(worker: Worker, model: Model) -> Model:
 def served(worker: Worker, action: Install | FitPool, fetch: Fetch, order: Order) -> Model:
     """The model of an order that ends a method, with what was kept put over it."""
     mine = None if action.keep is None else kept(worker, action.keep, order)
-    model = _whole(worker, action.global_model, action.part, mine, action.initial, fetch)
+    model = whole(worker, action.global_model, action.part, mine, action.initial, fetch)
     return model if action.keep is None else _over(model, action.keep, mine, worker.network.layout)
 
 
@@ -148,7 +151,7 @@ def mean_features(worker: Worker, action: MeanFeatures, fetch: Fetch) -> Result:
     return FeaturesMeasured(mean=tuple(mean.tolist()), n_samples=len(x))
 
 
-def _whole(
+def whole(
     worker: Worker, ref: BlobRef, part: Part, mine: Tensors | None, initial: BlobRef | None, fetch: Fetch
 ) -> Model:
     """All tensors of a model of which a part was sent: the others from what was kept, at first from `initial`."""

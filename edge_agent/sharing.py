@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,7 +39,8 @@ def share(worker: Worker, action: SharePrivate, order: Order) -> Outcome:
         return Outcome(Declined(reason="nothing is kept here: this device never trained"), {})
     if action.clip is not None:
         mine = clipped(mine, action.clip)
-    data = _noisy_once(worker, action, mine, order) if action.noise else to_bytes(mine)
+    path = personal.folder_of(worker.home, order) / "shared"
+    data = _noisy_once(path, action, mine) if action.noise or path.exists() else to_bytes(mine)
     ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
     return Outcome(PrivateShared(module=ref), {ref.digest: data})
 
@@ -63,19 +65,19 @@ def _floats(module: Module) -> dict[str, Floats]:
     return {name: np.asarray(t, np.float32) for name, t in module.items() if t.dtype == np.float32}
 
 
-def _noisy_once(worker: Worker, action: SharePrivate, module: Tensors, order: Order) -> bytes:
+def _noisy_once(path: Path, action: SharePrivate, module: Module) -> bytes:
     """The module with noise that nobody else knows: not from the order's seed, which the coordinator gave.
 
-    It is drawn once in a run and stored: the mean of many draws would be the module.
+    It is drawn once in a run and stored, and nothing else is given from then on: the mean of many draws would be the
+    module, and the module without noise is it.
 
     Raises:
-        FailedError: there is no clip to measure the noise by, or this run was given the module in another way.
+        FailedError: there is no clip to measure the noise by, or the module was given in another way.
         StoreError: the disk is full, or the file cannot be read.
     """
-    if action.clip is None:
-        raise FailedError("noise needs a clip")
-    path = personal.folder_of(worker.home, order) / "shared"
     if not path.exists():
+        if action.clip is None:
+            raise FailedError("noise needs a clip")
         made = to_bytes(noisy(module, action.noise * action.clip, np.random.default_rng()))
         write_atomically(path, msgspec.msgpack.encode(Shared(action=action, tensors=made)))
     try:
@@ -83,5 +85,5 @@ def _noisy_once(worker: Worker, action: SharePrivate, module: Tensors, order: Or
     except (OSError, msgspec.DecodeError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     if known.action != action:
-        raise FailedError("this run was given the module already, with other noise")
+        raise FailedError("in this run the module was given already, with other noise")
     return known.tensors

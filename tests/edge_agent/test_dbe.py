@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from edge_agent import dbe
+from fedge import models
+from fedge.errors import ProtocolError
+from fedge.messages import KeepOffset, Part, Sgd
+from fedge.models.training import Network, Trainer, batches
+from fedge.tensors import Model, Tensors, to_bytes
+from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, part_of, samples
+
+SGD = Sgd(steps=6, batch_size=8)
+DATA = samples(20, 1)
+GOAL = np.linspace(0, 2, D, dtype=np.float32)
+P = np.linspace(-1, 1, D, dtype=np.float32)
+WEIGHT, BIAS = (info.name for info in LAYOUT.part(Part.HEAD).tensors)
+
+
+def learn(
+    mine: Tensors | None = None, *, momentum: float = 1.0, kappa: float = 1.0, sgd: Sgd = SGD
+) -> tuple[Model, Tensors]:
+    keep = KeepOffset(global_mean=Blobs().put({"mean": GOAL}), momentum=momentum, kappa=kappa)
+    return dbe.learn(Network(TASK), INITIAL, mine, DATA, GOAL, keep, sgd, np.random.default_rng(3))
+
+
+@pytest.mark.parametrize("momentum", [1.0, 0.3])
+def test_the_loss_as_the_paper_writes_it(momentum: float) -> None:
+    """Two batches by hand: r <- (1 - m) r + m mean(f), from r = 0."""
+    network = Network(TASK)
+    network.load(INITIAL)
+    offset, goal = torch.tensor(P), torch.tensor(GOAL)
+    loss = dbe.MeanRegularised(offset, goal, momentum=momentum, kappa=2.5)
+    tensors = part_of(INITIAL, Part.HEAD)
+    r = np.zeros(D)
+    for batch in (slice(0, 8), slice(8, 16)):
+        x, y = DATA[0][batch], DATA[1][batch]
+        f = network.features(INITIAL, x)
+        r = (1 - momentum) * r + momentum * f.mean(axis=0)
+        logits = (f + P) @ tensors[WEIGHT].T.astype(float) + tensors[BIAS]
+        cross_entropy = -(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[np.arange(8), y].mean()
+        expected = cross_entropy + 2.5 * (0.5 * (r - GOAL) ** 2).mean()
+        found = loss(network.module, torch.from_numpy(x), torch.from_numpy(y))
+        assert found.item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_gradient_flows_through_the_batchs_mean_alone() -> None:
+    """With kappa very large: d/df of kappa mean_d (r - g)^2 / 2 is kappa m (r - g) / (D n), for every sample."""
+    f = torch.randn(4, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    loss = dbe.MeanRegularised(torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3)
+
+    class Features(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(D, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    module, y = Features(), torch.tensor([0, 1, 2, 0])
+    loss(module, torch.ones(4, D), y)  # r = 0.25
+    loss(module, f, y).backward()
+    r = 0.75 * 0.25 + 0.25 * f.detach().mean(dim=0)
+    expected = 8e3 * 0.25 * (r - torch.tensor(GOAL)) / (D * 4)
+    assert f.grad is not None
+    torch.testing.assert_close(f.grad, expected.expand(4, D), atol=0.5, rtol=1e-2)
+
+
+def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
+    module = models.build(TASK)
+    models.load(module, INITIAL, LAYOUT)
+    offset = torch.tensor(P).requires_grad_()
+    optimiser = torch.optim.SGD([*module.parameters(), offset], lr=SGD.learning_rate, momentum=SGD.momentum)
+    head = models.head_of(module)
+    x, y = map(torch.from_numpy, DATA)
+    for batch in itertools.islice(batches(20, 8, np.random.default_rng(3)), SGD.steps):
+        f, _ = models.features_and_logits(module, x[batch])
+        regulariser = (0.5 * (f.mean(dim=0) - torch.tensor(GOAL)) ** 2).mean()
+        optimiser.zero_grad()
+        (functional.cross_entropy(head(f + offset), y[batch]) + 1.5 * regulariser).backward()
+        optimiser.step()
+    shared, kept = learn({dbe.OFFSET: P}, kappa=1.5)
+    np.testing.assert_allclose(shared.params, models.dump(module, LAYOUT).params, atol=1e-5)
+    np.testing.assert_allclose(kept[dbe.OFFSET], offset.detach().numpy(), atol=1e-5)
+
+
+def test_the_offset_begins_at_zero_and_what_is_kept_is_not_changed() -> None:
+    first, told = learn(None), learn({dbe.OFFSET: np.zeros(D, np.float32)})
+    np.testing.assert_array_equal(first[1][dbe.OFFSET], told[1][dbe.OFFSET])
+    before = P.copy()
+    learn({dbe.OFFSET: P})
+    np.testing.assert_array_equal(P, before)
+
+
+def test_the_first_step_of_the_model_without_regulariser_is_fedavgs() -> None:
+    """P = 0 and kappa = 0."""
+    one = Sgd(steps=1, batch_size=8)
+    network = Network(TASK)
+    network.load(INITIAL)
+    Trainer(network, *DATA, one, np.random.default_rng(3)).run(1)
+    shared, kept = learn(None, kappa=0.0, sgd=one)
+    np.testing.assert_allclose(shared.params, network.dump().params, atol=1e-7)
+    assert np.any(kept[dbe.OFFSET])
+
+
+def test_the_regulariser_draws_the_features_mean_to_the_global_one() -> None:
+    network, distances = Network(TASK), []
+    for kappa in (0.0, 5.0, 50.0):
+        shared, _ = learn(None, kappa=kappa, sgd=Sgd(steps=60, batch_size=20, momentum=0.0))
+        distances.append(float(np.linalg.norm(network.features(shared, DATA[0]).mean(axis=0) - GOAL)))
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.8 * distances[0]
+
+
+@given(st.integers(0, 2**16))
+def test_the_folded_bias_predicts_with_the_offset(seed: int) -> None:
+    p = np.random.default_rng(seed).normal(size=D).astype(np.float32)
+    network, x, tensors = Network(TASK), samples(9, seed)[0], part_of(INITIAL, Part.HEAD)
+    expected = (network.features(INITIAL, x) + p) @ tensors[WEIGHT].T + tensors[BIAS]
+    folded = dbe.folded(INITIAL, {dbe.OFFSET: p}, LAYOUT)
+    np.testing.assert_allclose(network.logits(folded, x), expected, atol=1e-5)
+    base = part_of(folded, Part.BASE) | {WEIGHT: part_of(folded, Part.HEAD)[WEIGHT]}
+    assert all((base[name] == t).all() for name, t in (part_of(INITIAL, Part.BASE) | {WEIGHT: tensors[WEIGHT]}).items())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name"),
+    [
+        ({"mean": np.zeros(D + 1, np.float32)}, "layout"),
+        ({"other": np.zeros(D, np.float32)}, "layout"),
+        ({"mean": np.full(D, np.nan, np.float32)}, "not-finite"),
+    ],
+)
+def test_a_global_mean_that_does_not_fit_is_refused(tensors: Tensors, name: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        dbe.global_mean(to_bytes(tensors), LAYOUT)
+    assert caught.value.name == name
+    np.testing.assert_array_equal(dbe.global_mean(to_bytes({"mean": GOAL}), LAYOUT), GOAL)

@@ -1,0 +1,73 @@
+"""A worker on three noisy classes and the coordinator's side of its orders, for tests of one device."""
+
+from pathlib import Path
+
+import numpy as np
+
+from edge_agent.worker import Worker
+from fedge import codec, models
+from fedge.messages import Action, BlobRef, Codec, Order, Part
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData
+from fedge.tensors import Model, Tensors, digest_of, unflatten
+
+TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
+LAYOUT, INITIAL = models.initial(TASK, 0)
+D = 8  # features
+
+
+class Blobs(dict[str, bytes]):
+    """What the coordinator has sent, by digest; called, it is `fetch`. `fetched`: what was asked for."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+
+    def __call__(self, ref: BlobRef) -> bytes:
+        self.fetched.append(ref.digest)
+        return self[ref.digest]
+
+    def put(self, tensors: Tensors) -> BlobRef:
+        data = codec.encode(tensors, Codec.FLOAT32)
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
+        self[ref.digest] = data
+        return ref
+
+    def model(self, seed: int, part: Part = Part.ALL) -> BlobRef:
+        """A model with weights of this seed, or a part of it."""
+        return self.put(part_of(models.initial(TASK, seed)[1], part))
+
+
+def part_of(model: Model, part: Part) -> Tensors:
+    """Some tensors of a model of `TASK`."""
+    tensors = unflatten(model, LAYOUT)
+    return {info.name: tensors[info.name] for info in LAYOUT.part(part).tensors}
+
+
+def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % 3
+    return (rng.normal(size=(n, 6)) + 2 * np.eye(6)[y]).astype(np.float32), y.astype(np.int64)
+
+
+def device_data(n: int = 40, m: int = 15, sensitive: float = 0.25) -> DeviceData:
+    """n training samples, a share of them sensitive, and m for validation."""
+    (x, y), (x_val, y_val) = samples(n, 1), samples(m, 2)
+    return DeviceData(x, y, np.arange(n) < sensitive * n, x_val, y_val)
+
+
+def worker(home: Path, data: DeviceData | None = None) -> Worker:
+    return Worker("d", TASK, data or device_data(), home)
+
+
+def order(action: Action, number: int = 1, *, run: str = "r", step: str = "step") -> Order:
+    """An order of a round; its seed comes from the round."""
+    return Order(
+        id=f"{run}.{number}.{step}.d",
+        device_id="d",
+        round=number,
+        step=step,
+        seed=100 + number,
+        task_fingerprint=TASK.fingerprint(),
+        deadline=0.0,
+        action=action,
+    )
