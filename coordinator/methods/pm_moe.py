@@ -53,7 +53,8 @@ class PmMoe:
 
     def initial(self, layout: Layout, model: BlobRef) -> KeepingState:
         """The base's state before round 1."""
-        return self._base.initial(layout, model)
+        state: KeepingState = self._base.initial(layout, model)
+        return state
 
     def done(self, state: KeepingState) -> bool:
         """R rounds of the base and one of stage 2."""
