@@ -194,7 +194,7 @@ class FedCoE:
 
         def train() -> dict[str, NDArray[np.generic]]:
             s = correlation.suitability(reserved.scores(experts), options.suitability_temperature)  # Eq. 1
-            return reserved.trained_gate(s, start, trunk=options.trunk, epochs=epochs, sgd=self.settings.sgd, seed=seed)
+            return reserved.trained_gate(s, start, trunk=options.trunk, epochs=epochs, seed=seed)
 
         gate = await asyncio.to_thread(train)
         file = gate_onnx(gate, reserved.task.input_shape)

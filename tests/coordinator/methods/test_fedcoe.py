@@ -1,0 +1,388 @@
+"""FedCoE: rounds on simulated devices, the two presets, cold start, and what it does when things are missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import deploy
+from coordinator.aggregation import correlation
+from coordinator.fleet import Answer, Device
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, Samples, accepted, dump, load, make
+from coordinator.methods.fedcoe import PRINTED, FedCoE, FedCoEState
+from edge_agent.cold_start import InferenceWorker
+from fedge import preprocess
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import BlobRef, Codec, Declined, Failed, Routed, Sgd, Start, Train
+from fedge.tasks import pool, task_spec
+from fedge.tensors import Layout, Model
+from tests.support.simulation import Fleet, digits
+
+TASK = task_spec("digits")
+
+
+def held_out() -> Samples:
+    """Samples that no device has: the devices of `digits(limit=1200)` draw from the first 1200 of the shuffled set."""
+    samples = pool("digits", seed=0)
+    used = pool("digits", seed=0, limit=1200).x.reshape(1200, -1)
+    known = {row.tobytes() for row in used}
+    free = [k for k, row in enumerate(samples.x.reshape(len(samples.x), -1)) if row.tobytes() not in known]
+    return preprocess.apply(TASK, samples.x[free]), samples.y[free]
+
+
+X, Y = held_out()
+RESERVED = (X[:200], Y[:200])
+TEST = (X[200:], Y[200:])
+
+
+def method_of(rounds: int = 2, steps: int = 10, seed: int = 0, **options: Any) -> FedCoE:
+    sgd = Sgd(steps=steps, learning_rate=0.1)
+    options = {"pretraining_epochs": 8} | options
+    settings = MethodSettings(rounds=rounds, sgd=sgd, codec=Codec.FLOAT32, seed=seed, options=options)
+    return make("fedcoe", settings, task=TASK, reserved=RESERVED)
+
+
+def federation(home: Path, *, n: int = 6, alpha: float = 0.3) -> tuple[Fleet, Layout, BlobRef]:
+    fleet, layout, first, _ = digits(home, n=n, how="dirichlet", alpha=alpha, limit=1200)
+    return fleet, layout, first
+
+
+class Hiding(Fleet):
+    """Devices that are `late` show themselves in the last round alone."""
+
+    late: frozenset[str] = frozenset()
+    last = 3
+
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(d for d in super().devices() if self.round == self.last or d.id not in self.late)
+
+
+def params(fleet: Fleet, ref: BlobRef, layout: Layout) -> np.ndarray:
+    return fleet.get(ref, layout).params.astype(np.float64)
+
+
+# --------------------------------------------------------------------------------------------------------- one round
+
+
+@pytest.mark.parametrize("ranking", ["affinity", "raw"])
+async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> None:
+    """Against the equations written down once more, sample by sample."""
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of(ranking=ranking, n_experts=3, n_top=2, tau_e=0.7, tau_c=0.6, size_weighting=True)
+    fleet.round = 1
+    after = await method.round(method.initial(layout, first), fleet)
+
+    before = await method._pretrained(method.initial(layout, first), fleet)
+    old = [params(fleet, ref, layout) for ref in before.experts]
+    common = params(fleet, before.common, layout)
+    np.testing.assert_allclose(common, np.mean(old, axis=0), atol=1e-6)
+    order = Train(starts=(Start(model=before.common),), sgd=method.settings.sgd, codec=Codec.FLOAT32)
+    updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+    theta = np.stack([common + params(fleet, u.update, layout) for u in updates.values()])
+    n = [u.n_samples for u in updates.values()]
+    gate = fleet.get_tensors(before.gate)
+    m = np.zeros((3, 4))
+    empty = np.zeros(0, np.float32), np.zeros(0, np.int64)
+    scores = [method.reserved.probabilities(Model(row.astype(np.float32), *empty)) for row in theta]
+    for k, (y, p) in enumerate(zip(RESERVED[1], method.reserved.routing(gate), strict=True)):
+        for i in range(4):
+            m[:, i] += p * scores[i][k, y]
+    m_e, m_c = m / m.sum(axis=1, keepdims=True), m / m.sum(axis=0, keepdims=True)
+    experts = []
+    for j in range(3):
+        rank = (m_c if ranking == "affinity" else m_e)[j]
+        chosen = sorted(range(4), key=lambda i: -rank[i])[:2]
+        w = np.array([m_e[j, i] * n[i] for i in chosen])
+        experts.append(0.3 * old[j] + 0.7 * (w / w.sum()) @ theta[chosen])
+    for j in range(3):
+        np.testing.assert_allclose(params(fleet, after.experts[j], layout), experts[j], atol=1e-5)
+    for i, device in enumerate(updates):
+        expected = 0.4 * theta[i] + 0.6 * m_c[:, i] @ np.stack(experts)
+        np.testing.assert_allclose(params(fleet, after.clients[device], layout), expected, atol=1e-5)
+    assert after.gate == before.gate
+    assert after.participations == dict.fromkeys(updates, 1)
+
+
+async def test_repaired_keeps_experts_apart_and_printed_makes_them_one(tmp_path: Path) -> None:
+    """Section 12's acceptance test, smaller: overlap and spread of the two presets."""
+    found: dict[str, FedCoEState] = {}
+    accuracy = {}
+    for preset in ("repaired", "printed"):
+        fleet, layout, first = federation(tmp_path / preset, n=6, alpha=0.1)
+        method = method_of(rounds=8, preset=preset, pretraining_epochs=30)
+        found[preset] = await run(method, method.initial(layout, first), fleet)
+        accuracy[preset] = (method.predict(found[preset], fleet, TEST[0]).argmax(axis=1) == TEST[1]).mean()
+    repaired, printed = (found[preset].diagnostics[-1] for preset in ("repaired", "printed"))
+    assert repaired.overlap < 0.7
+    assert repaired.spread > 0.01
+    assert printed.overlap > repaired.overlap
+    assert printed.spread < repaired.spread
+    assert repaired.gate_maximum > 0.9
+    assert printed.gate_maximum < 0.41  # T_s = 1 and K = 5: 0.4046 at most, section 3
+    assert accuracy["repaired"] > 0.8
+
+
+async def test_a_uniform_gate_makes_equal_experts_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Section 13: with tau_E = 1 and raw ranking; section 11: the collapse is logged."""
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of(tau_e=1.0, ranking="raw", suitability_temperature=1e6, n_experts=3)
+    with caplog.at_level(logging.WARNING):
+        state = await run(method, method.initial(layout, first), fleet)
+    experts = [params(fleet, ref, layout) for ref in state.experts]
+    assert state.diagnostics[-1].overlap == 1
+    assert state.diagnostics[-1].spread < 1e-3
+    assert state.diagnostics[-1].collapsed
+    np.testing.assert_allclose(experts[1], experts[0], atol=1e-3)
+    assert "event=collapse" in caplog.text
+
+
+async def test_tau_zero_changes_nothing(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=3)
+    method = method_of(tau_e=0.0, tau_c=0.0)
+    fleet.round = 1
+    before = await method._pretrained(method.initial(layout, first), fleet)
+    after = await method.round(before, fleet)
+    assert after.experts == before.experts
+    updates = accepted(await fleet.run("train", {d.id: method._order(before, d.id) for d in fleet.devices()}))
+    for i, update in updates.items():
+        own = fleet.get(before.common, layout).params + fleet.get(update.update, layout).params
+        np.testing.assert_array_equal(fleet.get(after.clients[i], layout).params, own)
+
+
+async def test_one_expert_takes_all_clients_and_its_gate_is_constant(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of(rounds=1, n_experts=1, n_top=1)
+    fleet.round = 1
+    state = await method.round(method.initial(layout, first), fleet)
+    assert not state.diagnostics[0].collapsed
+    assert state.diagnostics[0].gate_maximum == 1
+    own = np.stack([params(fleet, state.clients[d.id], layout) for d in fleet.devices()])
+    assert np.linalg.norm(own - params(fleet, state.experts[0], layout), axis=1).max() < 1.0
+
+
+async def test_the_gate_is_trained_again_when_it_is_time(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=3)
+    method = method_of(rounds=4, refresh_every=2)
+    state, gates = method.initial(layout, first), []
+    for number in range(1, 5):
+        fleet.round = number
+        state = await method.round(state, fleet)
+        gates.append(state.gate)
+    assert gates[0] != gates[1] == gates[2] != gates[3]
+
+
+# -------------------------------------------------------------------------------------------------------- the bundles
+
+
+async def test_every_device_ends_with_its_own_model_as_a_bundle(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of()
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == set(state.clients) == {f"d{k:02d}" for k in range(4)}
+    raw = pool("digits", seed=0).x[:20]
+    x = preprocess.apply(TASK, raw)
+    for i, ref in state.clients.items():
+        expected = method.reserved.probabilities(fleet.get(ref, layout), x)
+        runtime = deploy.load(tmp_path / i / "bundles" / "1")
+        np.testing.assert_allclose(runtime.predict(raw).probabilities, expected, atol=1e-4)
+        assert method.serves(state, i) == ref
+    assert len({ref.digest for ref in state.clients.values()}) == 4
+    assert load(dump(state), FedCoEState) == state
+    summary = method.summary(state)
+    assert (summary["method"], summary["done"], len(summary["diagnostics"])) == ("fedcoe", True, 2)
+
+
+async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:
+    states = []
+    for turn in range(2):
+        fleet, layout, first = federation(tmp_path / str(turn), n=4)
+        method = method_of(seed=5, refresh_every=1)
+        states.append(await run(method, method.initial(layout, first), fleet))
+    assert dump(states[0]) == dump(states[1])
+
+
+@pytest.mark.parametrize("assemble", ["parameters", "functions"])
+@pytest.mark.parametrize("prior", [True, False])
+async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemble: str, prior: bool) -> None:
+    fleet, layout, first = federation(tmp_path, n=5)
+    own = fleet.workers["d04"].data.x_train[:40]
+    workers = dict(fleet.workers) | {"e": InferenceWorker("e", TASK, own, tmp_path / "e")}
+    hiding = Hiding(TASK, layout, workers, seed=0)
+    hiding._blobs = fleet._blobs
+    hiding.late = frozenset({"d03"})
+    method = method_of(assemble=assemble, profile_prior=prior)
+    state = await run(method, method.initial(layout, first), hiding)
+    assert set(state.installed) == {*workers}
+    assert set(state.profiles) == {"d03", "e"}
+    asked = [(step, i) for number, step, i in hiding.asked if number == 3]
+    assert [i for step, i in asked if step == "route"] == ["d03", "e"] == [i for step, i in asked if step == "assemble"]
+    assert [i for step, i in asked if step == "install"] == ["d00", "d01", "d02", "d04"]
+
+    rho = np.array(state.profiles["e"])
+    gate = hiding.get_tensors(state.gate)
+    np.testing.assert_allclose(rho, method.reserved.routing(gate, own).mean(axis=0), atol=1e-5)
+    experts = [hiding.get(ref, layout) for ref in state.experts]
+    x = TEST[0]
+    if assemble == "parameters":
+        expected = method.reserved.probabilities(method.assembled(experts, rho), x)
+        t = correlation.profile_prior(rho, method.reserved.routing(gate).mean(axis=0), method._groups, 0.02)
+        expected = expected * np.exp(t * prior)
+        expected /= expected.sum(axis=1, keepdims=True)
+        pre = TASK.preprocessing
+        raw = (x * pre.std + pre.mean) * pre.scale
+        found = deploy.load(tmp_path / "e" / "bundles" / "1").predict(raw).probabilities
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    else:
+        bundle = deploy.load(tmp_path / "e" / "bundles" / "1")
+        assert len(bundle.manifest.candidates) == 2
+        np.testing.assert_allclose([c.weight for c in bundle.manifest.candidates], weights_of_two_best(rho))
+
+
+def weights_of_two_best(rho: np.ndarray) -> np.ndarray:
+    best = sorted(np.argsort(-rho)[:2])
+    return rho[best] / rho[best].sum()
+
+
+async def test_a_profile_that_is_none_is_refused(tmp_path: Path) -> None:
+    class Lying(Hiding):
+        async def run(self, step: str, actions: Any) -> dict[str, Answer]:
+            answers = await super().run(step, actions)
+            if step != "route":
+                return answers
+            lies = {"d00": Routed(shares=(0.5, 0.2, 0, 0, 0), n_samples=1), "d01": Routed(shares=(1.0,), n_samples=1)}
+            return {i: dataclasses.replace(a, result=lies.get(i, a.result)) for i, a in answers.items()}
+
+    fleet, layout, first = federation(tmp_path, n=4)
+    lying = Lying(TASK, layout, fleet.workers, seed=0)
+    lying._blobs = fleet._blobs
+    lying.late = frozenset({"d00", "d01", "d02"})
+    method = method_of()
+    state = await run(method, method.initial(layout, first), lying)
+    assert set(state.profiles) == {"d02"}
+    assert set(state.installed) == {"d02", "d03"}
+
+
+# ----------------------------------------------------------------------------------------- what may be missing
+
+
+async def test_a_silent_device_keeps_its_model_and_comes_back(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of(rounds=3)
+    fleet.round = 1
+    one = await method.round(method.initial(layout, first), fleet)
+    fleet.round, fleet.silent = 2, frozenset({"d00"})
+    two = await method.round(one, fleet)
+    assert two.clients["d00"] == one.clients["d00"]
+    assert two.clients["d01"] != one.clients["d01"]
+    assert two.experts != one.experts
+    fleet.round, fleet.silent = 3, frozenset()
+    three = await method.round(two, fleet)
+    assert three.clients["d00"] != one.clients["d00"]
+    assert three.participations == {"d00": 2, "d01": 3, "d02": 3, "d03": 3}
+
+
+async def test_a_silent_round_and_one_with_too_few_reports_change_nothing(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of()
+    before = await method._pretrained(method.initial(layout, first), fleet)
+    fleet.round, fleet.silent = 1, frozenset(d.id for d in fleet.devices())
+    after = await method.round(before, fleet)
+    assert (after.round, after.experts, after.clients) == (1, before.experts, {})
+    fleet.silent = frozenset({"d00"})
+    method.settings = msgspec.structs.replace(method.settings, min_reports=4)
+    assert (await method.round(before, fleet)).experts == before.experts
+
+
+class Corrupting(Fleet):
+    """The updates of `corrupt` cannot be decoded, those of `huge` make the model infinite."""
+
+    corrupt: frozenset[str] = frozenset()
+    huge: frozenset[str] = frozenset()
+
+    async def run(self, step: str, actions: Any) -> dict[str, Answer]:
+        answers = await super().run(step, actions)
+        self.owner = {a.result.update.digest: i for i, a in answers.items() if hasattr(a.result, "update")}
+        return answers
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        owner = getattr(self, "owner", {}).get(ref.digest)
+        if owner in self.corrupt:
+            raise ProtocolError("not-finite", owner)
+        model = super().get(ref, layout)
+        if owner in self.huge:
+            return Model(np.full_like(model.params, np.inf), model.buffers, model.counters)
+        return model
+
+
+async def test_models_that_are_not_finite_are_left_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, layout, first = federation(tmp_path, n=4)
+    fleet = Corrupting(TASK, layout, made.workers, seed=0)
+    fleet._blobs = made._blobs
+    method = method_of()
+    fleet.corrupt, fleet.huge, fleet.round = frozenset({"d00"}), frozenset({"d02"}), 1
+    state = await method.round(method.initial(layout, first), fleet)
+    assert state.diagnostics[0].refused == ("d00", "d02")
+    assert set(state.clients) == {"d01", "d03"}
+    assert all(np.isfinite(fleet.get(ref, layout).params).all() for ref in state.experts)
+    fleet.corrupt = frozenset({"d00", "d01", "d02", "d03"})
+    again = await method.round(state, fleet)
+    assert (again.experts, again.clients, again.round) == (state.experts, state.clients, 2)
+    assert "event=no_valid_client" in caplog.text
+
+
+async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> None:
+    class Refusing(Hiding):
+        async def run(self, step: str, actions: Any) -> dict[str, Answer]:
+            answers = await super().run(step, actions)
+            refusals = {"route": Declined(reason="hot"), "assemble": Failed(reason="full")}
+            return {
+                i: dataclasses.replace(a, result=refusals[step]) if step in refusals and i == "d00" else a
+                for i, a in answers.items()
+            }
+
+    fleet, layout, first = federation(tmp_path, n=3)
+    refusing = Refusing(TASK, layout, fleet.workers, seed=0)
+    refusing._blobs = fleet._blobs
+    refusing.late = frozenset({"d00", "d01"})
+    method = method_of()
+    state = await run(method, method.initial(layout, first), refusing)
+    assert set(state.installed) == {"d01", "d02"}
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def test_without_a_reserved_set_it_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"--reserved.*fedavg"):
+        make("fedcoe", MethodSettings(), task=TASK)
+
+
+def test_printed_is_what_the_paper_has_and_single_options_win() -> None:
+    printed = method_of(preset="printed").options
+    assert {name: getattr(printed, name) for name in PRINTED} == PRINTED
+    assert method_of(preset="printed", tau_e=0.8).options.tau_e == 0.8
+    repaired = method_of().options
+    assert (repaired.suitability_temperature, repaired.ranking, repaired.tau_e, repaired.tau_c) == (
+        0.1, "affinity", 0.9, 0.9,
+    )  # fmt: skip
+    assert (repaired.refresh_every, repaired.profile_prior, repaired.delta, repaired.top) == (0, True, 0.02, 2)
+    with pytest.raises(ConfigError, match="tau_e"):
+        method_of(tau=0.5)
+    with pytest.raises(ConfigError, match="option"):
+        method_of(tau_e=1.5)
+
+
+@pytest.mark.parametrize(("n_clients", "n_top", "n_experts", "expected"), [
+    (5, 0, 5, 3), (4, 0, 5, 2), (1, 0, 5, 1), (9, 2, 5, 2), (9, 2, 1, 9),
+])  # fmt: skip
+def test_how_many_clients_feed_an_expert(n_clients: int, n_top: int, n_experts: int, expected: int) -> None:
+    assert method_of(n_top=n_top, n_experts=n_experts)._n_top(n_clients) == expected
