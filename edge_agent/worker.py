@@ -10,10 +10,10 @@ What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
 from edge_agent.scmoe import fit_mixture
 from edge_agent.sparsity import sparsity_profile
-from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, write_bundle
+from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, Pool, write_bundle
 from fedge import codec
 from fedge.errors import FedgeError, StoreError
 from fedge.files import BlobFolder, write_atomically
@@ -69,10 +69,12 @@ from fedge.messages import (
     Tried,
     WeightsFitted,
 )
-from fedge.models.training import Network, Trainer, loss_and_gradient_norm, mean_loss, never
+from fedge.models.training import Network, Trainer, loss_and_gradient_norm, mean_loss, never, shared_network
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
+
+T = TypeVar("T")
 
 WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 _PRIVATE, _LOCAL, _GATE, _FINAL_PRIVATE, _FINAL_LOCAL = range(5)  # streams of random numbers within an order
@@ -131,8 +133,13 @@ class Worker:
         self.task = task
         self.data = data
         self.home = home
-        self.network = Network(task)
+        self.fingerprint = task.fingerprint()
         self.prior = mixture.log_prior(data.class_counts(task.n_classes))
+
+    @property
+    def network(self) -> Network:
+        """The task's network, which all workers of a thread share: nobody relies on the weights that it has."""
+        return shared_network(self.task, self.fingerprint)
 
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never) -> Outcome:
         """Carry out an order.
@@ -151,12 +158,20 @@ class Worker:
         """
         with torch.random.fork_rng(devices=[]):  # dropout in a user's network
             torch.manual_seed(order.seed)
-            try:
-                return self._execute(order, fetch, stop)
-            except StoreError:
-                raise
-            except (FedgeError, FailedError, ValueError) as error:
-                return Outcome(Failed(reason=f"{self.device_id}: {error}"[:1000]), {})
+            return self.guarded(lambda: self._execute(order, fetch, stop))
+
+    def guarded(self, work: Callable[[], T]) -> T | Outcome:
+        """What the work gives, or `Failed` where the order or its blobs are unfit.
+
+        Raises:
+            StoppedError, StoreError: as `execute`.
+        """
+        try:
+            return work()
+        except StoreError:
+            raise
+        except (FedgeError, FailedError, ValueError) as error:
+            return Outcome(Failed(reason=f"{self.device_id}: {error}"[:1000]), {})
 
     def _execute(self, order: Order, fetch: Fetch, stop: Stop) -> Outcome:  # noqa: PLR0912 - one branch per action
         result: Result
@@ -186,7 +201,7 @@ class Worker:
             case FitPool() as action:
                 result = fit_pool(self, action, fetch, order, stop)
             case DescribeLabels() as action:
-                result = describe_labels(self, action, order)
+                result = describe_labels(self, action)
             case Route() as action:
                 result = cold_start.route(action, fetch, self.data.shared[0])
             case InstallBundle() as action:
@@ -536,7 +551,7 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- bundles
 
-    def write(self, made: Mixture, release: int, method: str, metrics: dict[str, float]) -> BundleInfo:
+    def write(self, made: Mixture | Pool, release: int, method: str, metrics: dict[str, float]) -> BundleInfo:
         """Write a bundle and check it against torch on the validation samples."""
         return write_bundle(
             self.home / "bundles" / str(release),

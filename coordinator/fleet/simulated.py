@@ -1,32 +1,51 @@
 """A fleet of workers in this process: the same `edge_agent.worker.Worker` that devices run, without a network.
 
-Not durable on purpose: a simulation that dies is started again. Everything is deterministic for a seed.
+Orders of a step are carried out together where that is faster (`edge_agent.together`); time is that of a simulated
+clock. Not durable on purpose: a simulation that dies is started again. Everything is deterministic for a seed.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, order_for
+from coordinator.fleet import Answer, Device, clock, order_for
+from coordinator.fleet.devices import Hardware
 from coordinator.methods import Method, S
+from edge_agent import together
 from edge_agent.cold_start import InferenceWorker
+from edge_agent.outcome import Outcome
 from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
 from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
+from fedge.models.training import flops
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes
 
+GIVEN_UP_S: Final = 60.0
+"""What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
+INSTANT: Final = Hardware()
+
 
 class SimulatedFleet:
-    """Workers by device id, asked one after the other.
+    """Workers by device id.
 
-    `contexts`: what each device reports of itself; `seconds`: how long a device takes for a report, as the simulated
-    clock has it (default: it takes no time).
+    `round`: set by who runs the rounds. `seconds`: simulated time so far; a step lasts as long as its slowest answer,
+    or until the deadline if one is missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`: by ascending id.
+
+    Args:
+        task: what is learned.
+        layout: of the model.
+        workers: by device id; `InferenceWorker` for devices that do not train.
+        seed: of orders and of the clock.
+        hardware: what each device is; those not named, and without it all, take no time and are always there.
+        deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
     """
 
     def __init__(
@@ -36,49 +55,122 @@ class SimulatedFleet:
         workers: Mapping[str, Worker | InferenceWorker],
         *,
         seed: int,
-        contexts: Mapping[str, Context] | None = None,
-        seconds: Callable[[str], float] = lambda _: 0.0,
+        hardware: Mapping[str, Hardware] | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self.round = 0
+        self.seconds = 0.0
         self.bytes_up = 0
         self.bytes_down = 0
+        self.workers = dict(sorted(workers.items()))
         self._task = task
         self._layout = layout
-        self._workers = dict(sorted(workers.items()))
         self._seed = seed
-        self._contexts = contexts or {}
-        self._seconds = seconds
+        self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
+        self._timed = hardware is not None
+        self._deadline_s = deadline_s
         self._blobs: dict[str, bytes] = {}
+        self._there = dict[str, bool]()
+        self._there_in = -1  # the round that `_there` is about
 
     def devices(self) -> tuple[Device, ...]:
-        """All workers that train."""
+        """The workers that train and are there in this round."""
         return tuple(
-            Device(i, w.data.n_shared, self._contexts.get(i)) for i, w in self._workers.items() if isinstance(w, Worker)
+            Device(i, worker.data.n_shared, self._context(i, worker.data.n_shared))
+            for i, worker in self._present().items()
+            if isinstance(worker, Worker)
         )
 
     def inference_only(self) -> tuple[Device, ...]:
-        """All that do not."""
+        """Those that do not train and are there."""
         return tuple(
-            Device(i, 0, self._contexts.get(i), trains=False)
-            for i, w in self._workers.items()
-            if not isinstance(w, Worker)
+            Device(i, 0, self._context(i, 0), trains=False)
+            for i, worker in self._present().items()
+            if not isinstance(worker, Worker)
         )
 
+    def _context(self, device_id: str, n_samples: int) -> Context | None:
+        own = self._hardware[device_id]
+        if own.cpu_ghz is None and own.free_ram_gb is None:
+            return None
+        return Context(device_id=device_id, cpu_ghz=own.cpu_ghz, free_ram_gb=own.free_ram_gb, n_samples=n_samples)
+
+    def _present(self) -> dict[str, Worker | InferenceWorker]:
+        """The Markov chain of each device, from its first round to this one."""
+        if self.round < self._there_in:
+            self._there, self._there_in = {}, -1
+        for number in range(self._there_in + 1, self.round + 1):
+            self._there = {
+                i: clock.there(own, self._there.get(i), seed=self._seed, round_number=number, device=i)
+                for i, own in self._hardware.items()
+            }
+        self._there_in = self.round
+        return {i: worker for i, worker in self.workers.items() if self._there[i]}
+
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Execute the actions in ascending device id; a worker's exception is a bug and is raised."""
-        return {i: self._ask(i, step, actions[i]) for i in sorted(actions)}
+        """Execute the actions; answers by ascending device id. A worker's exception is a bug and is raised."""
+        received: Counter[str] = Counter()
 
-    def _ask(self, device_id: str, step: str, action: Action) -> Answer:
-        order = order_for("simulation", self._seed, self.round, step, device_id, self._task, action, deadline=0.0)
-        outcome = self._workers[device_id].execute(order, self._fetch)
+        def fetch_for(device_id: str) -> Callable[[BlobRef], bytes]:
+            def fetch(ref: BlobRef) -> bytes:
+                received[device_id] += len(self._blobs[ref.digest])
+                return self._blobs[ref.digest]
+
+            return fetch
+
+        present = self._present()
+        reached = [i for i in sorted(actions) if i in present and not self._drops(step, i)]
+        jobs = [
+            together.Job(
+                self.workers[i],
+                order_for("simulation", self._seed, self.round, step, i, self._task, actions[i], deadline=0.0),
+                fetch_for(i),
+            )
+            for i in reached
+        ]
+        outcomes = dict(zip(reached, together.execute(jobs), strict=True))
+        answers: dict[str, Answer] = {}
+        for i in sorted(actions):
+            if i in outcomes:
+                answers[i] = self._answer(step, i, actions[i], outcomes[i], received[i])
+            else:
+                answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
+        self.bytes_down += received.total()
+        self.seconds += max((answer.seconds for answer in answers.values()), default=0.0)
+        await asyncio.sleep(0)  # lets Ctrl-C in
+        return answers
+
+    def _drops(self, step: str, device_id: str) -> bool:
+        own = self._hardware[device_id]
+        return clock.dropped(own, seed=self._seed, round_number=self.round, step=step, device=device_id)
+
+    def _answer(self, step: str, device_id: str, action: Action, outcome: Outcome, bytes_down: int) -> Answer:
+        """The answer as it comes in, or none if it is late; what a late device sent is not kept."""
+        bytes_up = sum(len(data) for data in outcome.blobs.values())
+        self.bytes_up += bytes_up
+        taken = self._seconds(step, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
+        if self._deadline_s is not None and taken > self._deadline_s:
+            return Answer(device_id, None, self._deadline_s)
         self._blobs |= outcome.blobs
-        self.bytes_up += sum(len(data) for data in outcome.blobs.values())
-        return Answer(device_id, outcome.result, self._seconds(device_id))
+        return Answer(device_id, outcome.result, taken)
 
-    def _fetch(self, ref: BlobRef) -> bytes:
-        data = self._blobs[ref.digest]
-        self.bytes_down += len(data)
-        return data
+    def _seconds(self, step: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
+        worker = self.workers[device_id]
+        work = 0.0  # without torch: a few calls of ONNX Runtime
+        if isinstance(worker, Worker):
+            data = worker.data
+            n = clock.passes(action, n_shared=data.n_shared, n_train=data.n_train, n_val=len(data.y_val))
+            work = n * flops(worker.network)
+        return clock.seconds(
+            self._hardware[device_id],
+            work=work,
+            bytes_down=bytes_down,
+            bytes_up=bytes_up,
+            seed=self._seed,
+            round_number=self.round,
+            step=step,
+            device=device_id,
+        )
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors in memory."""
@@ -108,16 +200,11 @@ class SimulatedFleet:
         self._blobs = {digest: data for digest, data in self._blobs.items() if digest in digests}
 
 
-async def run(
-    method: Method[S],
-    state: S,
-    fleet: SimulatedFleet,
-    on_round: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> S:
-    """Run a method to its end on a simulated fleet."""
+async def run(method: Method[S], state: S, fleet: SimulatedFleet, on_round: Callable[[S], None] = lambda _: None) -> S:
+    """Run a method to its end on a simulated fleet; `on_round` is given the state after each round."""
     while not method.done(state):
         fleet.round = state.round + 1
         state = await method.round(state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)})
-        on_round(method.summary(state))
+        on_round(state)
     return state

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device
+from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from deploy import load
 from edge_agent.worker import Worker
 from fedge import models
-from fedge.messages import Action, BlobRef, Context
+from fedge.messages import Action, BlobRef
 from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
@@ -35,12 +36,12 @@ class Fleet(SimulatedFleet):
         return tuple(dataclasses.replace(d, births=self.births.get(d.id, 0)) for d in there)
 
     def data(self, device_id: str) -> DeviceData:
-        return self._workers[device_id].data
+        return self.workers[device_id].data
 
     def give(self, device_id: str, data: DeviceData) -> None:
         """The device starts again with other data."""
-        before = self._workers[device_id]
-        self._workers[device_id] = Worker(device_id, before.task, data, before.home)
+        before = self.workers[device_id]
+        self.workers[device_id] = Worker(device_id, before.task, data, before.home)
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         self.asked = [*getattr(self, "asked", []), *((self.round, step, device) for device in sorted(actions))]
@@ -65,11 +66,8 @@ def digits(
     layout, first = models.initial(samples.spec, seed)
     data = {f"d{i:02d}": share_data(samples.spec, share) for i, share in enumerate(shares)}
     workers = {i: Worker(i, samples.spec, own, home / i) for i, own in data.items()}
-    contexts = {
-        i: Context(device_id=i, cpu_ghz=1.0 + k, free_ram_gb=4.0, n_samples=data[i].n_shared)
-        for k, i in enumerate(data)
-    }
-    fleet = Fleet(samples.spec, layout, workers, seed=seed, contexts=contexts)
+    hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
+    fleet = Fleet(samples.spec, layout, workers, seed=seed, hardware=hardware)
     group_of = {i: share.group for i, share in zip(data, shares, strict=True)}
     return fleet, layout, fleet.put(unflatten(first, layout)), group_of
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
+from coordinator.fleet import Answer, clock
+from coordinator.fleet.devices import PI_4, Hardware, mixed
+from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from fedge.errors import ProtocolError
@@ -47,7 +49,107 @@ async def test_a_run_goes_to_its_end_and_tells_of_each_round(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     method = FedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=2)))
     told: list[int] = []
-    state = await run(method, method.initial(layout, first), fleet, lambda summary: told.append(summary["round"]))
+    state = await run(method, method.initial(layout, first), fleet, lambda state: told.append(state.round))
     assert method.done(state)
-    assert told == [1, 2, 2]
+    assert told == [1, 2, 3]
     assert not any(isinstance(result, Declined) for result in state.installed.values())
+
+
+# ------------------------------------------------------------------------------------------------- the simulated clock
+
+
+def on(hardware, tmp_path, n=6, **rest):
+    """A fleet of digits devices that are all of one class, its first model, and an order to train."""
+    fleet, layout, first, _ = digits(tmp_path, n=n)
+    own = dict.fromkeys(fleet.workers, hardware)
+    timed = SimulatedFleet(fleet._task, layout, fleet.workers, seed=3, hardware=own, **rest)
+    first = timed.put(fleet.get_tensors(first))
+    return timed, first, Train(starts=(Start(model=first),), sgd=Sgd(steps=2), codec=Codec.FLOAT32)
+
+
+async def test_without_hardware_nothing_takes_time(tmp_path) -> None:
+    fleet, _, first, _ = digits(tmp_path, n=3)
+    plain = SimulatedFleet(fleet._task, fleet._layout, fleet.workers, seed=0)
+    order = Train(starts=(Start(model=plain.put(fleet.get_tensors(first))),), sgd=Sgd(steps=2))
+    answers = await plain.run("train", dict.fromkeys(plain.workers, order))
+    assert plain.seconds == 0
+    assert all(answer.seconds == 0 and isinstance(answer.result, Trained) for answer in answers.values())
+    assert all(device.context is None for device in plain.devices())
+
+
+async def test_a_step_lasts_as_long_as_its_slowest_answer(tmp_path) -> None:
+    fleet, first, order = on(Hardware(speed=0.5, up_mbit_s=1, down_mbit_s=2, latency_s=0.1, jitter=0.5), tmp_path)
+    answers = await fleet.run("train", dict.fromkeys(fleet.workers, order))
+    times = [answer.seconds for answer in answers.values()]
+    assert fleet.seconds == max(times)
+    assert len(set(times)) == 6
+    d00, worker = answers["d00"], fleet.workers["d00"]
+    n, m = worker.data.n_shared, len(worker.data.y_val)
+    work = (4 * n + m + 3 * 2 * min(32, n)) * 2 * (64 * 32 + 32 * 10)
+    expected = (
+        0.1
+        + 8e-6 * (first.size_bytes / 2 + d00.result.update.size_bytes)
+        + work / (0.5 * clock.FLOPS) * clock.noise(Hardware(jitter=0.5), 3, 0, "train", "d00")
+    )
+    assert d00.seconds == pytest.approx(expected)
+    before = fleet.seconds
+    again = await fleet.run("again", {"d01": order})
+    assert fleet.seconds == before + again["d01"].seconds
+
+
+async def test_an_answer_after_the_deadline_is_none_and_costs_the_deadline(tmp_path) -> None:
+    fleet, _, order = on(Hardware(latency_s=1.0), tmp_path, deadline_s=2.0)
+    fleet._hardware["d02"] = Hardware(latency_s=2.5)
+    fleet._hardware["d03"] = Hardware(latency_s=2.0)
+    answers = await fleet.run("train", dict.fromkeys(fleet.workers, order))
+    assert answers["d02"] == Answer("d02", None, 2.0)
+    assert {i for i, answer in answers.items() if answer.result is None} == {"d02"}
+    assert answers["d03"].seconds == 2.0
+    assert fleet.seconds == 2.0
+
+
+@pytest.mark.parametrize(("deadline_s", "cost"), [(5.0, 5.0), (None, GIVEN_UP_S)])
+async def test_an_order_that_is_dropped_is_never_answered(tmp_path, deadline_s, cost) -> None:
+    fleet, _, order = on(Hardware(), tmp_path, deadline_s=deadline_s)
+    fleet._hardware["d01"] = Hardware(drops=1.0)
+    answers = await fleet.run("train", dict.fromkeys(fleet.workers, order))
+    assert answers["d01"] == Answer("d01", None, cost)
+    assert sum(isinstance(answer.result, Trained) for answer in answers.values()) == 5
+    assert fleet.seconds == cost
+
+
+async def test_devices_come_and_go_and_one_that_is_away_answers_nothing(tmp_path) -> None:
+    fleet, _, order = on(Hardware(stays=0.6, returns=0.6, cpu_ghz=1.0), tmp_path)
+    seen = []
+    for number in range(1, 12):
+        fleet.round = number
+        seen.append({device.id for device in fleet.devices()})
+    assert len(set(map(frozenset, seen))) > 5
+    for number in (5, 11, 2):  # asked for in any order
+        fleet.round = number
+        assert {device.id for device in fleet.devices()} == seen[number - 1]
+        answers = await fleet.run("train", dict.fromkeys(fleet.workers, order))
+        assert {i for i, answer in answers.items() if answer.result is not None} == seen[number - 1]
+
+
+async def test_contexts_are_those_of_the_hardware(tmp_path) -> None:
+    fleet, *_ = on(PI_4, tmp_path)
+    fleet.round = 4
+    (device, *_) = fleet.devices()
+    assert device.context.cpu_ghz == 1.8
+    assert device.context.free_ram_gb == 3.0
+    assert device.context.n_samples == device.n_samples
+
+
+async def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path) -> None:
+    async def history(seed: int) -> tuple[object, ...]:
+        fleet, layout, first, _ = digits(tmp_path / str(seed), n=6)
+        timed = SimulatedFleet(
+            fleet._task, layout, fleet.workers, seed=seed, hardware=mixed(fleet.workers, seed=seed), deadline_s=1.0
+        )
+        method = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=2), seed=seed))
+        state = await run(method, method.initial(layout, timed.put(fleet.get_tensors(first))), timed)
+        return state, timed.seconds, timed.bytes_up, timed.bytes_down
+
+    assert await history(1) == await history(1)
+    assert (await history(1))[1:] != (await history(2))[1:]

@@ -36,12 +36,12 @@ async def test_eager_devices_tell_their_majority_label_once_and_before_training(
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=3, participation=0.5, **EXACT))
     state = await rounds(method, method.initial(layout, first), fleet, 3)
-    assert {i: d.feature for i, d in state.described.items()} == {i: majority(w) for i, w in fleet._workers.items()}
+    assert {i: d.feature for i, d in state.described.items()} == {i: majority(w) for i, w in fleet.workers.items()}
     asked = [(r, step) for r, step, _ in fleet.asked]
     assert asked.count((1, "describe")) == 6
     assert {step for r, step in asked if r > 1} == {"train"}
     found = method.summary(state)["clusters"]
-    assert sorted(i for members in found.values() for i in members) == sorted(fleet._workers)
+    assert sorted(i for members in found.values() for i in members) == sorted(fleet.workers)
 
 
 async def test_lazy_devices_tell_it_with_their_first_model(tmp_path) -> None:
@@ -51,7 +51,7 @@ async def test_lazy_devices_tell_it_with_their_first_model(tmp_path) -> None:
     trained = {i for r, step, i in fleet.asked if step == "train"}
     assert set(state.described) == trained
     assert len(trained) == 3
-    assert set(state.visits) == {str(majority(fleet._workers[i])) for i in trained}
+    assert set(state.visits) == {str(majority(fleet.workers[i])) for i in trained}
     state = await rounds(method, state, fleet, 2)
     assert set(state.described) == set(state.participations)
 
@@ -78,12 +78,12 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
         after = await rounds(method, state, fleet, 1)
         fleet.round = r
         alone = {}
-        for i in fleet._workers:
-            fleet.silent = frozenset(fleet._workers) - {i}
+        for i in fleet.workers:
+            fleet.silent = frozenset(fleet.workers) - {i}
             one = await plain.round(msgspec.structs.replace(plain.initial(layout, state.model), round=r - 1), fleet)
             alone[i] = fleet.get(one.model, layout).params.astype(np.float64)
         fleet.silent = frozenset()
-        n = {i: worker.data.n_shared for i, worker in fleet._workers.items()}
+        n = {i: worker.data.n_shared for i, worker in fleet.workers.items()}
         total = sum(n.values())
         direction = 0.0
         for members in clusters(after, after.described).values():
@@ -101,7 +101,7 @@ async def test_a_silent_round_changes_neither_model_nor_memory(tmp_path) -> None
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=3, **EXACT))
     before = await rounds(method, method.initial(layout, first), fleet, 1)
-    fleet.silent = frozenset(fleet._workers)
+    fleet.silent = frozenset(fleet.workers)
     after = await rounds(method, before, fleet, 1)
     assert (after.model, after.memory) == (before.model, before.memory)
     assert before.memory is not None
@@ -116,16 +116,16 @@ async def test_a_silent_device_costs_one_deadline_and_rests(tmp_path) -> None:
     assert "d02" not in state.described
     fleet.silent = frozenset()
     state = await rounds(method, state, fleet, 1)
-    assert state.described["d02"].feature == majority(fleet._workers["d02"])
+    assert state.described["d02"].feature == majority(fleet.workers["d02"])
     assert state.participations["d02"] == 1
 
 
 async def test_newcomers_and_changed_devices_are_asked_and_nobody_else_moves(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, participation=0.5, **EXACT))
-    late = fleet._workers.pop("d05")
+    late = fleet.workers.pop("d05")
     before = await rounds(method, method.initial(layout, first), fleet, 1)
-    fleet._workers["d05"] = late
+    fleet.workers["d05"] = late
     fleet.births = {"d01": 1}
     after = await rounds(method, before, fleet, 1)
     assert {i for r, step, i in fleet.asked if (r, step) == (2, "describe")} == {"d01", "d05"}
@@ -150,7 +150,7 @@ async def test_every_round_asks_exactly_its_quota_with_the_base_from_each_cluste
 
 async def test_devices_without_samples_are_never_asked(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path, n=3)
-    fleet._workers["d01"].data.sensitive[:] = True
+    fleet.workers["d01"].data.sensitive[:] = True
     method = make("cfic", MethodSettings(rounds=2, **EXACT))
     state = await run(method, method.initial(layout, first), fleet)
     assert {i for r, step, i in fleet.asked if step != "install"} == {"d00", "d02"}
@@ -162,9 +162,9 @@ async def test_to_the_end_with_a_bundle_of_the_global_model_on_each_device(tmp_p
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, participation=0.5, options=options, sgd=Sgd(steps=10)))
     state = await run(method, method.initial(layout, first), fleet)
-    assert sorted(state.installed) == sorted(fleet._workers)
+    assert sorted(state.installed) == sorted(fleet.workers)
     assert load(dump(state), CficState) == state
-    for worker in fleet._workers.values():
+    for worker in fleet.workers.values():
         x = worker.data.x_train
         logits = worker.logits(fleet.get(state.model, layout), x)
         p = np.exp(logits - logits.max(axis=1, keepdims=True))

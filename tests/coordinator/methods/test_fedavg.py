@@ -1,6 +1,7 @@
 """FedAvg against a slow oracle, and what it does when devices are silent."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ async def test_every_variant_ends_fine_tuned_if_it_is_asked_to(tmp_path, name) -
     assert sorted(state.installed) == [device.id for device in fleet.devices()]
     assert method.summary(state)["method"] == f"{name}+ft"
     gains = []
-    for worker in fleet._workers.values():
+    for worker in fleet.workers.values():
         x, y = worker.validation
         tuned = predicted(worker, x)
         gains.append(loss(worker.logits(fleet.get(state.model, layout), x), y) + np.log(tuned[range(len(y)), y]).mean())
@@ -90,7 +91,7 @@ def loss(logits: np.ndarray, y: np.ndarray) -> float:
 async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     speed = {f"d{i:02d}": seconds for i, seconds in enumerate([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])}
-    fleet._seconds = speed.get
+    fleet._hardware = {i: replace(own, latency_s=speed[i]) for i, own in fleet._hardware.items()}
     method = make("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "fastest"}))
     state = await run(method, method.initial(layout, first), fleet)
     # by clock the last three are the quickest (1 to 6 GHz); then what they took counts: 0.5, 3 and 2 s. The median of

@@ -46,7 +46,7 @@ async def test_every_device_installs_what_it_learned_from_all_its_samples_and_se
     assert method.done(state)
     assert state.participations == {}
     assert fleet.bytes_up == 0
-    for worker in fleet._workers.values():
+    for worker in fleet.workers.values():
         data = worker.data
         x = data.x_train
         found = predicted(worker, x)

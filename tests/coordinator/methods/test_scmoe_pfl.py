@@ -170,7 +170,7 @@ async def test_uploads_do_not_depend_on_sensitive_samples(tmp_path) -> None:
     digests = []
     for turn in range(2):
         fleet, _, first, _ = digits(tmp_path / str(turn), n=3, limit=300)
-        for worker in fleet._workers.values() if turn else ():
+        for worker in fleet.workers.values() if turn else ():
             data = worker.data
             y = data.y_train.copy()
             y[data.sensitive] = np.roll(y[data.sensitive], 1)

@@ -1,0 +1,75 @@
+"""What simulated devices are made of: speed, memory, links, and how reliably they are there.
+
+Nothing here was measured by us on the boards themselves. What is known and what is assumed:
+
+    clock, cores, RAM   the makers' data sheets: Zero 2 W 4 x Cortex-A53 at 1 GHz, 512 MB; Pi 4 4 x A72 at 1.8 GHz,
+                        4 GB; Pi 5 4 x A76 at 2.4 GHz, 8 GB; Jetson Nano 4 x A57 at 1.43 GHz, 4 GB; Jetson Orin Nano 6 x
+                        A78AE at 1.5 GHz, 8 GB. Free RAM: less 0.2 to 2 GB for the system (assumed)
+    speed               of the processor, for the agent does not use the Jetsons' GPU; Pi 4 = 1. sysbench, four threads
+                        (leoncode.co.uk/articles/raspberry-pi-benchmarks): Pi 3B+ (A53 at 1.4 GHz) 2,459, Pi 4 5,901,
+                        Pi 5 10,945 events/s; hence Pi 5 1.85, and Zero 2 W 0.42 x 1.0 / 1.4 = 0.3. Assumed by clock and
+                        core: Jetson Nano 0.75, Orin Nano 2.0
+    links               assumed throughput of TCP, up and down: Wi-Fi at 2.4 GHz on the Zero 2 W, at 5 GHz on the other
+                        Pis, wire on the Jetsons, all behind one shared uplink
+    jitter, stragglers, availability, drop-out: assumed; worse for the boards that run on batteries
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A class of devices. The defaults take no time and are always there.
+
+    speed: of training, Raspberry Pi 4 = 1. up_mbit_s, down_mbit_s: of the link. latency_s: of each order, both ways.
+    jitter: sigma of the log-normal factor of each order's computing time (median 1). straggles: probability that an
+    order also gets a factor exp|z|, z normal (mean 2.8). stays, returns: probabilities that a device which is there, or
+    not there, in one round is there in the next. drops: probability that an order is never answered.
+    """
+
+    name: str = "instant"
+    speed: float = math.inf
+    cpu_ghz: float | None = None
+    free_ram_gb: float | None = None
+    up_mbit_s: float = math.inf
+    down_mbit_s: float = math.inf
+    latency_s: float = 0.0
+    jitter: float = 0.0
+    straggles: float = 0.0
+    stays: float = 1.0
+    returns: float = 1.0
+    drops: float = 0.0
+
+    @property
+    def availability(self) -> float:
+        """Share of the rounds in which the device is there, in the long run."""
+        leaves = 1 - self.stays
+        return self.returns / (self.returns + leaves) if leaves else 1.0
+
+
+PI_ZERO_2_W: Final = Hardware(
+    "Raspberry Pi Zero 2 W", 0.3, 1.0, 0.3, 20, 30, 0.06, 0.3, 0.1, stays=0.9, returns=0.5, drops=0.03
+)
+PI_4: Final = Hardware("Raspberry Pi 4", 1.0, 1.8, 3.0, 60, 90, 0.04, 0.2, 0.05, stays=0.95, returns=0.6, drops=0.02)
+PI_5: Final = Hardware("Raspberry Pi 5", 1.85, 2.4, 7.0, 60, 100, 0.04, 0.2, 0.05, stays=0.95, returns=0.6, drops=0.02)
+JETSON_NANO: Final = Hardware(
+    "Jetson Nano", 0.75, 1.43, 2.5, 40, 100, 0.02, 0.2, 0.03, stays=0.98, returns=0.8, drops=0.01
+)
+JETSON_ORIN_NANO: Final = Hardware(
+    "Jetson Orin Nano", 2.0, 1.5, 6.0, 40, 100, 0.02, 0.15, 0.03, stays=0.98, returns=0.8, drops=0.01
+)
+CLASSES: Final = (PI_ZERO_2_W, PI_4, PI_5, JETSON_NANO, JETSON_ORIN_NANO)
+
+
+def mixed(ids: Iterable[str], *, seed: int) -> dict[str, Hardware]:
+    """A class for each device: all five equally often, give or take one, in an order that comes from the seed."""
+    ordered = sorted(ids)
+    places = np.random.default_rng([seed, len(ordered)]).permutation(len(ordered))
+    return {i: CLASSES[int(place) % len(CLASSES)] for i, place in zip(ordered, places, strict=True)}

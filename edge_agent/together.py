@@ -1,0 +1,163 @@
+"""Many workers' orders at once, for a fleet that lives in one process; each outcome is what its worker alone gives.
+
+Orders to train a small network run side by side, many models in one tensor (`fedge.models.training.Stack`); those of a
+large one run in a thread for each processor, where they wait for arithmetic rather than for Python. Which of the two is
+decided by the network alone (`can_stack`), never by who else was asked, and nothing is drawn that depends on it: an
+outcome of a stack agrees with the worker's own to float tolerance, all others to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+
+from edge_agent.cold_start import InferenceWorker
+from edge_agent.outcome import Fetch, Outcome
+from edge_agent.worker import Look, Worker
+from fedge.messages import FitCandidates, Order, Part, Profile, Sgd, Start, Train, Trial
+from fedge.models.training import (
+    Stack,
+    Trainer,
+    accuracies,
+    can_stack,
+    draws,
+    is_small,
+    losses_and_gradient_norms,
+    mean_losses,
+    padded,
+    side_by_side,
+)
+from fedge.tensors import Model
+
+MOST_WEIGHTS: Final = 2**18
+"""Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
+MOST_MODELS: Final = 64
+THREADED: Final = (Train, Profile, Trial, FitCandidates)
+"""Orders that draw from no generator of the process, so that several may run in threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One order, who carries it out, and where its blobs come from."""
+
+    worker: Worker | InferenceWorker
+    order: Order
+    fetch: Fetch
+
+    def alone(self) -> Outcome:
+        """What the worker makes of it."""
+        return self.worker.execute(self.order, self.fetch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A job to train whose start has been chosen."""
+
+    number: int
+    job: Job
+    worker: Worker
+    action: Train
+    start: Model
+    chosen: Start
+
+
+def execute(jobs: Sequence[Job]) -> list[Outcome]:
+    """Carry out orders of different workers; outcomes in the order of the jobs.
+
+    All arithmetic is done by one thread of torch for each job: the last bit of a sum depends on their number.
+    """
+    outcomes: dict[int, Outcome] = {}
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        networks = {job.worker.fingerprint: job.worker.network for job in jobs if isinstance(job.worker, Worker)}
+        stacked = {name for name, network in networks.items() if can_stack(network)}
+        threaded = {name for name, network in networks.items() if not is_small(network) and not draws(network)}
+        ready: list[_Ready] = []
+        side: list[int] = []
+        for number, job in enumerate(jobs):
+            worker, action = job.worker, job.order.action
+            if not isinstance(worker, Worker):
+                continue
+            name = worker.fingerprint
+            if name in stacked and isinstance(action, Train) and _is_plain(action) and worker.data.n_shared:
+                found = worker.guarded(partial(worker.best_start, action.starts, job.fetch, action.choose))
+                if isinstance(found, Outcome):
+                    outcomes[number] = found
+                else:
+                    ready.append(_Ready(number, job, worker, action, *found))
+            elif name in threaded and isinstance(action, THREADED):
+                side.append(number)
+        for group in _groups(ready):
+            outcomes |= _train(group)
+        outcomes |= zip(side, _in_threads([jobs[number] for number in side]), strict=True)
+        for number, job in enumerate(jobs):
+            if number not in outcomes:
+                outcomes[number] = job.alone()
+    return [outcomes[number] for number in range(len(jobs))]
+
+
+def _is_plain(action: Train) -> bool:
+    return action.keep is None and action.part is Part.ALL
+
+
+def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
+    """Jobs that can share a stack: same network, same training, same size of batch; alike in samples, so few pads."""
+    alike: dict[tuple[str, Sgd, int], list[_Ready]] = defaultdict(list)
+    for one in ready:
+        sgd = one.action.sgd
+        size = min(sgd.batch_size, one.worker.data.n_shared)
+        alike[one.worker.fingerprint, sgd, size].append(one)
+    for members in alike.values():
+        n = int(np.clip(MOST_WEIGHTS // len(members[0].start.params), 1, MOST_MODELS))
+        members.sort(key=lambda one: (one.worker.data.n_shared, one.number))
+        yield from (members[first : first + n] for first in range(0, len(members), n))
+
+
+def _train(group: Sequence[_Ready]) -> dict[int, Outcome]:
+    """`Worker._train` for n workers at once."""
+    sgd, samples = group[0].action.sgd, [one.worker.data.shared for one in group]
+    stack = Stack(group[0].worker.network, [one.start for one in group])
+    validated = accuracies(stack, *padded([one.worker.validation for one in group]))
+    everything = padded(samples)
+    losses_before, norms = losses_and_gradient_norms(stack, *everything)
+    x, y = (np.concatenate(parts) for parts in zip(*samples, strict=True))
+    rngs = [np.random.default_rng(one.job.order.seed) for one in group]
+    drawn = side_by_side([len(own) for _, own in samples], sgd.batch_size, rngs)
+    Trainer(stack, x, y, sgd, drawn).run(sgd.steps)
+    losses_after = mean_losses(stack, *everything)
+    looks = [
+        Look(float(loss), float(norm), None if np.isnan(accuracy) else float(accuracy))
+        for loss, norm, accuracy in zip(losses_before, norms, validated, strict=True)
+    ]
+    return {
+        one.number: one.worker.guarded(
+            partial(one.worker.trained, one.action, one.chosen, look, float(loss_after), one.start, model)
+        )
+        for one, look, loss_after, model in zip(group, looks, losses_after, stack.dump(), strict=True)
+    }
+
+
+def _in_threads(jobs: Sequence[Job]) -> list[Outcome]:
+    if not jobs:
+        return []
+    n = min(len(os.sched_getaffinity(0)), len(jobs))
+    with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(Job.alone, jobs))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,241 @@
+"""Orders done together against the same orders done by each worker alone."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from edge_agent import together
+from edge_agent.cold_start import InferenceWorker
+from edge_agent.together import Job, execute
+from edge_agent.worker import Worker
+from fedge import codec, models
+from fedge.messages import BlobRef, Codec, Declined, Failed, Order, Part, Profile, Sgd, Start, Train, Trained, Trial
+from fedge.models.training import can_stack
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData
+from fedge.tensors import Model, digest_of, unflatten
+
+MLP = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
+CNN = TaskSpec(
+    name="toy", classes=("a", "b", "c"), input_shape=(1, 8, 8), model="cnn", model_options={"channels": 2, "hidden": 4}
+)
+SIZES = ((40, 9), (7, 3), (33, 0), (1, 1), (64, 20), (40, 2), (0, 4))
+"""Training and validation samples of the devices; a quarter of the former are sensitive."""
+SGD = Sgd(steps=7, batch_size=16, proximal_mu=0.1)
+
+
+def dropout(task: TaskSpec) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def batch_norm(task: TaskSpec) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Branching(nn.Module):
+    """Decides by the numbers that it sees, which cannot be vectorised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else self.layer(2 * x)
+
+
+def branching(task: TaskSpec) -> nn.Module:
+    return Branching()
+
+
+@pytest.fixture(autouse=True)
+def _own_networks(monkeypatch):
+    module = types.ModuleType("networks_of_a_user")
+    module.dropout, module.batch_norm, module.branching = dropout, batch_norm, branching
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def task_of(model: str) -> TaskSpec:
+    own = {"mlp": MLP, "cnn": CNN}
+    return own.get(model) or TaskSpec(
+        name="toy", classes=("a", "b", "c"), input_shape=(6,), model=f"networks_of_a_user:{model}"
+    )
+
+
+def data_of(task: TaskSpec, n: int, m: int) -> DeviceData:
+    rng = np.random.default_rng([n, m])
+    y = rng.integers(0, 3, n + m)
+    x = rng.normal(size=(n + m, *task.input_shape)).astype(np.float32) + y.reshape(-1, *[1] * len(task.input_shape))
+    x = x.astype(np.float32)
+    return DeviceData(x[:n], y[:n], np.arange(n) % 4 == 3, x[n:], y[n:])
+
+
+class Federation:
+    """Workers with ragged data, and models that orders can name."""
+
+    def __init__(self, task: TaskSpec, home, sizes=SIZES):
+        self.task = task
+        self.blobs: dict[str, bytes] = {}
+        self.workers = [Worker(f"d{k}", task, data_of(task, *size), home / str(k)) for k, size in enumerate(sizes)]
+
+    def model(self, seed, scale=1.0) -> BlobRef:
+        layout, model = models.initial(self.task, seed)
+        scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
+        data = codec.encode(unflatten(scaled, layout), Codec.FLOAT32)
+        self.blobs[digest_of(data)] = data
+        return BlobRef(digest=digest_of(data), size_bytes=len(data))
+
+    def jobs(self, action) -> list[Job]:
+        return [self.job(number, action) for number in range(len(self.workers))]
+
+    def job(self, number, action) -> Job:
+        order = Order(
+            id=f"r.1.s.d{number}",
+            device_id=f"d{number}",
+            round=1,
+            step="s",
+            seed=100 + number,
+            task_fingerprint=self.task.fingerprint(),
+            deadline=0.0,
+            action=action,
+        )
+        return Job(self.workers[number], order, lambda ref: self.blobs[ref.digest])
+
+    def train(self, **changes) -> Train:
+        return Train(**{"starts": (Start(model=self.model(1)),), "sgd": SGD, "codec": Codec.FLOAT32} | changes)
+
+    def update(self, outcome) -> np.ndarray:
+        layout, _ = models.initial(self.task, 1)
+        return codec.decode(outcome.blobs[outcome.result.update.digest], outcome.result.update.codec, layout).params
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The numbers of the orders that a worker carried out by itself."""
+    seen: list[str] = []
+    real = Worker.execute
+
+    def execute(self, order, fetch, **rest):
+        seen.append(self.device_id)
+        return real(self, order, fetch, **rest)
+
+    monkeypatch.setattr(Worker, "execute", execute)
+    return seen
+
+
+def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alone):
+    here = Federation(MLP, tmp_path)
+    found = execute(here.jobs(here.train()))
+    assert alone == ["d6"]  # it has nothing to train on and says so itself
+    for job, outcome in zip(here.jobs(here.train()), found, strict=True):
+        own = job.alone()
+        if job.worker.device_id == "d6":
+            assert outcome == own
+            assert isinstance(own.result, Declined)
+            continue
+        assert (outcome.result.val_accuracy is None) == (job.worker.device_id == "d2")
+        for field in set(Trained.__struct_fields__) - {"update"}:
+            expected = getattr(own.result, field)
+            assert getattr(outcome.result, field) == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5))
+        assert here.update(outcome) == pytest.approx(here.update(own), rel=1e-3, abs=1e-5)
+        assert np.abs(here.update(own)).max() > 0.01
+
+
+def test_who_else_is_asked_changes_an_update_by_no_more_than_rounding(tmp_path, monkeypatch):
+    here = Federation(MLP, tmp_path)
+    whole = execute(here.jobs(here.train()))
+    assert execute(here.jobs(here.train())) == whole
+    monkeypatch.setattr(together, "MOST_MODELS", 2)
+    halves = execute(here.jobs(here.train()))
+    monkeypatch.setattr(together, "MOST_MODELS", 64)
+    turned = execute(here.jobs(here.train())[::-1])[::-1]
+    for number in range(6):
+        for other in (halves, turned):
+            assert here.update(other[number]) == pytest.approx(here.update(whole[number]), rel=1e-3, abs=1e-6)
+
+
+def test_different_starts_and_trainings_do_not_mix(tmp_path):
+    here = Federation(MLP, tmp_path)
+    starts = [here.model(seed) for seed in range(4)]
+    jobs = [
+        here.job(k, here.train(starts=(Start(model=starts[k % 4]),), sgd=Sgd(steps=3 + k % 2, batch_size=8)))
+        for k in range(6)
+    ]
+    for job, outcome in zip(jobs, execute(jobs), strict=True):
+        assert here.update(outcome) == pytest.approx(here.update(job.alone()), rel=1e-3, abs=1e-5)
+
+
+def test_the_best_of_several_starts_is_chosen_by_each(tmp_path):
+    here = Federation(MLP, tmp_path)
+    action = here.train(starts=tuple(Start(model=here.model(seed), cluster=seed) for seed in range(5)))
+    jobs = here.jobs(action)
+    chosen = [outcome.result.cluster for outcome in execute(jobs)[:6]]
+    assert chosen == [job.alone().result.cluster for job in jobs[:6]]
+    assert len(set(chosen)) > 1
+
+
+def test_one_that_diverges_or_has_no_model_harms_no_other(tmp_path):
+    here = Federation(MLP, tmp_path)
+    good = execute(here.jobs(here.train()))
+    wild = here.train(starts=(Start(model=here.model(2, scale=1e30)),))
+    here.blobs["0" * 64] = b"nonsense"
+    broken = here.train(starts=(Start(model=BlobRef(digest="0" * 64, size_bytes=8)),))
+    jobs = [here.job(k, wild if k == 0 else broken if k == 2 else here.train()) for k in range(6)]
+    found = execute(jobs)
+    assert isinstance(found[0].result, Failed)
+    assert "malformed" in found[2].result.reason
+    for number in (1, 3, 4, 5):
+        assert here.update(found[number]) == pytest.approx(here.update(good[number]), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("model", ["cnn", "dropout", "batch_norm", "branching"])
+def test_networks_that_cannot_or_should_not_be_stacked_are_trained_by_their_workers(tmp_path, alone, model):
+    sizes = tuple((n, m) for n, m in SIZES if n != 1)
+    here = Federation(task_of(model), tmp_path, sizes)
+    jobs = here.jobs(here.train())
+    assert not can_stack(here.workers[0].network)
+    found = execute(jobs)
+    assert sorted(alone) == [job.worker.device_id for job in jobs]
+    with together._one_thread():
+        assert found == [job.alone() for job in jobs]  # to the last bit, also from threads
+    assert execute(jobs[::-1]) == found[::-1]
+
+
+def test_other_orders_and_devices_without_torch_are_among_them(tmp_path):
+    here = Federation(MLP, tmp_path)
+    first, second = here.model(1), here.model(2)
+    jobs = [
+        here.job(0, here.train()),
+        here.job(1, Profile(extractor=first)),
+        here.job(4, Trial(global_model=first, expert=second)),
+        here.job(5, here.train()),
+        here.job(2, here.train(part=Part.HEAD)),
+    ]
+    jobs.append(replace(jobs[0], worker=InferenceWorker("x", MLP, np.zeros((3, 6), np.float32), tmp_path)))
+    found = execute(jobs)
+    assert [type(outcome.result).__name__ for outcome in found] == [
+        "Trained", "Profiled", "Tried", "Trained", "Failed", "Declined",
+    ]  # fmt: skip
+    assert found[1] == jobs[1].alone()
+    assert execute([]) == []
+
+
+def test_generators_and_threads_of_the_process_are_left_as_they_were(tmp_path):
+    here = Federation(task_of("dropout"), tmp_path)
+    torch.manual_seed(3)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    execute(here.jobs(here.train()))
+    execute(Federation(CNN, tmp_path).jobs(Federation(CNN, tmp_path).train())[:0])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_workers_share_one_network(tmp_path):
+    here = Federation(MLP, tmp_path)
+    assert len({id(worker.network) for worker in here.workers}) == 1
