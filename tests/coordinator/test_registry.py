@@ -65,9 +65,13 @@ def test_the_last_will_of_an_earlier_life_is_ignored() -> None:
 
 
 def test_a_device_that_cannot_train_is_not_asked() -> None:
-    registry = here("a")
+    registry = here("a", "b")
     registry.on_status("a", status(capabilities=Capabilities(trains=False)))
-    assert registry.online() == ()
+    assert [device.id for device in registry.online()] == ["b"]
+    (found,) = registry.inference_only()
+    assert (found.id, found.trains) == ("a", False)
+    registry.on_status("a", status(presence=Presence.SLEEPING))
+    assert registry.inference_only() == ()
 
 
 def test_stored_contexts_count_until_there_are_new_ones() -> None:

@@ -17,7 +17,7 @@ import pytest
 from coordinator import service
 from coordinator.methods import State, load
 from coordinator.methods.fedavg import FedAvgState
-from coordinator.service import CoordinatorSettings, serve, start
+from coordinator.service import CoordinatorSettings, method_of, serve, start
 from coordinator.store import Status, Store
 from fedge import codec
 from fedge.broker import LocalBroker
@@ -199,6 +199,17 @@ def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:
     assert (method.sgd.steps, method.sgd.learning_rate) == (7, 0.5)
     broker = wanted.at(wanted.broker)
     assert (broker.host, broker.port, broker.username) == ("localhost", 1883, "u")
+
+
+def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
+    task = task_spec("digits")
+    values = settings(None, tmp_path, method="fedcoe")
+    with pytest.raises(ConfigError, match="--reserved"):
+        method_of(values, task)
+    np.savez(tmp_path / "r.npz", x=np.full((30, 8, 8), 16.0), y=np.arange(30) % 10)
+    method = method_of(msgspec.structs.replace(values, reserved=tmp_path / "r.npz"), task)
+    assert sorted(method.reserved.y.tolist()) == sorted((np.arange(30) % 10).tolist())
+    np.testing.assert_allclose(method.reserved.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
 
 
 async def test_a_broker_that_refuses_us_ends_it(tmp_path: Path, store: Store) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -20,7 +21,7 @@ from edge_agent.cli import AgentSettings, agent, build
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.errors import ConfigError
-from fedge.messages import Failed, Presence, Profile
+from fedge.messages import Declined, Failed, Presence, Profile
 from fedge.tasks import device_data, task_spec
 from fedge.transport import parse_address
 from tests.support.broker import local_broker
@@ -189,6 +190,25 @@ async def test_an_idle_agent_is_small_and_a_working_one_answers(
         await peer.send(bad)
         report = await peer.report_of(bad)
         assert isinstance(report.result, Failed), "another task"
+
+
+async def test_an_inference_only_agent_says_so_and_trains_nothing(
+    broker: LocalBroker, tmp_path: Path, data: Path
+) -> None:
+    process = agent_process(broker, tmp_path / "home", data, "--inference-only")
+    async with Peer(broker, tmp_path) as peer, process as running:
+        await peer.presence(Presence.ONLINE)
+        status = peer.statuses[-1]
+        assert status.capabilities is not None
+        assert (status.capabilities.trains, status.n_samples) == (False, 0)
+        order = msgspec.structs.replace(
+            order_of(Profile(extractor=peer.model()), device="cam1"), task_fingerprint=task_spec("digits").fingerprint()
+        )
+        await peer.send(order)
+        assert (await peer.report_of(order)).result == Declined(reason="this device does not train")
+        maps = await asyncio.to_thread(Path(f"/proc/{running.pid}/maps").read_text)
+        assert "onnxruntime" in maps
+        assert "torch" not in maps
 
 
 async def test_a_wrong_configuration_ends_with_2(tmp_path: Path, data: Path) -> None:

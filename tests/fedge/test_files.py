@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import StoreError
-from fedge.files import BlobFolder, write_atomically
+from fedge.files import BlobFolder, replace_folder, write_atomically
 from fedge.tensors import digest_of
 
 
@@ -66,6 +66,17 @@ def test_readers_see_the_old_or_the_new_bytes_never_a_part(tmp_path: Path) -> No
     while writer.is_alive():
         assert file.read_bytes() in versions
     writer.join()
+
+
+def test_a_folder_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    for number in range(2):
+        finished = tmp_path / ".unfinished"
+        finished.mkdir()
+        (finished / f"{number}").write_bytes(b"x")
+        replace_folder(tmp_path / "folder", finished)
+        assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == [
+            "folder", f"folder/{number}",
+        ]  # fmt: skip
 
 
 def test_blobs_are_named_by_their_content(tmp_path: Path) -> None:

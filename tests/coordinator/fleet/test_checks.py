@@ -20,11 +20,14 @@ from fedge.messages import (
     FitGate,
     FitWeights,
     Install,
+    InstallBundle,
     Installed,
     Profile,
     Profiled,
     Result,
     Role,
+    Route,
+    Routed,
     Sgd,
     Start,
     Train,
@@ -47,6 +50,7 @@ NO_EXPERTS = FitCandidates(global_model=REF, initial_model=REF, sgd=Sgd(), local
 FIT_WEIGHTS = FitWeights(calibration=CALIBRATION, pooled=(POOLED, POOLED), shrinkage=10.0)
 FIT_ENERGY = FitEnergy(calibration=CALIBRATION, pooled=(POOLED, POOLED), shrinkage=20.0)
 FIT_GATE = FitGate(calibration=CALIBRATION, pooled=POOLED, shrinkage=20.0, beta=0.5, sgd=Sgd(), release=1)
+INSTALL_BUNDLE = InstallBundle(files={"manifest.json": REF, "skeleton.onnx": REF, "part": REF}, release=1)
 
 
 def trained(**changes: object) -> Trained:
@@ -70,6 +74,8 @@ GOOD: list[tuple[Action, Result]] = [
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0, 2.0), beta_losses=((1.0, 1.0, 1.0),) * 2, n_validation=3)),
     (FIT_GATE, installed(Role.PRIVATE, Role.GLOBAL)),
     (Install(global_model=REF, release=1, method="fedavg"), installed(Role.GLOBAL)),
+    (Route(gate=REF), Routed(shares=(0.5, 0.5), n_samples=3)),
+    (INSTALL_BUNDLE, installed(Role.GLOBAL)),
 ]
 
 BAD: list[tuple[Action, Result, str]] = [
@@ -85,6 +91,7 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0,), beta_losses=((1.0,) * 3,) * 2, n_validation=3), "wrong-result"),
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0, 1.0), beta_losses=((1.0,) * 3,), n_validation=3), "wrong-result"),
     (FIT_GATE, installed(Role.LOCAL), "wrong-result"),
+    (INSTALL_BUNDLE, Installed(bundle_digest="1" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0), "wrong-result"),
 ]
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from fedge.errors import ConfigError
 from fedge.task import Preprocessing, TaskSpec
-from fedge.tasks import device_data, task_spec
+from fedge.tasks import device_data, device_inputs, task_spec
 
 WINDOWS = TaskSpec(
     name="arrays", classes=("a", "b"), input_shape=(2,), model="mlp", preprocessing=Preprocessing(scale=2.0)
@@ -70,6 +70,35 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     np.testing.assert_allclose(data.x_val, -0.47 / 0.25, rtol=1e-5)
 
 
+def test_a_device_that_does_not_train_needs_no_labels(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(8, dtype=np.float32).reshape(4, 2))
+    np.testing.assert_array_equal(device_inputs(WINDOWS, tmp_path / "x.npz"), np.arange(8).reshape(4, 2) / 2)
+    marked = npz(tmp_path, n=5, split=np.array([0, 1, 2, 0, 1]), sensitive=np.array([1, 0, 0, 0, 0]), y=np.arange(5))
+    np.testing.assert_array_equal(device_inputs(WINDOWS, marked)[:, 0], [1, 3, 4])
+    with pytest.raises(ConfigError, match="x and y"):
+        device_data(WINDOWS, tmp_path / "x.npz", seed=0)
+    np.savez(tmp_path / "none.npz", z=np.zeros(3))
+    with pytest.raises(ConfigError, match=r"arrays x$"):
+        device_inputs(WINDOWS, tmp_path / "none.npz")
+
+
+def test_images_without_class_folders_are_read_by_a_device_that_does_not_train(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / "seen" / "today").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((32, 32, 3), 10 * number, np.uint8)).save(
+            tmp_path / ("seen/today" if number else "") / f"{number}.png"
+        )
+    (tmp_path / "sensitive.txt").write_text("seen/today/3.png\n")
+    task = TaskSpec(
+        name="image-folder",
+        classes=("a", "b"),
+        input_shape=(3, 32, 32),
+        model="cnn",
+        preprocessing=Preprocessing(image_mode="RGB"),
+    )
+    assert device_inputs(task, tmp_path)[:, 0, 0, 0].tolist() == [0, 10, 20]
+
+
 def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_sensor.py").write_text(
         "import numpy as np\n"
@@ -82,3 +111,4 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     task = TaskSpec(name="my_sensor:Sensor", classes=("a", "b"), input_shape=(2,), model="mlp")
     assert device_data(task, tmp_path, seed=9).x_train.tolist() == [[9, 9]] * 3
+    assert device_inputs(task, tmp_path).tolist() == [[0, 0]] * 3
