@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -126,7 +128,7 @@ async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, s
 async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
-    fleet, (a, _) = await federation(stack, one_broker, store, "a", "silent", deadline_s=1.5)
+    fleet, (a, _) = await federation(stack, one_broker, store, "a", "silent", deadline_s=5)
     ticks = 0
     decide = fleet._decide
 
@@ -147,13 +149,16 @@ async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
 
 
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
-    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet, (a, late) = await federation(stack, one_broker, store, "a", "late", deadline_s=1.5)
+    fleet, (a, late) = await federation(stack, one_broker, store, "a", "late")
     action = train(fleet)
     running = asyncio.create_task(fleet.run("train", {"a": action, "late": action}))
     order, missed = await a.order("train"), await late.order("train")
     await a.report(order, a.trained(0.5))
+    assert (await a.ack(order.id)).accepted
+    monkeypatch.setattr("coordinator.fleet.mqtt.time", SimpleNamespace(time=lambda: time.time() + DEADLINE_S))
+    fleet._something_happened.set()
     await running
     before = store.entries(1)
     await a.report(order, a.trained(9.0))  # other contents, too
