@@ -9,7 +9,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,18 +161,19 @@ def _read(file: Path) -> RunOutcome | None:
 
 
 def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
-    """The outcomes as they come; whatever happens, no process is left behind."""
-    if not runs:
-        return
-    with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work, _processes(min(jobs, len(runs))) as pool:
-        waiting: dict[Future[RunOutcome], _Run] = {
-            pool.submit(_simulate, run, Path(work) / run.name): run for run in runs
-        }
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BrokenProcessPool as error:
-            raise FedgeError("a process that simulated ended unexpectedly, perhaps for lack of memory") from error
+    """The outcomes as they come; whatever happens, no process and no folder is left behind. One job: in this process."""
+    with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work:
+        homes = {run: Path(work) / run.name for run in runs}
+        if min(jobs, len(runs)) <= 1:
+            yield from ((run, _simulate(run, home)) for run, home in homes.items())
+            return
+        with _processes(min(jobs, len(runs))) as pool:
+            waiting = {pool.submit(_simulate, run, home): run for run, home in homes.items()}
+            try:
+                for future in as_completed(waiting):
+                    yield waiting[future], future.result()
+            except BrokenProcessPool as error:
+                raise FedgeError("a process that simulated ended unexpectedly, perhaps for lack of memory") from error
 
 
 @contextmanager

@@ -125,11 +125,10 @@ def cost(found: Cost | None) -> str:
 
 def table_of(comparison: Comparison) -> Table:
     """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
-    found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     found.add_column("method", overflow="fold")
-    baseline = f"− {comparison.baseline}"
-    for heading in ("accuracy", baseline, "− best", "worst", "F1", "global", "MB", "rounds", "seconds"):
-        found.add_column(heading, justify="right", no_wrap=heading != baseline)
+    for heading in ("accuracy", "− baseline", "− best", "worst", "F1", "global", "MB", "r", "s"):
+        found.add_column(heading, justify="right", no_wrap=True)
     best = max(method.accuracy.mean for method in comparison.methods)
     for method in comparison.methods:
         found.add_row(
@@ -150,11 +149,13 @@ def table_of(comparison: Comparison) -> Table:
 
 def legend_of(comparison: Comparison) -> str:
     """What the columns of the terminal's table are."""
-    return (
-        "accuracy: mean over devices of their bundles on own test samples, percent, ± over seeds; differences paired by "
-        f"seed;\n− best: to the best other method, picked in hindsight; worst: lowest tenth of the devices; rounds, "
-        f"seconds\n(simulated): until {100 * comparison.target:.1f} % were seen"
-    )
+    lines = [
+        "accuracy: mean over the devices of their bundles on own test samples, percent, ± over seeds",
+        f"− baseline: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
+        "worst: lowest tenth of the devices; global: served model on the global test set; MB: up and down",
+        f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
+    ]
+    return "\n".join(lines)
 
 
 def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:

@@ -1,0 +1,106 @@
+"""The two commands as a user meets them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.simulation.cli import compare, simulate
+from fedge.cli import main
+
+SMALL = ["--devices", "3", "--samples", "200", "--rounds", "2"]
+
+
+@pytest.mark.parametrize("command", [simulate, compare])
+def test_help_shows_examples_and_exit_codes(command) -> None:
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert "Exit codes: 0" in text
+    assert "\\b" not in text
+    for flag in ("--partition", "--alpha", "--participation", "--hardware", "--json", "--global-test"):
+        assert flag in text
+
+
+def test_help_needs_no_torch() -> None:
+    script = "import sys, coordinator.simulation.cli; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--method", "fedge2"], "there is no method 'fedge2'"),
+        (["--method", "fedprox", "--option", "mu=1"], "no option 'mu'"),
+        (["--option", "mu"], "NAME=VALUE"),
+        (["--partition", "natural"], "do not say which person"),
+        (["--alpha", "0"], "--alpha: Expected `float` > 0"),
+        (["--task", "digit"], "digit has no samples of its own"),
+        (["--task", "uci-har", "--data", "no/such/place"], "no/such/place"),
+        (["--devices", "100"], "too few for 100 devices"),
+        (["--groups", "rotation", "--partition", "groups", "--n-groups", "5"], "1 to 4 groups"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *flags]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_run_is_told_on_standard_error_and_its_figures_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    flags = ["--method", "fedavg", *SMALL, "--target", "0.99", "--json", str(file), "--out", str(tmp_path / "out")]
+    assert main(["simulate", *flags]) == 0
+    said = capfd.readouterr()
+    assert "fedavg  round 2/2  accuracy" in said.err
+    assert "accuracy" in said.out
+    assert "until 99.0 %" in said.out
+    figures = json.loads(file.read_bytes())
+    assert f"{100 * figures['accuracy']:.1f} %" in said.out
+    assert figures["bundles"] == 3
+    assert len(list((tmp_path / "out").glob("device-*/bundles/1/manifest.json"))) == 3
+    assert main(["simulate", *flags]) == 2
+    assert "is not empty" in capfd.readouterr().err
+
+
+def test_options_come_from_the_table_of_the_method(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "fedge.toml"
+    config.write_text('[simulate]\nmethod = "fedprox"\n[method]\nproximal_mu = -1.0\n')
+    assert main(["simulate", "--config", str(config), *SMALL]) == 2
+    assert "option of the method" in capfd.readouterr().err
+    assert main(["simulate", "--config", str(config), *SMALL, "--option", "proximal_mu=0.5"]) == 0
+
+
+def test_a_comparison_ends_with_a_table_a_report_and_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "out", tmp_path / "figures.json"
+    flags = ["--methods", "local,fedavg", "--seeds", "0", *SMALL, "--jobs", "1", "--out", str(out), "--json", str(file)]
+    assert main(["compare", *flags]) == 0
+    said = capfd.readouterr()
+    assert "2/2" in said.err
+    assert "method" in said.out
+    assert f"report: {out / 'report.html'}" in said.out
+    figures = json.loads(file.read_bytes())
+    assert [m["method"] for m in figures["methods"]] == ["local", "fedavg"]
+    assert figures["scenario"]["devices"] == 3
+    assert file.read_bytes() == (out / "figures.json").read_bytes()
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def test_ctrl_c_is_clean(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedge.cli", "simulate", "--method", "fedavg", "--rounds", "100000", *SMALL[:4]]
+    command += ["--evaluate-every", "2"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as run:
+        assert run.stderr is not None
+        assert "round 0" in run.stderr.readline()
+        assert "round 2" in run.stderr.readline()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=30) == 130
+        assert "Traceback" not in run.stderr.read()
+    assert not list(tmp_path.glob("fedge-*"))

@@ -1,0 +1,147 @@
+"""What is compared with what; that finished runs are kept; that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.simulation.compare import Comparison, compare, methods_of, seeds_of, spread, together
+from coordinator.simulation.outcome import Cost, RunOutcome
+from coordinator.simulation.settings import CompareSettings, Scenario
+from fedge.errors import ConfigError, StoreError
+from tests.support.comparison import a_comparison, a_run
+
+SMALL = {"devices": 3, "samples": 200, "rounds": 2, "jobs": 1}
+
+
+def test_differences_are_paired_by_seed() -> None:
+    accuracy = {"a": (0.80, 0.90), "b": (0.85, 0.89), "c": (0.70, 0.99)}
+    runs = [a_run(method, seed, own[seed]) for method, own in accuracy.items() for seed in (0, 1)]
+    found = {m.method: m for m in together(Scenario(), runs, list(accuracy), (0, 1), "a", None).methods}
+    b = found["b"]
+    assert b.accuracy.mean == pytest.approx(0.87)
+    assert b.to_baseline is not None
+    assert b.to_baseline.seeds == pytest.approx((0.05, -0.01))
+    assert b.to_baseline.std == pytest.approx(np.std([0.05, -0.01], ddof=1))
+    assert b.best_other == "a"  # 0.85 in the mean; c has 0.845
+    assert found["a"].to_baseline is None
+    assert found["a"].best_other == "b"
+    assert found["a"].to_best_other is not None
+    assert found["a"].to_best_other.seeds == pytest.approx((-0.05, 0.01))
+
+
+def test_the_target_is_95_percent_of_the_best_and_its_cost_a_mean() -> None:
+    found = a_comparison(2)
+    assert found.target == pytest.approx(0.95 * 0.825)
+    # m1: 0.82 and 0.83 at round 30 alone are above 0.784; m0: 0.80 and 0.81, too
+    assert [m.cost for m in found.methods] == [Cost(round=30, bytes=3_000_000, seconds=6.0)] * 2
+    runs = [a_run("a", 0, 0.9), a_run("a", 1, 0.5)]
+    never = together(Scenario(), runs, ["a"], (0, 1), "a", 0.6)
+    assert never.target == 0.6
+    assert never.methods[0].cost is None
+    assert never.methods[0].best_other is None
+
+
+def test_one_seed_has_no_spread() -> None:
+    assert spread([0.5]).std == 0.0
+    assert spread([0.5, 0.7]).std == pytest.approx(0.1 * 2**0.5)
+
+
+def test_methods_and_seeds_are_read_once_each() -> None:
+    settings = CompareSettings(methods=" fedavg, fedavg+ft ,fedavg,fedepc:clustering=kmeans", seeds="2, 0,2")
+    assert methods_of(settings) == ("fedavg", "fedavg+ft", "fedepc:clustering=kmeans")
+    assert seeds_of(settings) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": "fedavg,fedavk"}, "there is no method 'fedavk'"),
+        ({"methods": " , "}, "no method to compare"),
+        ({"methods": "fedprox:mu=1"}, "no option 'mu'"),
+        ({"methods": "fedprox:proximal_mu"}, "NAME=VALUE"),
+        ({"seeds": "0,a"}, "whole numbers"),
+        ({"seeds": "-1"}, "whole numbers"),
+        ({"methods": "fedavg", "baseline": "fedge"}, "baseline fedge is not among"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(changes: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        compare(CompareSettings(**changes), tmp_path / "out", lambda *_: None)
+    assert not (tmp_path / "out").exists()
+
+
+def run_again(out: Path, **changes: object) -> tuple[Comparison, list[tuple[str, int]]]:
+    told: list[tuple[str, int]] = []
+    settings = CompareSettings(**(SMALL | {"methods": "fedavg,local", "seeds": "0"} | changes))
+    return compare(settings, out, lambda done, wanted, run: told.append((run.method, done))), told
+
+
+def test_finished_runs_are_kept_and_others_done(tmp_path: Path) -> None:
+    first, told = run_again(tmp_path)
+    assert sorted(told) == [("fedavg", 1), ("local", 2)]
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").iterdir()}
+    assert len(files) == 2
+    more, _ = run_again(tmp_path, methods="local,fedavg", seeds="1,0")
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert len(list((tmp_path / "runs").iterdir())) == 4
+    assert [(run.method, run.seed) for run in more.runs] == [("local", 1), ("fedavg", 1), ("local", 0), ("fedavg", 0)]
+    assert more.runs[2:] == first.runs[::-1]
+    run_again(tmp_path, rounds=3, methods="fedavg")  # other settings: another file
+    assert len(list((tmp_path / "runs").iterdir())) == 5
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    run_again(tmp_path, methods="local")
+    (file,) = (tmp_path / "runs").iterdir()
+    file.write_text("{")
+    with pytest.raises(StoreError, match=file.name):
+        run_again(tmp_path, methods="local")
+
+
+def test_the_number_of_jobs_changes_no_figure(tmp_path: Path) -> None:
+    one, two = (run_again(tmp_path / str(jobs), jobs=jobs)[0] for jobs in (1, 2))
+    same = {"wall_s": 0.0, "evaluation_s": 0.0}
+
+    def figures(found: Comparison) -> list[RunOutcome]:
+        return [msgspec.structs.replace(run, **same) for run in found.runs]
+
+    assert figures(one) == figures(two)
+
+
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(child) for child in listed.stdout.split()]
+
+
+def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fedge.cli", "compare", "--methods", "local,fedge", "--seeds", "0", "--jobs", "2"]
+    command += ["--devices", "4", "--samples", "300", "--rounds", "3000", "--out", str(out)]
+    command += ["--local-steps", "1"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as run:
+        assert run.stderr is not None
+        assert "1/2  local" in run.stderr.readline()
+        children = children_of(run.pid)
+        assert children
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=30) == 130
+        assert "Traceback" not in run.stderr.read()
+    deadline = time.monotonic() + 10
+    while alive := [child for child in children if Path(f"/proc/{child}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+    (kept,) = (out / "runs").glob("*.json")
+    assert json.loads(kept.read_bytes())["method"] == "local"
+    assert not list(tmp_path.glob("fedge-compare-*"))

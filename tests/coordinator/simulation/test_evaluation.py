@@ -1,0 +1,89 @@
+"""Real runs on digits: the figures are those of the models that the devices have."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import run
+from coordinator.methods import make
+from coordinator.simulation.evaluation import Evaluation
+from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.settings import Scenario
+from fedge import bundle, preprocess
+from fedge.models.training import Network
+from fedge.tensors import flatten, from_bytes
+
+SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
+
+
+async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO):
+    federation = deal(scenario, 0)
+    method = make(name, scenario.for_method(0, {}), task=federation.task, reserved=federation.reserved)
+    fleet, first, workers = gather(federation, scenario, 0, tmp_path)
+    state = await run(method, method.initial(federation.layout, first), fleet)
+    return federation, method, fleet, workers, state
+
+
+def accuracy(federation: Federation, device_id: str, model) -> float:
+    share = federation.shares[device_id]
+    logits = Network(federation.task).logits(model, preprocess.apply(federation.task, share.x_test))
+    return float((logits.argmax(axis=1) == share.y_test).mean())
+
+
+async def test_the_model_now_is_the_served_one_on_own_test_samples(tmp_path: Path) -> None:
+    federation, method, fleet, workers, state = await finished(tmp_path, "fedavg")
+    evaluation = Evaluation(federation, workers)
+    served = fleet.get(state.model, federation.layout)
+    now = evaluation.now(method, state, fleet)
+    assert {i: score.accuracy for i, score in now.items()} == {
+        i: accuracy(federation, i, served) for i in federation.shares
+    }
+    assert evaluation.seconds > 0
+
+
+async def test_the_model_now_holds_what_a_device_keeps(tmp_path: Path) -> None:
+    federation, method, fleet, workers, state = await finished(tmp_path, "ditto")
+    now = Evaluation(federation, workers).now(method, state, fleet)
+    for i, score in now.items():
+        own = workers[i].personal(fleet.get(method.serves(state, i), federation.layout))
+        assert score.accuracy == accuracy(federation, i, own)
+
+
+async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
+    federation, method, fleet, workers, state = await finished(tmp_path, "fedavg+ft")
+    final = Evaluation(federation, workers).finally_(method, state, fleet)
+    assert list(final) == sorted(federation.shares)
+    for i, end in final.items():
+        assert end.bundle
+        folder = bundle.find(tmp_path / i / "bundles", state.installed[i].bundle_digest)
+        assert folder is not None
+        (candidate,) = bundle.read(folder).manifest.candidates
+        model = flatten(from_bytes((folder / candidate.part.file_name).read_bytes()), federation.layout)
+        assert end.score.accuracy == pytest.approx(accuracy(federation, i, model))
+
+
+async def test_a_device_without_bundle_is_judged_by_what_it_is_served_and_marked(tmp_path: Path) -> None:
+    federation, method, fleet, workers, state = await finished(tmp_path, "fedavg+ft")
+    gone = "device-1"
+    lacking = msgspec.structs.replace(state, installed={i: b for i, b in state.installed.items() if i != gone})
+    evaluation = Evaluation(federation, workers)
+    final = evaluation.finally_(method, lacking, fleet)
+    assert [i for i, end in final.items() if not end.bundle] == [gone]
+    assert final[gone].score == evaluation.now(method, lacking, fleet)[gone]
+
+
+async def test_the_global_accuracy_is_the_mean_over_devices_of_what_they_are_served(tmp_path: Path) -> None:
+    federation, method, fleet, workers, state = await finished(tmp_path, "fedavg")
+    assert federation.global_test is not None
+    x, y = federation.global_test
+    logits = Network(federation.task).logits(fleet.get(state.model, federation.layout), x)
+    found = Evaluation(federation, workers).globally(method, state, fleet)
+    assert found == pytest.approx(np.mean(logits.argmax(axis=1) == y))
+
+
+async def test_without_a_global_test_set_there_is_no_global_accuracy(tmp_path: Path) -> None:
+    scenario = msgspec.structs.replace(SCENARIO, global_test=0.0)
+    federation, method, fleet, workers, state = await finished(tmp_path, "fedavg", scenario)
+    assert Evaluation(federation, workers).globally(method, state, fleet) is None

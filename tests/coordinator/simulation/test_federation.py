@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.fleet import devices
+from coordinator.simulation.federation import deal, gather, machines
+from coordinator.simulation.settings import Hardware, Partition, Scenario
+from fedge import preprocess
+from fedge.errors import ConfigError
+from fedge.tasks import pool
+from tests.fedge.tasks.test_har import write
+
+
+def test_every_sample_is_in_one_place_and_the_global_test_set_in_none_of_the_devices() -> None:
+    federation = deal(Scenario(devices=4, samples=500, global_test=0.2, reserved=0.3), 3)
+    assert federation.global_test is not None
+    assert federation.reserved is not None
+    assert (len(federation.reserved[1]), len(federation.global_test[1])) == (30, 70)
+    raw = [part for share in federation.shares.values() for part in (share.x_train, share.x_val, share.x_test)]
+    parts = [preprocess.apply(federation.task, x) for x in raw] + [federation.global_test[0], federation.reserved[0]]
+    expected = preprocess.apply(federation.task, pool("digits", seed=3, limit=500).x)
+    assert sorted(row.tobytes() for x in parts for row in x) == sorted(row.tobytes() for row in expected)
+
+
+def test_the_global_test_set_has_all_classes_and_is_seen_by_all_cameras() -> None:
+    plain, turned = (deal(Scenario(partition=how, n_groups=2), 0) for how in (Partition.DIRICHLET, Partition.GROUPS))
+    assert plain.global_test is not None
+    assert turned.global_test is not None
+    assert np.bincount(plain.global_test[1], minlength=10).min() > 5
+    upright = {image.tobytes() for image in plain.global_test[0]}
+    seen = [image.tobytes() in upright for image in turned.global_test[0]]
+    assert sum(seen) == len(seen) // 2 + len(seen) % 2
+
+
+def test_without_a_share_there_is_none() -> None:
+    federation = deal(Scenario(devices=3, samples=200, global_test=0.0), 0)
+    assert federation.global_test is None
+    assert federation.reserved is None
+
+
+def test_equal_seeds_give_equal_federations() -> None:
+    scenario = Scenario(devices=3, samples=200)
+    one, again, other = (deal(scenario, seed) for seed in (1, 1, 2))
+    assert one.first.params.tobytes() == again.first.params.tobytes() != other.first.params.tobytes()
+    for i, share in one.shares.items():
+        assert share.x_train.tobytes() == again.shares[i].x_train.tobytes()
+
+
+def test_twenty_devices_or_as_many_as_people(tmp_path: Path) -> None:
+    har = Scenario(task="uci-har", data=write(tmp_path / "har.npz"), partition=Partition.NATURAL, global_test=0.0)
+    assert list(deal(har, 0).shares) == ["device-0", "device-1", "device-2"]
+    assert len(deal(Scenario(), 0).shares) == 20
+
+
+def test_another_network() -> None:
+    federation = deal(Scenario(devices=2, samples=100, model="cnn"), 0)
+    assert federation.task.model == "cnn"
+    assert federation.layout.n_params > 2410
+    with pytest.raises(ConfigError, match="unknown model"):
+        deal(Scenario(devices=2, samples=100, model="transformer"), 0)
+
+
+def test_steady_machines_are_the_mixed_ones_without_absence() -> None:
+    ids = [f"d{i}" for i in range(7)]
+    mixed, steady = (machines(kind, ids, 1) for kind in (Hardware.MIXED, Hardware.STEADY))
+    assert machines(Hardware.NONE, ids, 1) is None
+    assert mixed == devices.mixed(ids, seed=1)
+    assert mixed is not None
+    assert steady is not None
+    for i in ids:
+        assert (steady[i].availability, steady[i].drops) == (1.0, 0.0)
+        assert (steady[i].speed, steady[i].up_mbit_s) == (mixed[i].speed, mixed[i].up_mbit_s)
+
+
+def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> None:
+    scenario = Scenario(devices=3, samples=200)
+    federation = deal(scenario, 0)
+    fleet, first, workers = gather(federation, scenario, 0, tmp_path)
+    assert [device.id for device in fleet.devices()] == list(federation.shares) == list(workers)
+    np.testing.assert_array_equal(fleet.get(first, federation.layout).params, federation.first.params)
+    for i, share in federation.shares.items():
+        assert workers[i].data.n_train == len(share.y_train)
+        assert workers[i].home == tmp_path / i

@@ -1,0 +1,109 @@
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator.simulation.outcome import Cost
+from coordinator.simulation.report import (
+    cost,
+    lead,
+    legend_of,
+    lines_of,
+    render,
+    row,
+    seed_row,
+    setting_of,
+    table_of,
+    write_report,
+)
+from coordinator.simulation.settings import Groups, Partition, Scenario
+from tests.support.comparison import a_comparison, a_run
+
+
+def test_a_row_has_means_spreads_and_signs() -> None:
+    first, second = a_comparison(2).methods
+    assert row(first) == (
+        *("m0", "80.5 ± 0.7", "–", "-2.0 ± 0.0 m1", "71.5 ± 0.7", "70.5 ± 0.7", "70.0 ± 0.0", "3.0 MB"),
+        *("30 r, 3.0 MB, 6 s", "4.5"),
+    )
+    assert row(second)[2:4] == ("+2.0 ± 0.0", "+2.0 ± 0.0 m0")
+    assert seed_row(second) == ("m1", "82.0", "83.0")
+    assert cost(None) == "not reached"
+    assert cost(Cost(round=3, bytes=2_000_000, seconds=9.4)) == "3 r, 2.0 MB, 9 s"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "Dirichlet, α 1"),
+        ({"partition": Partition.GROUPS, "groups": Groups.LABELS}, "4 groups by labels, α 1"),
+        ({"partition": Partition.SHARDS, "iid_share": 0.2}, "2 shards, 20% dealt evenly"),
+        ({"partition": Partition.NATURAL}, "people"),
+        ({"partition": Partition.IID}, "no skew"),
+    ],
+)
+def test_the_setting_in_words(changes: dict, words: str) -> None:
+    assert setting_of(Scenario(**changes)) == words
+
+
+class Page(HTMLParser):
+    """Finds what a page would load, and whether its tags are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        if tag not in {"meta", "path", "use", "br"}:
+            self.open.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href"}]
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.loads += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href"}]
+
+    def handle_endtag(self, tag) -> None:
+        if tag not in {"meta", "path", "use", "br"}:
+            assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    comparison = a_comparison(3)
+    write_report(tmp_path / "report.html", comparison)
+    text = (tmp_path / "report.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert all(target.startswith("#") for target in page.loads)
+    assert text.count("<svg") == 3
+    assert text == render(comparison)
+    for method in comparison.methods:
+        assert all(cell in text for cell in (*row(method), *seed_row(method)))
+    assert "$" not in text
+
+
+def test_the_lead_tells_the_setting() -> None:
+    text = lead(a_comparison(2))
+    assert "2 simulated devices" in text
+    assert "seeds 0, 1" in text
+    assert "78.4%" in text
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table_of(a_comparison(2)))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert "method accuracy − baseline − best worst F1 global MB r s" in lines
+    assert "m1 82.5 ± 0.7 +2.0 ± 0.0 +2.0 ± 0.0 73.5 72.5 70.0 3.0 30 6" in lines
+    assert "to m0" in legend_of(a_comparison(2))
+
+
+def test_a_single_run_in_lines() -> None:
+    lines = dict(lines_of(a_run(split=True, clusters={"0": ("a",), "1": ("b",)}), None, 0.9))
+    assert lines["accuracy"] == "80.0 %  ± 5.0 over 2 devices"
+    assert lines["experts"] == "2 clusters"
+    assert lines["until 90.0 %"] == "not reached"
+    assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
+    assert dict(lines_of(a_run(global_accuracy=None), None, None))["global accuracy"] == "–"

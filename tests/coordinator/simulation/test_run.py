@@ -1,0 +1,76 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.simulation.outcome import RunOutcome, worst_decile
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import Hardware, Partition, Scenario
+from fedge.errors import ConfigError
+
+SCENARIO = Scenario(devices=4, samples=400, rounds=4, evaluate_every=2, partition=Partition.GROUPS, n_groups=2)
+
+
+def outcome(tmp_path: Path, method: str = "fedavg", scenario: Scenario = SCENARIO, **options: object) -> RunOutcome:
+    return simulate(scenario, method, dict(options), 1, tmp_path / method, lambda _: None, method)
+
+
+def test_the_outcome_adds_up(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = simulate(SCENARIO, "fedavg", {}, 1, tmp_path, told.append, "mine")
+    accuracies = [device.score.accuracy for device in found.devices]
+    assert (found.method, found.seed, found.bundles) == ("mine", 1, 4)
+    assert found.accuracy == pytest.approx(sum(accuracies) / 4)
+    assert found.minimum == min(accuracies)
+    assert found.worst_decile == worst_decile(accuracies)
+    right = sum(device.score.accuracy * device.score.n for device in found.devices)
+    assert found.sample_accuracy == pytest.approx(right / sum(device.score.n for device in found.devices))
+    assert [device.group for device in found.devices] == [0, 1, 0, 1]
+    assert [device.trained for device in found.devices] == [4] * 4
+    assert found.max_abs_diff <= 1e-4
+    assert 0 < found.evaluation_s < found.wall_s
+    assert len(told) == len(found.curve)
+
+
+def test_the_curve_goes_from_the_first_model_to_the_bundles(tmp_path: Path) -> None:
+    found = outcome(tmp_path)
+    assert [point.round for point in found.curve] == [0, 2, 4, 4]  # the last one: the bundles
+    assert found.curve[0].accuracy < 0.4
+    assert found.curve[-1].accuracy == found.accuracy
+    assert found.curve[-2].accuracy == found.accuracy  # FedAvg installs what it serves
+    for what in ("bytes_up", "bytes_down", "seconds"):
+        values = [getattr(point, what) for point in found.curve]
+        assert values[0] == 0
+        assert values == sorted(values)
+        assert values[-1] == getattr(found, what) > 0
+
+
+def test_equal_arguments_give_equal_figures(tmp_path: Path) -> None:
+    same = {"wall_s": 0.0, "evaluation_s": 0.0}
+    one, again = (
+        msgspec.structs.replace(outcome(tmp_path / name, "fedge"), **same) for name in ("one", "again")
+    )  # in two places
+    assert one == again
+
+
+def test_all_methods_of_a_seed_begin_with_the_same_model_and_devices(tmp_path: Path) -> None:
+    one, other = outcome(tmp_path, "fedavg"), outcome(tmp_path, "fedprox")
+    assert one.curve[0].accuracy == other.curve[0].accuracy
+    assert [device.n_train for device in one.devices] == [device.n_train for device in other.devices]
+
+
+def test_options_reach_the_method(tmp_path: Path) -> None:
+    assert outcome(tmp_path / "a", "fedprox", proximal_mu=0.0).accuracy >= 0
+    with pytest.raises(ConfigError, match="no option 'mu'"):
+        outcome(tmp_path / "b", "fedprox", mu=1)
+
+
+def test_the_server_has_samples_of_its_own_where_a_method_needs_them(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "fedcoe", msgspec.structs.replace(SCENARIO, global_test=0.3))
+    assert found.bundles == 4
+    with pytest.raises(ConfigError, match="reserved"):
+        outcome(tmp_path / "none", "fedcoe", msgspec.structs.replace(SCENARIO, global_test=0.0))
+
+
+def test_without_a_clock_nothing_takes_time(tmp_path: Path) -> None:
+    assert outcome(tmp_path, scenario=msgspec.structs.replace(SCENARIO, hardware=Hardware.NONE)).seconds == 0

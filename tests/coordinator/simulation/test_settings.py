@@ -1,0 +1,33 @@
+from typing import get_args, get_type_hints
+
+from coordinator.simulation.settings import CompareSettings, Groups, Partition, Scenario, SimulationSettings, Sizes
+from fedge.config import describe
+from fedge.messages import Sgd
+from fedge.tasks import dealing, partition
+
+
+def test_the_method_is_told_budget_and_options() -> None:
+    scenario = Scenario(rounds=7, participation=0.3, local_steps=4, batch_size=8, learning_rate=0.1, momentum=0.0)
+    settings = scenario.for_method(5, {"base": "dbe"})
+    assert (settings.rounds, settings.participation, settings.seed, settings.options) == (7, 0.3, 5, {"base": "dbe"})
+    assert settings.sgd == Sgd(steps=4, batch_size=8, learning_rate=0.1, momentum=0.0)
+
+
+def test_a_tenth_of_the_rounds_is_between_two_points() -> None:
+    assert [Scenario(rounds=r).spacing for r in (0, 5, 30, 105)] == [1, 1, 3, 10]
+    assert Scenario(rounds=30, evaluate_every=7).spacing == 7
+
+
+def test_choices_are_those_of_the_partition() -> None:
+    hints = get_type_hints(partition)
+    assert {p.value for p in Partition} == set(get_args(hints["how"]))
+    assert {g.value for g in Groups} == set(get_args(hints["groups"]))
+    assert {s.value for s in Sizes} == set(get_args(dealing.Sizes))
+
+
+def test_both_commands_share_the_scenario() -> None:
+    shared = {setting.name for setting in describe(Scenario, "simulate")}
+    for kind in (SimulationSettings, CompareSettings):
+        settings = describe(kind, "x")
+        assert shared < {setting.name for setting in settings}
+        assert all(setting.help.endswith(".") for setting in settings)

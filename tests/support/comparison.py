@@ -1,0 +1,46 @@
+"""Made-up outcomes of simulated runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.simulation.compare import Comparison, together
+from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score
+from coordinator.simulation.settings import Scenario
+
+
+def a_score(accuracy: float = 0.5, n: int = 20) -> Score:
+    return Score(n=n, accuracy=accuracy, macro_f1=accuracy - 0.1, weighted_f1=accuracy - 0.05)
+
+
+def a_run(method: str = "fedavg", seed: int = 0, accuracy: float = 0.8, **changes: Any) -> RunOutcome:
+    """Thirty rounds; the curve rises from 0.1 in equal steps of ten rounds, a megabyte and two seconds."""
+    curve = tuple(
+        Point(
+            round=10 * k,
+            accuracy=0.1 + (accuracy - 0.1) * k / 3,
+            bytes_up=400_000 * k,
+            bytes_down=600_000 * k,
+            seconds=2.0 * k,
+        )
+        for k in range(4)
+    )
+    devices = tuple(
+        DeviceOutcome(id=f"device-{i}", group=i % 2, n_train=40, score=a_score(accuracy), trained=30, bundle=True)
+        for i in range(2)
+    )
+    values: dict[str, Any] = {
+        "method": method, "seed": seed, "accuracy": accuracy, "std": 0.05, "minimum": accuracy - 0.1,
+        "percentile_10": accuracy - 0.08, "worst_decile": accuracy - 0.09, "sample_accuracy": accuracy,
+        "macro_f1": accuracy - 0.1, "weighted_f1": accuracy - 0.05, "global_accuracy": 0.7, "rounds": 30,
+        "bytes_up": 1_200_000, "bytes_down": 1_800_000, "seconds": 6.0, "bundles": 2, "max_abs_diff": 3e-7,
+        "split": False, "clusters": {}, "curve": curve, "devices": devices, "wall_s": 4.5, "evaluation_s": 0.2,
+    }  # fmt: skip
+    return RunOutcome(**(values | changes))
+
+
+def a_comparison(n_methods: int = 2) -> Comparison:
+    """Methods m0, m1, ... with 80, 82, ... percent on seed 0 and one more on seed 1."""
+    methods = [f"m{k}" for k in range(n_methods)]
+    runs = [a_run(m, seed, 0.8 + 0.02 * k + 0.01 * seed) for seed in (0, 1) for k, m in enumerate(methods)]
+    return together(Scenario(), runs, methods, (0, 1), "m0", None)
