@@ -1,0 +1,371 @@
+"""FedCoE's table on MNIST at 14 x 14: global, personal and cold-start accuracy against FedAvg and a server-only model.
+
+The setting is that of fedcoe.md section 12: the 10,000 test images, 8,000 dealt to 13 clients by Dirichlet(alpha), 3 of
+them held out as new clients; 400 of the other 2,000 are the reserved set D_s, 1,600 the global test. A perceptron
+196-64-32-10, K = 5, N_top = 5 of 10, 100 rounds of 10 steps, batch 32, SGD 0.1/0.9 (without the weight decay of the
+paper), the gate on the flat input. Columns, in per cent, mean over seeds:
+
+  global     the global model (of FedCoE: gate and its best two experts) on the global test, [range over seeds]
+  personal   mean over clients on their held-out fifth. FedCoE: after local training / after Eq. 11; the others: the
+             model itself / after 50 local steps ("+ft")
+  cold       mean over new clients without any training of theirs, (the worst one)
+
+The specification's figures follow in the lines marked "spec"; those have other random streams: differences below 2
+points in "cold" mean nothing.
+
+    python benchmarks/papers/fedcoe.py --data ../shared/data --quick
+    python benchmarks/papers/fedcoe.py --data ../shared/data --seeds 0,1,2 --json results/fedcoe.json
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coordinator.aggregation import correlation
+from coordinator.fleet import Answer
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import MethodSettings, State, make
+from coordinator.methods.fedcoe import FedCoE, FedCoEState
+from coordinator.reserved import ReservedSet
+from edge_agent.worker import Worker
+from fedge.messages import Codec, Sgd, Train, Trained, blobs_of
+from fedge.models import initial
+from fedge.models.training import Network, Trainer
+from fedge.task import Preprocessing, TaskSpec
+from fedge.tasks import DeviceData, pool
+from fedge.tensors import Layout, Model, unflatten
+
+N_CLIENTS, N_NEW = 10, 3
+N_DEALT, N_RESERVED = 8000, 400
+LOCAL_STEPS = 50  # of "+ft"
+SGD = Sgd(steps=10, batch_size=32, learning_rate=0.1, momentum=0.9)
+TASK = TaskSpec(
+    name="mnist14",
+    classes=tuple("0123456789"),
+    input_shape=(1, 14, 14),
+    model=f"{Path(__file__).stem}:two_layers",
+    preprocessing=Preprocessing(scale=255.0),
+)
+RIVALS = ("D_s alone", "FedAvg, random start", "FedAvg, start from a D_s model")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "FedCoE printed": {"preset": "printed"},
+    "FedCoE printed, one expert": {"preset": "printed", "n_experts": 1},
+    "repaired, gate refresh every 10": {"refresh_every": 10},
+    "repaired": {},
+    "repaired, one expert, N_top = 10": {"n_experts": 1},
+}
+PRIOR = "repaired, profile prior"
+SPEC: dict[float, dict[str, tuple[float | None, float | None, float | None, float, int]]] = {
+    0.1: {
+        "D_s alone": (87.4, 85.8, None, 85.4, 81),
+        "FedAvg, random start": (92.9, 92.0, 93.0, 89.6, 72),
+        "FedAvg, start from a D_s model": (92.9, 92.1, 95.6, 89.2, 80),
+        "FedCoE printed": (81.8, 94.0, 93.9, 79.1, 30),
+        "FedCoE printed, one expert": (84.4, 93.2, 92.1, 86.3, 74),
+        "repaired, gate refresh every 10": (90.3, 95.2, 93.1, 89.1, 81),
+        "repaired": (92.0, 95.4, 92.9, 90.4, 81),
+        PRIOR: (92.0, 95.4, 92.9, 92.7, 87),
+        "repaired, one expert, N_top = 10": (92.3, 96.3, 93.3, 89.2, 84),
+    },
+    0.5: {
+        "D_s alone": (87.4, 85.7, None, 86.4, 84),
+        "FedAvg, random start": (94.7, 93.7, 89.1, 94.3, 91),
+        "FedAvg, start from a D_s model": (93.4, 93.1, 90.9, 93.1, 91),
+        "FedCoE printed": (91.6, 90.4, 92.2, 91.7, 89),
+        "FedCoE printed, one expert": (91.8, 91.0, 92.2, 91.0, 88),
+        "repaired, gate refresh every 10": (93.1, 93.2, 93.8, 93.6, 91),
+        "repaired": (93.9, 93.2, 93.7, 93.8, 91),
+        PRIOR: (93.9, 93.2, 93.7, 94.7, 92),
+        "repaired, one expert, N_top = 10": (93.5, 93.9, 93.4, 92.9, 90),
+    },
+}
+
+
+def two_layers(task: TaskSpec) -> torch.nn.Module:
+    """The perceptron 196-64-32-10."""
+    return torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(int(np.prod(task.input_shape)), 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 32),
+        torch.nn.ReLU(),
+        torch.nn.Linear(32, task.n_classes),
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Model inputs and labels of one seed: clients (training, held-out fifth), new clients, reserved set, test."""
+
+    clients: list[tuple[Samples, Samples]]
+    new: list[Samples]
+    reserved: Samples
+    test: Samples
+
+
+def split(data: Path, alpha: float, seed: int) -> Split:
+    whole = pool("mnist", data)
+    x = whole.x[-10_000:].reshape(-1, 14, 2, 14, 2).mean(axis=(2, 4), dtype=np.float32)[:, None] / 255
+    y, rng = whole.y[-10_000:], np.random.default_rng(seed)
+    order = rng.permutation(len(y))
+    dealt, reserved, test = np.split(order, [N_DEALT, N_DEALT + N_RESERVED])
+    owner = dirichlet(y[dealt], alpha, rng)
+    own = [dealt[owner == k] for k in range(N_CLIENTS + N_NEW)]
+    clients = []
+    for chosen in own[:N_CLIENTS]:
+        held = len(chosen) // 5
+        clients.append(((x[chosen[held:]], y[chosen[held:]]), (x[chosen[:held]], y[chosen[:held]])))
+    new = [(x[chosen], y[chosen]) for chosen in own[N_CLIENTS:]]
+    return Split(clients, new, (x[reserved], y[reserved]), (x[test], y[test]))
+
+
+def dirichlet(y: NDArray[np.int64], alpha: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """The client of each sample; drawn anew until each has 50."""
+    n = N_CLIENTS + N_NEW
+    while True:
+        owner = np.empty(len(y), np.int64)
+        for label in range(10):
+            of_label = rng.permutation(np.flatnonzero(y == label))
+            cuts = np.round(np.cumsum(rng.dirichlet([alpha] * n))[:-1] * len(of_label)).astype(int)
+            for k, part in enumerate(np.split(of_label, cuts)):
+                owner[part] = k
+        if np.bincount(owner, minlength=n).min() >= 50:
+            return owner
+
+
+class Fleet(SimulatedFleet):
+    """Remembers what each client had after its last local training, before the server changed it."""
+
+    def __init__(self, layout: Layout, workers: dict[str, Worker], seed: int) -> None:
+        super().__init__(TASK, layout, workers, seed=seed)
+        self.after_training: dict[str, Model] = {}
+
+    async def run(self, step: str, actions: dict[str, Any]) -> dict[str, Answer]:
+        answers = await super().run(step, actions)
+        for i, answer in answers.items():
+            if isinstance(answer.result, Trained) and isinstance(actions[i], Train):
+                start = self.get(actions[i].starts[0].model, self._layout)
+                change = self.get(answer.result.update, self._layout)
+                self.after_training[i] = Model(start.params + change.params, change.buffers, change.counters)
+        return answers
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    """Shares of correct answers; `personal`: two values, see the columns above; `cold`: one for each new client."""
+
+    overall: float
+    personal: tuple[float, float | None]
+    cold: list[float]
+    overlap: float | None = None
+    spread: float | None = None
+    gate_maximum: float | None = None
+
+
+class Trial:
+    """All methods on one split."""
+
+    def __init__(self, data: Path, alpha: float, seed: int, rounds: int, home: Path) -> None:
+        self.split, self.seed, self.rounds, self.home = split(data, alpha, seed), seed, rounds, home
+        self.layout, self.first = initial(TASK, seed)
+        self.server = ReservedSet(TASK, *self.split.reserved)
+        self.network = Network(TASK)
+
+    def accuracy(self, model: Model, samples: Samples, log_prior: NDArray[np.float64] | float = 0.0) -> float:
+        logits = self.network.logits(model, samples[0]) + log_prior
+        return float((logits.argmax(axis=1) == samples[1]).mean())
+
+    def mean_personal(self, models: list[Model]) -> float:
+        pairs = zip(models, self.split.clients, strict=True)
+        return float(np.mean([self.accuracy(model, held) for model, (_, held) in pairs]))
+
+    def tuned(self, model: Model, training: Samples, k: int) -> Model:
+        self.network.load(model)
+        Trainer(self.network, *training, SGD, np.random.default_rng((self.seed, k))).run(LOCAL_STEPS)
+        return self.network.dump()
+
+    def of_one_model(self, model: Model, *, tune: bool = True) -> Figures:
+        """Where all clients have the same model."""
+        own = [self.tuned(model, training, k) for k, (training, _) in enumerate(self.split.clients)] if tune else None
+        return Figures(
+            overall=self.accuracy(model, self.split.test),
+            personal=(self.mean_personal([model] * N_CLIENTS), self.mean_personal(own) if own else None),
+            cold=[self.accuracy(model, samples) for samples in self.split.new],
+        )
+
+    def server_model(self) -> Model:
+        """D_s alone: 30 epochs on the reserved set."""
+        return self.server.pretrained(self.first, [0] * 10, 1, epochs=30, sgd=SGD, seed=self.seed)[0]
+
+    async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, State, Fleet]:
+        """All rounds of training, without the installation at the end."""
+        none = np.zeros((0, 1, 14, 14), np.float32), np.zeros(0, np.int64)
+        workers = {}
+        for k, ((x, y), _) in enumerate(self.split.clients):
+            workers[f"c{k:02d}"] = Worker(
+                f"c{k:02d}", TASK, DeviceData(x, y, np.zeros(len(y), np.bool_), *none), self.home
+            )
+        fleet = Fleet(self.layout, workers, self.seed)
+        settings = MethodSettings(rounds=self.rounds, sgd=SGD, codec=Codec.FLOAT32, seed=self.seed, options=options)
+        method = make(name, settings, task=TASK, reserved=self.split.reserved)
+        state = method.initial(self.layout, fleet.put(unflatten(start, self.layout)))
+        for number in range(1, self.rounds + 1):
+            fleet.round = number
+            state = await method.round(state, fleet)
+            fleet.keep_only({ref.digest for ref in blobs_of(state)})
+        return method, state, fleet
+
+    async def fedavg(self, start: Model) -> Figures:
+        _, state, fleet = await self.run("fedavg", start, {})
+        return self.of_one_model(fleet.get(state.model, self.layout))
+
+    async def fedcoe(self, options: dict[str, Any]) -> tuple[Figures, Figures]:
+        """Without and with the profile prior, of the same run."""
+        method, state, fleet = await self.run("fedcoe", self.first, {"trunk": "vector"} | options)
+        x, y = self.split.test
+        ids = sorted(fleet.workers)
+        last = state.diagnostics[-1]
+        plain = Figures(
+            overall=float((method.predict(state, fleet, x).argmax(axis=1) == y).mean()),
+            personal=(
+                self.mean_personal([fleet.after_training[i] for i in ids]),
+                self.mean_personal([fleet.get(state.clients[i], self.layout) for i in ids]),
+            ),
+            cold=self.cold(method, state, fleet, prior=False),
+            overlap=last.overlap,
+            spread=last.spread,
+            gate_maximum=last.gate_maximum,
+        )
+        return plain, msgspec.structs.replace(plain, cold=self.cold(method, state, fleet, prior=True))
+
+    def cold(self, method: FedCoE, state: FedCoEState, fleet: Fleet, *, prior: bool) -> list[float]:
+        """Section 7 for each new client: profile, assembled model, labels for scoring alone."""
+        experts = [fleet.get(ref, self.layout) for ref in state.experts]
+        gate, found = fleet.get_tensors(state.gate), []
+        groups = correlation.class_groups(10, len(experts))
+        for samples in self.split.new:
+            rho = method.reserved.routing(gate, samples[0]).mean(axis=0)
+            typical = method.reserved.routing(gate).mean(axis=0)
+            t = correlation.profile_prior(rho, typical, groups, 0.02) if prior else 0.0
+            found.append(self.accuracy(method.assembled(experts, rho / rho.sum()), samples, t))
+        return found
+
+    async def everything(self) -> dict[str, Figures]:
+        server = self.server_model()
+        found = dict(
+            zip(
+                RIVALS,
+                (self.of_one_model(server, tune=False), await self.fedavg(self.first), await self.fedavg(server)),
+                strict=True,
+            )
+        )
+        for name, options in VARIANTS.items():
+            found[name], with_prior = await self.fedcoe(options)
+            if name == "repaired":
+                found[PRIOR] = with_prior
+        return found
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+
+def lines(alpha: float, runs: list[dict[str, Figures]]) -> list[str]:
+    table = [f"alpha = {alpha}", f"{'':34}{'global':>20}{'personal':>14}{'cold':>12}  overlap  spread   gate"]
+    for name in runs[0]:
+        own = [run[name] for run in runs]
+        overall = [100 * f.overall for f in own]
+        cold = [100 * value for f in own for value in f.cold]
+        first, second = ([f.personal[k] for f in own] for k in (0, 1))
+        text = f"{np.mean(overall):.1f} [{min(overall):.1f}-{max(overall):.1f}]"
+        inside = ""
+        if own[0].overlap is not None:
+            inside = f"{mean(own, 'overlap'):9.2f}{mean(own, 'spread'):9.1g}{mean(own, 'gate_maximum'):7.3f}"
+        table.append(
+            f"{name:34}{text:>20}{pair(first, second):>14}{f'{np.mean(cold):.1f} ({min(cold):.0f})':>12}{inside}"
+        )
+        spec = SPEC.get(alpha, {}).get(name)
+        if spec:
+            one, two = (None if value is None else value / 100 for value in spec[1:3])
+            table.append(f"{'  spec':34}{spec[0]:>20}{pair([one], [two]):>14}{f'{spec[3]} ({spec[4]})':>12}")
+    return table
+
+
+def mean(own: list[Figures], field: str) -> float:
+    return float(np.mean([getattr(f, field) for f in own]))
+
+
+def pair(first: list[float | None], second: list[float | None]) -> str:
+    shown = ["-" if None in values else f"{100 * np.mean(values):.1f}" for values in (first, second)]
+    return " / ".join(shown)
+
+
+def acceptance(runs: list[dict[str, Figures]]) -> dict[str, bool]:
+    """What section 12 lets a test ask for at alpha = 0.1 with three seeds."""
+    repaired, printed, prior = ([run[name] for run in runs] for name in ("repaired", "FedCoE printed", PRIOR))
+    return {
+        "repaired: overlap below 0.6, spread above 0.01": mean(repaired, "overlap") < 0.6
+        and mean(repaired, "spread") > 0.01,
+        "printed: overlap 1, spread below 0.001": mean(printed, "overlap") > 0.999 and mean(printed, "spread") < 0.001,
+        "repaired at least 5 points above printed (global)": mean(repaired, "overall") - mean(printed, "overall")
+        >= 0.05,
+        "profile prior not worse by more than 1 point (cold)": np.mean([f.cold for f in prior])
+        >= np.mean([f.cold for f in repaired]) - 0.01,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the four IDX files of MNIST")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--alphas", default="0.1,0.5")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="one seed, 30 rounds, alpha 0.1")
+    parser.add_argument("--json", type=Path)
+    flags = parser.parse_args()
+    seeds = [0] if flags.quick else [int(seed) for seed in flags.seeds.split(",")]
+    rounds = 30 if flags.quick else flags.rounds
+    torch.set_num_threads(1)
+    logging.getLogger("fedge.method").setLevel(logging.ERROR)  # that "printed" collapses is in the table
+    began, results = time.monotonic(), {}
+    with tempfile.TemporaryDirectory() as home:
+        for alpha in [0.1] if flags.quick else [float(alpha) for alpha in flags.alphas.split(",")]:
+            runs = []
+            for seed in seeds:
+                runs.append(asyncio.run(Trial(flags.data, alpha, seed, rounds, Path(home)).everything()))
+                say(f"alpha {alpha}, seed {seed}: {time.monotonic() - began:.0f} s")
+            print("\n".join(lines(alpha, runs)), flush=True)
+            results[str(alpha)] = msgspec.to_builtins(runs)
+            if alpha == 0.1:
+                results["acceptance"] = {name: bool(holds) for name, holds in acceptance(runs).items()}
+                print("\n".join(f"  {'yes' if holds else 'NO '}  {name}" for name, holds in acceptance(runs).items()))
+    if flags.json:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(json.dumps({"seeds": seeds, "rounds": rounds, "tables": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
