@@ -8,8 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedge.errors import ProtocolError
-from fedge.tensors import Layout, Model, TensorInfo, Tensors, digest_of, flatten, from_bytes, to_bytes, unflatten
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import BlobRef, Keep, KeepHead, KeepModel, KeepOffset, KeepPart, Part
+from fedge.tensors import (
+    Layout,
+    Model,
+    TensorInfo,
+    Tensors,
+    digest_of,
+    flatten,
+    from_bytes,
+    overlaid,
+    to_bytes,
+    unflatten,
+)
 
 LAYOUT = Layout(
     tensors=(
@@ -171,3 +183,53 @@ def test_models_are_frozen() -> None:
     model = Model(np.zeros(1, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
     with pytest.raises(AttributeError):
         model.params = model.buffers  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------------ parts of a model
+
+NETWORK = Layout(
+    tensors=(
+        TensorInfo(name="in.w", shape=(4, 2)),
+        TensorInfo(name="out.w", shape=(3, 4)),
+        TensorInfo(name="out.b", shape=(3,)),
+        TensorInfo(name="mean", shape=(4,), kind="buffer"),
+        TensorInfo(name="count", shape=(), kind="counter"),
+    )
+)
+OFFSET = KeepOffset(global_mean=BlobRef(digest="0" * 64, size_bytes=1))
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (KeepPart(private=Part.HEAD), {"out.w": (3, 4), "out.b": (3,)}),
+        (KeepPart(private=Part.BASE), {"in.w": (4, 2), "mean": (4,), "count": ()}),
+        (KeepModel(proximal_lambda=0.1), {t.name: t.shape for t in NETWORK.tensors}),
+        (KeepHead(), {"out.w": (3, 4), "out.b": (3,)}),
+        (OFFSET, {"offset": (4,)}),
+    ],
+)
+def test_what_a_device_keeps_of_which_shape(keep: Keep, expected: dict[str, tuple[int, ...]]) -> None:
+    assert {t.name: t.shape for t in NETWORK.kept(keep).tensors} == expected
+
+
+@pytest.mark.parametrize("keep", [KeepPart(private=Part.HEAD), KeepHead(), OFFSET])
+def test_without_a_head_nothing_of_it_can_be_kept(keep: Keep) -> None:
+    with pytest.raises(ConfigError, match="last layer"):
+        LAYOUT.kept(keep)
+
+
+def test_overlaid_replaces_what_is_given_and_nothing_else() -> None:
+    model = flatten(tensors(), LAYOUT)
+    found = unflatten(overlaid(model, {"b": np.ones(3, np.float32), "count": np.array(4)}, LAYOUT), LAYOUT)
+    assert found["b"].tolist() == [1, 1, 1]
+    assert found["count"] == 4
+    assert (found["w"] == tensors()["w"]).all()
+    assert (found["mean"] == tensors()["mean"]).all()
+    assert (flatten(tensors(), LAYOUT).params == model.params).all()  # it is left alone
+
+
+@pytest.mark.parametrize("other", [{"c": np.ones(3, np.float32)}, {"b": np.ones(2, np.float32)}, {"b": np.ones(3)}])
+def test_overlaid_refuses_what_does_not_fit(other: Tensors) -> None:
+    with pytest.raises(ProtocolError, match="layout"):
+        overlaid(flatten(tensors(), LAYOUT), other, LAYOUT)

@@ -22,6 +22,8 @@ from fedge.messages import (
     Install,
     InstallBundle,
     Installed,
+    KeepHead,
+    PrivateShared,
     Profile,
     Profiled,
     Result,
@@ -29,6 +31,7 @@ from fedge.messages import (
     Route,
     Routed,
     Sgd,
+    SharePrivate,
     Start,
     Train,
     Trained,
@@ -76,6 +79,7 @@ GOOD: list[tuple[Action, Result]] = [
     (Install(global_model=REF, release=1, method="fedavg"), installed(Role.GLOBAL)),
     (Route(gate=REF), Routed(shares=(0.5, 0.5), n_samples=3)),
     (INSTALL_BUNDLE, installed(Role.GLOBAL)),
+    (SharePrivate(keep=KeepHead()), PrivateShared(module=BlobRef(digest="0" * 64, size_bytes=1))),
 ]
 
 BAD: list[tuple[Action, Result, str]] = [
@@ -92,6 +96,7 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0, 1.0), beta_losses=((1.0,) * 3,), n_validation=3), "wrong-result"),
     (FIT_GATE, installed(Role.LOCAL), "wrong-result"),
     (INSTALL_BUNDLE, Installed(bundle_digest="1" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0), "wrong-result"),
+    (SharePrivate(keep=KeepHead()), PrivateShared(module=REF), "wrong-result"),
 ]
 
 

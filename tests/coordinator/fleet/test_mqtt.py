@@ -26,18 +26,23 @@ from fedge.errors import ProtocolError, StoreError
 from fedge.messages import (
     Codec,
     Declined,
+    KeepHead,
+    KeepPart,
+    Part,
+    PrivateShared,
     Profile,
     Profiled,
     Report,
     Result,
     Sgd,
+    SharePrivate,
     Start,
     Train,
     Trained,
     Tried,
     Want,
 )
-from fedge.tensors import digest_of, to_bytes
+from fedge.tensors import Layout, TensorInfo, digest_of, to_bytes
 from tests.support.broker import local_broker, settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
 
@@ -62,14 +67,14 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield opened
 
 
-def make_fleet(broker: LocalBroker, store: Store, deadline_s: float = DEADLINE_S) -> MqttFleet:
+def make_fleet(broker: LocalBroker, store: Store, deadline_s: float = DEADLINE_S, layout: Layout = LAYOUT) -> MqttFleet:
     return MqttFleet(
         settings(broker),
         store,
         federation="f",
         run="r",
         task=TASK,
-        layout=LAYOUT,
+        layout=layout,
         seed=3,
         deadline_s=deadline_s,
         observe=lambda event, fields: None,
@@ -84,11 +89,16 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def federation(
-    stack: AsyncExitStack, broker: LocalBroker, store: Store, *ids: str, deadline_s: float = DEADLINE_S
+    stack: AsyncExitStack,
+    broker: LocalBroker,
+    store: Store,
+    *ids: str,
+    deadline_s: float = DEADLINE_S,
+    layout: Layout = LAYOUT,
 ) -> tuple[MqttFleet, list[RawDevice]]:
     """A fleet in round 1, and its devices."""
     home = store.blobs.path("").parent.parent
-    fleet = await stack.enter_async_context(make_fleet(broker, store, deadline_s))
+    fleet = await stack.enter_async_context(make_fleet(broker, store, deadline_s, layout))
     devices = [await stack.enter_async_context(RawDevice(broker, i, home)) for i in ids]
     async with asyncio.timeout(DEADLINE_S):
         await fleet.begin(1, len(ids))
@@ -286,6 +296,63 @@ async def test_a_bad_update_is_rejected_by_name(
     assert fleet.take_counts()[f"refused.{name}"] == 1
     assert f"event=refused name={name} device=bad" in caplog.text
     assert [e.status for e in store.entries(1)] == [Status.REJECTED, Status.ACCEPTED]
+
+
+IN_TWO_PARTS = Layout(tensors=(TensorInfo(name="base", shape=(3,)), *LAYOUT.tensors))
+"""The head is `LAYOUT`."""
+
+
+async def test_an_update_of_a_part_is_checked_as_that_part(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (part, whole, other) = await federation(
+        stack, one_broker, store, "part", "whole", "other", layout=IN_TWO_PARTS
+    )
+    start, initial = fleet.put(tensors(1.0)), fleet.put(tensors(1.0) | {"base": np.ones(3, np.float32)})
+    action = Train(
+        starts=(Start(model=start),), sgd=Sgd(), part=Part.HEAD, keep=KeepPart(private=Part.BASE), initial=initial
+    )
+    running = asyncio.create_task(fleet.run("train", dict.fromkeys(("part", "whole", "other"), action)))
+    await part.report(await part.order("train"), part.trained(0.5))
+    everything = codec.encode(tensors(0.5) | {"base": np.ones(3, np.float32)}, Codec.INT8)
+    await whole.report(await whole.order("train"), trained(whole.serves(everything)))
+    base = codec.encode({"base": np.ones(3, np.float32)}, Codec.INT8)
+    await other.report(await other.order("train"), trained(other.serves(base)))
+    assert (await part.ack("r.1.train.part")).accepted
+    for device in (whole, other):
+        assert (await device.ack(f"r.1.train.{device.id}")).reason.startswith("layout")
+    answers = await running
+    assert isinstance(answers["part"].result, Trained)
+    found = fleet.get(answers["part"].result.update, IN_TWO_PARTS.part(Part.HEAD))
+    np.testing.assert_allclose(found.params, 0.5, rtol=1e-6)
+    assert [answers[i].result for i in ("whole", "other")] == [None, None]
+
+
+BAD_MODULES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "NaN": ("not-finite", nan),
+    "shape": ("layout", lambda: to_bytes(tensors(1.0) | {"w": np.ones((4, 1), np.float32)})),
+    "more than was kept": ("layout", lambda: to_bytes(tensors(1.0) | {"base": np.ones(3, np.float32)})),
+    "packed": ("malformed", lambda: codec.encode(tensors(1.0), Codec.FLOAT32_ZSTD)),
+    "too large": ("oversized", lambda: to_bytes({"w": np.zeros(10**5, np.float32)})),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODULES)
+async def test_a_private_module_is_fetched_and_checked(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, case: str
+) -> None:
+    name, make = BAD_MODULES[case]
+    fleet, (bad, good) = await federation(stack, one_broker, store, "bad", "good", layout=IN_TWO_PARTS)
+    running = asyncio.create_task(fleet.run("share", dict.fromkeys(("bad", "good"), SharePrivate(keep=KeepHead()))))
+    await bad.report(await bad.order("share"), PrivateShared(module=bad.serves(make(), Codec.FLOAT32)))
+    data = to_bytes(tensors(0.5))
+    await good.report(await good.order("share"), PrivateShared(module=good.serves(data, Codec.FLOAT32)))
+    ack = await bad.ack("r.1.share.bad")
+    assert (ack.accepted, ack.reason.split(":")[0]) == (False, name)
+    answers = await running
+    assert answers["bad"] == Answer("bad", None)
+    assert isinstance(answers["good"].result, PrivateShared)
+    assert to_bytes(fleet.get_tensors(answers["good"].result.module)) == data
 
 
 BAD_RESULTS: dict[str, tuple[str, Callable[[RawDevice], Result]]] = {

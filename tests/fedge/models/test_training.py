@@ -1,16 +1,38 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from fedge import models
-from fedge.messages import Sgd
-from fedge.models.training import Network, StoppedError, Trainer, batches, loss_and_gradient_norm, mean_loss, tensor
+from fedge.messages import Part, Sgd
+from fedge.models.training import (
+    Network,
+    Stack,
+    StoppedError,
+    Trainer,
+    accuracies,
+    batches,
+    can_stack,
+    draws,
+    flops,
+    is_small,
+    loss_and_gradient_norm,
+    losses_and_gradient_norms,
+    mean_loss,
+    mean_losses,
+    padded,
+    shared_network,
+    side_by_side,
+    tensor,
+)
 from fedge.task import TaskSpec
+from fedge.tensors import unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(5,), model="mlp", model_options={"hidden": 7})
 LAYOUT, START = models.initial(TASK, 3)
@@ -98,9 +120,98 @@ def test_logits_are_the_models_and_leave_read_only_data_alone():
     assert Network(TASK).logits(START, x) == pytest.approx(module(tensor(X)).detach().numpy(), abs=1e-6)
 
 
+def test_features_are_what_the_head_sees(monkeypatch):
+    net = network()
+    tensors = unflatten(START, LAYOUT)
+    weight, bias = (tensors[info.name] for info in LAYOUT.part(Part.HEAD).tensors)
+    features = net.features(START, X)
+    np.testing.assert_allclose(features @ weight.T + bias, net.logits(START, X), atol=1e-5)
+    assert features.shape == (50, weight.shape[1])
+    monkeypatch.setattr("fedge.models.training.CHUNK", 7)
+    np.testing.assert_allclose(net.features(START, X), features, atol=1e-6)
+
+
 def test_stop_is_asked_before_every_step():
     net = network()
     answers = iter([False, False, True])
     with pytest.raises(StoppedError):
         Trainer(net, X, Y, Sgd(), np.random.default_rng(0)).run(10, lambda: next(answers))
     assert next(answers, None) is None
+
+
+# ------------------------------------------------------------------------------------------------------ side by side
+
+SIZES = (50, 3, 17, 20)
+
+
+def stacked():
+    ragged = [(X[:n], Y[:n]) for n in SIZES]
+    starts = [models.initial(TASK, seed)[1] for seed in range(4)]
+    return ragged, starts, Stack(network(), starts)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_a_stack_takes_the_steps_of_its_models(mu):
+    sgd = Sgd(batch_size=16, proximal_mu=mu)
+    _, starts, stack = stacked()
+    sizes = (50, 17, 20, 16)
+    drawn = side_by_side(sizes, 16, [np.random.default_rng(k) for k in range(4)])
+    x, y = np.concatenate([X[:n] for n in sizes]), np.concatenate([Y[:n] for n in sizes])
+    Trainer(stack, x, y, sgd, drawn).run(12)
+    for k, (n, start, model) in enumerate(zip(sizes, starts, stack.dump(), strict=True)):
+        net = network()
+        net.load(start)
+        Trainer(net, X[:n], Y[:n], sgd, np.random.default_rng(k)).run(12)
+        assert model.params == pytest.approx(net.dump().params, abs=2e-6)
+        assert len(model.buffers) == len(model.counters) == 0
+
+
+def test_looks_at_ragged_samples_are_those_of_each_model():
+    ragged, starts, stack = stacked()
+    losses, norms = losses_and_gradient_norms(stack, *padded(ragged))
+    means, right = mean_losses(stack, *padded(ragged)), accuracies(stack, *padded(ragged))
+    for k, ((x, y), start) in enumerate(zip(ragged, starts, strict=True)):
+        net = network()
+        net.load(start)
+        assert (losses[k], norms[k]) == pytest.approx(loss_and_gradient_norm(net, x, y), rel=1e-4)
+        assert means[k] == pytest.approx(losses[k])
+        assert right[k] == (net.logits(start, x).argmax(axis=1) == y).mean()
+
+
+def test_a_model_without_samples_has_no_accuracy():
+    _, _, stack = stacked()
+    some = padded([(X[:0], Y[:0]), (X[:4], Y[:4]), (X[:0], Y[:0]), (X[:1], Y[:1])])
+    assert np.isnan(accuracies(stack, *some)).tolist() == [True, False, True, False]
+    assert np.isnan(accuracies(stack, *padded([(X[:0], Y[:0])] * 4))).all()
+
+
+def test_parts_are_not_trained_side_by_side():
+    _, _, stack = stacked()
+    with pytest.raises(ValueError, match="in whole"):
+        Trainer(stack, X, Y, Sgd(), side_by_side((50,), 8, [np.random.default_rng(0)]), moves=Part.HEAD)
+
+
+def test_only_small_linear_networks_are_stacked():
+    assert can_stack(network())
+    assert is_small(network())
+    large = Network(msgspec.structs.replace(TASK, model_options={"hidden": 2**13}))
+    convolutions = Network(msgspec.structs.replace(TASK, model="cnn", input_shape=(1, 8, 8), model_options={}))
+    for net in (large, convolutions):
+        assert not is_small(net)
+        assert not can_stack(net)
+        assert not draws(net)
+
+
+def test_one_network_for_each_task_and_thread():
+    first = shared_network(TASK, TASK.fingerprint())
+    assert shared_network(TASK, TASK.fingerprint()) is first
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(shared_network, TASK, TASK.fingerprint()).result() is not first
+    for number in range(5):
+        other = msgspec.structs.replace(TASK, model_options={"hidden": 8 + number})
+        shared_network(other, other.fingerprint())
+    assert shared_network(TASK, TASK.fingerprint()) is not first  # few are kept
+
+
+def test_operations_of_a_forward_pass():
+    assert flops(network()) == 2 * (5 * 7 + 7 * 3)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.fleet import Answer
+from coordinator.methods import MethodSettings
+from coordinator.methods.dbe import Dbe, DbeState
+from coordinator.methods.fedavg import FedAvg
+from edge_agent import dbe
+from fedge.messages import Action, Codec, FeaturesMeasured, KeepOffset, MeanFeatures, Sgd, Train
+from tests.support.simulation import Fleet, digits
+
+SETTINGS = MethodSettings(rounds=4, sgd=Sgd(steps=4), codec=Codec.FLOAT32)
+
+
+def federation(home: Path) -> tuple[Fleet, Any, Dbe, DbeState]:
+    fleet, layout, first, _ = digits(home, n=4, limit=400)
+    method = Dbe(SETTINGS)
+    return fleet, layout, method, method.initial(layout, first)
+
+
+async def next_round(method: Dbe, state: DbeState, fleet: Fleet) -> DbeState:
+    fleet.round = state.round + 1
+    return await method.round(state, fleet)
+
+
+async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_path: Path) -> None:
+    fleet, layout, method, state = federation(tmp_path / "a")
+    after = await next_round(method, state, fleet)
+    other, _, first, _ = digits(tmp_path / "b", n=4, limit=400)
+    other.round = 1
+    fedavg = await FedAvg(SETTINGS).round(FedAvg(SETTINGS).initial(layout, first), other)
+    assert after.model == fedavg.model
+    assert not (tmp_path / "a" / "d00" / "personal").exists()
+    assert after.global_mean is not None
+    w = fleet.get(after.model, layout)
+    every = np.concatenate([k.network.features(w, k.data.shared[0]) for k in fleet.workers.values()])
+    np.testing.assert_allclose(fleet.get_tensors(after.global_mean)["mean"], every.mean(axis=0), atol=1e-5)
+
+
+async def test_g_is_measured_once_and_every_later_round_is_drawn_to_it(tmp_path: Path) -> None:
+    fleet, _, method, state = federation(tmp_path)
+    actions: list[tuple[int, Action]] = []
+    inner = fleet.run
+
+    async def watch(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
+        actions.extend((fleet.round, action) for action in asked.values())
+        return await inner(step, asked)
+
+    fleet.run = watch  # type: ignore[method-assign]
+    for _ in range(3):
+        state = await next_round(method, state, fleet)
+    assert [number for number, action in actions if isinstance(action, MeanFeatures)] == [1] * 4
+    keeps = {(number, action.keep) for number, action in actions if isinstance(action, Train)}
+    assert state.global_mean is not None
+    keep = KeepOffset(global_mean=state.global_mean, momentum=1.0, kappa=1.0)
+    assert keeps == {(1, None), (2, keep), (3, keep)}
+
+
+async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path: Path) -> None:
+    fleet, _, method, state = federation(tmp_path)
+    inner = fleet.run
+
+    async def no_means(step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        if step == "mean":
+            return {i: Answer(i, None) for i in actions}
+        return await inner(step, actions)
+
+    fleet.run = no_means  # type: ignore[method-assign]
+    state = await next_round(method, state, fleet)
+    assert (state.global_mean, method.keep(state)) == (None, None)
+    fleet.run = inner  # type: ignore[method-assign]
+    state = await next_round(method, state, fleet)
+    assert state.global_mean is not None
+    assert not (tmp_path / "d00" / "personal").exists()
+
+
+async def test_means_of_another_length_or_of_no_samples_change_nothing(tmp_path: Path) -> None:
+    fleet, _, method, state = federation(tmp_path)
+    inner = fleet.run
+
+    async def odd(step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        answers = await inner(step, actions)
+        if step == "mean":
+            d = len(answers["d00"].result.mean)  # type: ignore[union-attr]
+            answers["d00"] = Answer("d00", FeaturesMeasured(mean=(9.0,) * (d + 1), n_samples=10**9))
+            answers["d01"] = Answer("d01", FeaturesMeasured(mean=(9.0,) * d, n_samples=0))
+            answers["d02"] = Answer("d02", FeaturesMeasured(mean=(1.0,) * d, n_samples=3))
+            answers["d03"] = Answer("d03", FeaturesMeasured(mean=(5.0,) * d, n_samples=1))
+        return answers
+
+    fleet.run = odd  # type: ignore[method-assign]
+    state = await next_round(method, state, fleet)
+    assert state.global_mean is not None
+    np.testing.assert_allclose(fleet.get_tensors(state.global_mean)["mean"], (3 * 1 + 1 * 5) / 4)
+
+
+async def test_the_offset_is_kept_over_the_rounds(tmp_path: Path) -> None:
+    fleet, layout, method, state = federation(tmp_path)
+    for _ in range(3):
+        state = await next_round(method, state, fleet)
+    served = fleet.get(method.serves(state, "d00"), layout)
+    mine = fleet.workers["d00"].personal(served)
+    differs = np.flatnonzero(mine.params != served.params)
+    assert set(differs) <= set(range(layout.n_params - 10, layout.n_params))  # the head's bias alone
+    assert len(differs)
+    assert layout.kept(KeepOffset(global_mean=state.model)).tensors[0].name == dbe.OFFSET

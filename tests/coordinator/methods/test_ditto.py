@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings
+from coordinator.methods.ditto import Ditto
+from coordinator.methods.fedavg import FedAvg
+from fedge.messages import Codec, Sgd
+from tests.support.simulation import digits
+
+
+def settings(**options: float) -> MethodSettings:
+    return MethodSettings(rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32, participation=0.75, options=dict(options))
+
+
+async def test_the_global_model_is_fedavgs(tmp_path: Path) -> None:
+    one, layout, first, _ = digits(tmp_path / "1", n=4, limit=400)
+    two, _, _, _ = digits(tmp_path / "2", n=4, limit=400)
+    fedavg = await run(FedAvg(settings()), FedAvg(settings()).initial(layout, first), one)
+    ditto = await run(Ditto(settings()), Ditto(settings()).initial(layout, first), two)
+    found, expected = two.get(ditto.model, layout), one.get(fedavg.model, layout)
+    np.testing.assert_allclose(found.params, expected.params, atol=1e-6)  # FedAvg's devices train side by side
+    assert ditto.participations == fedavg.participations
+
+
+@pytest.mark.parametrize("given", [settings(proximal_lambda=0.0), settings(proximal_lambda=50.0)])
+async def test_lambda_is_the_strength_of_the_pull(tmp_path: Path, given: MethodSettings) -> None:
+    """Strong, the personal models are near the global one of the round's start; with 0 they go their own ways."""
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    given_lambda = given.options["proximal_lambda"]
+    gentle = MethodSettings(rounds=3, sgd=Sgd(steps=30, momentum=0.0, learning_rate=0.02), options=given.options)
+    method = Ditto(gentle)
+    state = method.initial(layout, first)
+    for number in (1, 2, 3):
+        fleet.round = number
+        before = fleet.get(state.model, layout).params
+        state = await method.round(state, fleet)
+    served = fleet.get(method.serves(state, ""), layout)
+    distances = [np.linalg.norm(worker.personal(served).params - before) for worker in fleet.workers.values()]
+    moved = np.linalg.norm(before - fleet.get(first, layout).params)
+    if given_lambda:
+        assert max(distances) < 0.1 * moved
+    else:
+        assert min(distances) > 0.1 * moved
