@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -150,7 +151,7 @@ def _in_threads(jobs: Sequence[Job]) -> list[Outcome]:
         return []
     n = min(len(os.sched_getaffinity(0)), len(jobs))
     with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(Job.alone, jobs))
+        return list(pool.map(lambda job, context: context.run(job.alone), jobs, [copy_context() for _ in jobs]))
 
 
 @contextmanager

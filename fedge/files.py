@@ -6,10 +6,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from fedge.errors import StoreError
 from fedge.tensors import digest_of
+
+_durable = ContextVar("durable", default=True)
+
+
+@contextmanager
+def volatile() -> Iterator[None]:
+    """Within it nothing is forced to the disk: for a simulation, which is started again if the power goes."""
+    before = _durable.set(False)
+    try:
+        yield
+    finally:
+        _durable.reset(before)
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
@@ -25,7 +39,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if _durable.get():
+                    os.fsync(file.fileno())
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -37,6 +52,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make renames and new files of a folder durable."""
+    if not _durable.get():
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -23,6 +23,7 @@ from edge_agent.outcome import Outcome
 from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
+from fedge.files import volatile
 from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
 from fedge.task import TaskSpec
@@ -128,7 +129,8 @@ class SimulatedFleet:
             )
             for i in reached
         ]
-        outcomes = dict(zip(reached, together.execute(jobs), strict=True))
+        with volatile():
+            outcomes = dict(zip(reached, together.execute(jobs), strict=True))
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in outcomes:

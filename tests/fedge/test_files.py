@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import StoreError
-from fedge.files import BlobFolder, replace_folder, write_atomically
+from fedge.files import BlobFolder, replace_folder, volatile, write_atomically
 from fedge.tensors import digest_of
 
 
@@ -98,3 +98,14 @@ def test_unfinished_files_are_no_blobs(tmp_path: Path) -> None:
     (tmp_path / ".tmp-x").write_bytes(b"")
     (tmp_path / ("a" * 64 + ".part")).write_bytes(b"")
     assert list(folder) == []
+
+
+def test_what_is_volatile_is_written_but_not_forced_to_the_disk(tmp_path, monkeypatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    with volatile():
+        write_atomically(tmp_path / "a", b"x")
+    assert (tmp_path / "a").read_bytes() == b"x"
+    assert not synced
+    write_atomically(tmp_path / "a", b"y")
+    assert len(synced) == 2  # the file and its folder
