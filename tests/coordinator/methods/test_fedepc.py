@@ -39,7 +39,7 @@ def method(*, rounds: int = 12, participation: float = 1.0, seed: int = 0, **opt
         seed=seed,
         sgd=SGD,
         codec=Codec.FLOAT32,
-        options={"warm_up": 6, "stop": False} | options,
+        options={"warm_up": 6} | options,
     )
     return make("fedepc", settings)
 
