@@ -57,8 +57,8 @@ def parsed(pairs: Iterable[str]) -> dict[str, Option]:
 
 
 def _value(text: str) -> Option:
-    if text in {"true", "false"}:
-        return text == "true"
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
     for kind in (int, float):
         try:
             return kind(text)

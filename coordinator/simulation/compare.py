@@ -161,7 +161,7 @@ def _read(file: Path) -> RunOutcome | None:
 
 
 def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
-    """The outcomes as they come; whatever happens, no process and no folder is left behind. One job: in this process."""
+    """The outcomes as they come; no process and no folder is left behind, whatever happens. One job: in here."""
     with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work:
         homes = {run: Path(work) / run.name for run in runs}
         if min(jobs, len(runs)) <= 1:

@@ -7,7 +7,7 @@ from fedge.errors import ConfigError
 
 
 def test_values_are_what_they_look_like() -> None:
-    assert parsed(["a=1", "b=0.5", "c=true", "d=false", "e=kmeans", "f=1e-3", "g = x=y "]) == {
+    assert parsed(["a=1", "b=0.5", "c=true", "d=False", "e=kmeans", "f=1e-3", "g = x=y "]) == {
         "a": 1, "b": 0.5, "c": True, "d": False, "e": "kmeans", "f": 1e-3, "g": "x=y",
     }  # fmt: skip
     assert type(parsed(["a=1"])["a"]) is int

@@ -201,6 +201,15 @@ def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:
     assert (broker.host, broker.port, broker.username) == ("localhost", 1883, "u")
 
 
+def test_options_reach_the_method_and_make_another_federation(tmp_path: Path, store: Store) -> None:
+    values = settings(None, tmp_path, method="fedprox")
+    assert method_of(values, TASK, {"proximal_mu": 0.3}).settings.options == {"proximal_mu": 0.3}
+    kept = start(values, TASK, store, {"proximal_mu": 0.3})
+    assert start(values, TASK, store, {"proximal_mu": 0.3}) == kept
+    with pytest.raises(ConfigError, match="another federation"):
+        start(values, TASK, store, {"proximal_mu": 0.1})
+
+
 def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
     task = task_spec("digits")
     values = settings(None, tmp_path, method="fedcoe")

@@ -42,6 +42,8 @@ def test_help_needs_neither_torch_nor_matplotlib() -> None:
         (["--task", "mnist"], "mnist needs its four IDX files"),
         (["--task", "image-folder", "--data", "no/such/place"], "no/such/place"),
         (["--broker", "mosquito"], "unknown broker 'mosquito'"),
+        (["--method", "fedegg"], "there is no method 'fedegg'"),
+        (["--method", "ditto", "--option", "proximal_lamda=1"], "did you mean 'proximal_lambda'"),
     ],
 )
 def test_wrong_flags_are_refused(

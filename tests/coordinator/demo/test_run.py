@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from coordinator.demo.processes import ProcessError
-from coordinator.demo.run import DemoSettings, broker_of, curve_of, deal, installed_bundles
+from coordinator.demo.run import DemoSettings, _coordinator_flags, broker_of, curve_of, deal, installed_bundles
 from coordinator.methods import RoundSummary
 from fedge.errors import ConfigError
 from fedge.tasks import device_data, task_spec
@@ -56,6 +56,13 @@ def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> N
     (tmp_path / "logs" / "camera-0.log").write_text("event=order_failed out of memory")
     with pytest.raises(ProcessError, match=r"camera-0 ended without a bundle(.|\n)*out of memory"):
         installed_bundles(settings, cameras, {"installed": {}})
+
+
+def test_the_method_and_its_options_reach_the_coordinator(tmp_path: Path) -> None:
+    settings = DemoSettings(out=tmp_path, method="pm-moe")
+    flags = _coordinator_flags(settings, {"base": "dbe", "guard": False})
+    assert flags[:2] == ["--method", "pm-moe"]
+    assert flags[-4:] == ["--option", "base=dbe", "--option", "guard=False"]
 
 
 async def test_a_broker_of_the_users_own_is_only_named() -> None:
