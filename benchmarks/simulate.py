@@ -1,0 +1,334 @@
+"""How fast the simulated fleet is: against a plain PyTorch loop, against its own worker one by one, against Flower.
+
+speed   100 devices, the CNN of McMahan et al. (two 5 x 5 convolutions, 1.66 million weights), FedAvg on MNIST (or the
+        digits MLP: --model mlp), every device takes part. Rivals, in turn in the same run, on the same batches:
+          fleet       coordinator.fleet.simulated as it is
+          sequential  the same fleet, each worker by itself
+          plain       a bare loop: for each device copy the weights, SGD with momentum on as many batches of that size,
+                      add the result to a mean; nothing else (no losses before and after, no accuracies, no encoding).
+                      One thread of torch and as many as there are processors; the better one counts
+        and with training switched off (no steps, no looks at the data): the overhead of a round and of a client.
+        Aims: fleet at or below plain; overhead per client a tenth of Flower's. Flower 1.41 was measured at 0.317 s for
+        a round of 20 clients that do nothing (0.0159 s a client); --flower measures it here where it is installed.
+scale   `fedge` for 20 rounds with 1,000 devices on digits: aim 10 minutes and 4 GiB (largest resident set). Digits has
+        1,797 samples; each device gets 40 that are drawn with replacement from its own Dirichlet shares of the classes,
+        so devices share samples: the figures are about time and memory, not about accuracy.
+
+Run: python benchmarks/simulate.py speed --data ../shared/data | scale   [--json FILE]
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import asyncio
+import contextlib
+import json
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn import functional
+
+from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.methods import MethodSettings, make
+from edge_agent import together
+from edge_agent.worker import Worker
+from fedge import models
+from fedge.messages import Codec, Sgd
+from fedge.models.training import batches
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData, Pool, partition, pool, share_data
+from fedge.tensors import Layout, Model, unflatten
+
+FLOWER_S_PER_CLIENT = 0.317 / 20
+
+
+def workers_of(task: TaskSpec, data: dict[str, DeviceData], home: Path) -> dict[str, Worker]:
+    return {i: Worker(i, task, own, home / i) for i, own in data.items()}
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Every worker by itself."""
+    real = together.execute
+    together.execute = lambda jobs: [job.alone() for job in jobs]
+    try:
+        yield
+    finally:
+        together.execute = real
+
+
+@contextlib.contextmanager
+def threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------------------ speed
+
+
+class Speed:
+    """One federation and the rivals that can do its rounds."""
+
+    def __init__(self, args: argparse.Namespace, home: Path) -> None:
+        samples = pool("digits" if args.model == "mlp" else "mnist", args.data, limit=args.samples)
+        task = msgspec.structs.replace(samples.spec, model=args.model, model_options={})
+        samples = Pool(samples.x, samples.y, task)
+        shares = partition(samples, args.devices, how="dirichlet", alpha=10.0, sensitive=0.0, seed=0)
+        self.task = task
+        self.data = {f"d{i:03}": share_data(task, share) for i, share in enumerate(shares)}
+        self.sgd = Sgd(steps=args.steps, batch_size=args.batch)
+        self.layout, self.first = models.initial(task, 0)
+        self.workers = workers_of(task, self.data, home)
+
+    def fedavg(self, sgd: Sgd | None = None) -> float:
+        """Seconds of one round of FedAvg."""
+        fleet = SimulatedFleet(self.task, self.layout, self.workers, seed=0)
+        method = make("fedavg", MethodSettings(rounds=1, sgd=sgd or self.sgd, codec=Codec.FLOAT32))
+        state = method.initial(self.layout, fleet.put(unflatten(self.first, self.layout)))
+        fleet.round = 1
+        start = time.perf_counter()
+        asyncio.run(method.round(state, fleet))
+        return time.perf_counter() - start
+
+    def sequential(self) -> float:
+        with one_by_one(), threads(1):
+            return self.fedavg()
+
+    def idle(self) -> float:
+        """Seconds of a round in which nobody trains or looks at data."""
+        with training_off(self.layout):
+            return self.fedavg()
+
+    def plain(self) -> float:
+        """Seconds of a bare loop over the same batches."""
+        module = models.build(self.task)
+        start = time.perf_counter()
+        mean = [torch.zeros_like(p, dtype=torch.float64) for p in module.parameters()]
+        n_all = sum(own.n_shared for own in self.data.values())
+        for own in self.data.values():
+            models.load(module, self.first, self.layout)
+            module.train()
+            optimiser = torch.optim.SGD(module.parameters(), lr=self.sgd.learning_rate, momentum=self.sgd.momentum)
+            x, y = (torch.from_numpy(part) for part in own.shared)
+            for batch in islice(batches(len(y), self.sgd.batch_size, np.random.default_rng(0)), self.sgd.steps):
+                optimiser.zero_grad()
+                functional.cross_entropy(module(x[batch]), y[batch]).backward()
+                optimiser.step()
+            for total, p in zip(mean, module.parameters(), strict=True):
+                total.add_(p.detach(), alpha=len(y) / n_all)
+        return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def training_off(layout: Layout) -> Iterator[None]:
+    """Looks, steps and losses cost nothing; orders, models, updates, codec and averaging are as ever."""
+    from edge_agent.worker import Look
+
+    def learn(group: Any) -> dict[int, Any]:
+        rng = np.random.default_rng(0)
+        done = {}
+        for one in group:
+            params = one.start.params + np.float32(1e-3) * rng.random(layout.n_params, np.float32)
+            model = Model(params, one.start.buffers, one.start.counters)
+            done[one.number] = one.worker.trained(one.action, one.chosen, Look(1.0, 1.0, 0.5), 0.5, one.start, model)
+        return done
+
+    changed = {"_train": learn, "can_stack": lambda _: True, "MOST_WEIGHTS": 2**40}
+    real = {name: getattr(together, name) for name in changed}
+    vars(together).update(changed)
+    try:
+        yield
+    finally:
+        vars(together).update(real)
+
+
+def flower(speed: Speed) -> float | None:
+    """Seconds of a round of Flower's simulation in which clients do nothing; None where it is not installed."""
+    try:
+        import flwr.simulation
+        from flwr.client import ClientApp, NumPyClient
+        from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+        from flwr.server.strategy import FedAvg
+    except ImportError:
+        return None
+    weights = [np.asarray(array) for array in unflatten(speed.first, speed.layout).values()]
+    ends: list[float] = []
+
+    class Idle(NumPyClient):  # type: ignore[misc, unused-ignore]
+        def fit(self, parameters: Any, config: Any) -> Any:  # noqa: ARG002
+            return parameters, 1, {}
+
+    class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
+        def aggregate_fit(self, *args: Any) -> Any:
+            done = super().aggregate_fit(*args)
+            ends.append(time.perf_counter())
+            return done
+
+    def server(_: Any) -> Any:
+        from flwr.common import ndarrays_to_parameters
+
+        strategy = Timed(fraction_evaluate=0.0, initial_parameters=ndarrays_to_parameters(weights))
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=6))
+
+    flwr.simulation.run_simulation(
+        ServerApp(server_fn=server), ClientApp(client_fn=lambda _: Idle().to_client()), num_supernodes=len(speed.data)
+    )
+    return statistics.median(np.diff(ends))
+
+
+def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
+    speed = Speed(args, home)
+    n_processors = len(os.sched_getaffinity(0))
+    rivals: dict[str, Callable[[], float]] = {"fleet": speed.fedavg, "sequential": speed.sequential, "idle": speed.idle}
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(args.repeats + 1):
+        for name, once in rivals.items():
+            seconds.setdefault(name, []).append(once())
+        for n in sorted({1, n_processors}):
+            with threads(n):
+                seconds.setdefault(f"plain, {n} threads", []).append(speed.plain())
+        if not repeat:
+            seconds = {}  # the first warms up
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    plain = min(taken for name, taken in medians.items() if name.startswith("plain"))
+    n = len(speed.data)
+    measured = flower(speed) if args.flower else None
+    flower_each = measured / n if measured else FLOWER_S_PER_CLIENT
+    return {
+        "devices": n,
+        "model": args.model,
+        "weights": speed.layout.n_params,
+        "steps": args.steps,
+        "batch_size": args.batch,
+        "samples_per_device": round(statistics.mean(own.n_shared for own in speed.data.values())),
+        "seconds_per_round": {name: round(taken, 3) for name, taken in medians.items()},
+        "fleet_to_plain": round(medians["fleet"] / plain, 3),
+        "fleet_to_sequential": round(medians["fleet"] / medians["sequential"], 3),
+        "overhead_s_per_client": round(medians["idle"] / n, 6),
+        "flower_s_per_client": round(flower_each, 6),
+        "flower": "measured here" if measured else "not installed; as measured before",
+        "flower_to_overhead": round(flower_each * n / medians["idle"], 1),
+        "aims": {
+            "at or below plain": medians["fleet"] <= plain,
+            "a tenth of Flower's overhead": 10 * medians["idle"] / n <= flower_each,
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ scale
+
+
+def resampled(n_devices: int, n_each: int = 40, alpha: float = 0.5) -> tuple[TaskSpec, dict[str, DeviceData]]:
+    """Digits for any number of devices: samples drawn with replacement."""
+    samples = pool("digits")
+    rng = np.random.default_rng(0)
+    by_class = [np.flatnonzero(samples.y == label) for label in range(10)]
+    data = {}
+    for i in range(n_devices):
+        labels = rng.choice(10, n_each, p=rng.dirichlet(np.full(10, alpha)))
+        own = np.array([rng.choice(by_class[label]) for label in labels])
+        # groups: a third of the devices hold their camera turned
+        (share,) = partition(
+            Pool(np.rot90(samples.x[own], i % 3, axes=(1, 2)), samples.y[own], samples.spec),
+            1,
+            how="dirichlet",
+            alpha=1.0,
+            sensitive=0.1,
+            seed=i,
+        )
+        data[f"d{i:05}"] = share_data(samples.spec, share)
+    return samples.spec, data
+
+
+def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
+    task, data = resampled(args.devices)
+    layout, first = models.initial(task, 0)
+    fleet = SimulatedFleet(task, layout, workers_of(task, data, home), seed=0)
+    method = make("fedge", MethodSettings(rounds=args.rounds, participation=args.participation))
+    state = method.initial(layout, fleet.put(unflatten(first, layout)))
+    ends, cpu = [time.perf_counter()], time.process_time()
+
+    def on_round(state: Any) -> None:
+        ends.append(time.perf_counter())
+        print(f"  round {state.round}: {ends[-1] - ends[-2]:.1f} s", flush=True)
+
+    steps: dict[str, float] = {}
+    real = fleet.run
+
+    async def timed(step: str, actions: Any) -> Any:
+        start = time.perf_counter()
+        answers = await real(step, actions)
+        steps[step] = steps.get(step, 0.0) + time.perf_counter() - start
+        return answers
+
+    fleet.run = timed  # type: ignore[method-assign]
+    state = asyncio.run(run(method, state, fleet, on_round))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    total = ends[-1] - ends[0]
+    return {
+        "devices": args.devices,
+        "rounds": args.rounds,
+        "participation": args.participation,
+        "seconds": round(total, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "seconds_of_steps": {step: round(taken, 1) for step, taken in steps.items()},
+        "seconds_of_the_coordinator": round(total - sum(steps.values()), 1),
+        "peak_gib": round(peak / 2**30, 3),
+        "installed": len(state.installed),
+        "split": bool(method.summary(state)["split"]),
+        "aims": {"10 minutes": total <= 600, "4 GiB": peak <= 4 * 2**30},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    speed = kinds.add_parser("speed")
+    speed.add_argument("--data", type=Path, help="where MNIST is")
+    speed.add_argument("--devices", type=int, default=100)
+    speed.add_argument("--model", default="cnn_fedavg")
+    speed.add_argument("--samples", type=int, help="of the whole set; default: all")
+    speed.add_argument("--steps", type=int, default=42, help="of each device (default 42, about an epoch)")
+    speed.add_argument("--batch", type=int, default=10)
+    speed.add_argument("--repeats", type=int, default=3)
+    speed.add_argument("--flower", action="store_true", help="measure Flower, too, where it is installed")
+    scale = kinds.add_parser("scale")
+    scale.add_argument("--devices", type=int, default=1000)
+    scale.add_argument("--rounds", type=int, default=20)
+    scale.add_argument("--participation", type=float, default=1.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = (speed_figures if args.kind == "speed" else scale_figures)(args, Path(folder))
+    figures = {
+        "benchmark": f"simulate {args.kind}",
+        "machine": platform.processor() or platform.machine(),
+        "processors": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 1),
+    } | figures
+    print(json.dumps(figures, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
