@@ -8,6 +8,7 @@ from typing import Final
 from torch import nn
 
 from fedge.errors import ConfigError
+from fedge.models.resnet_moe import ResNetMoE
 from fedge.task import TaskSpec
 
 Options = Mapping[str, int | float | str | bool]
@@ -39,7 +40,22 @@ def cnn_fedavg(task: TaskSpec) -> nn.Module:
     return _two_convolutions(task, 5, (32, 64), 512)
 
 
-NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {"mlp": mlp, "cnn": cnn, "cnn_fedavg": cnn_fedavg}
+def resnet_moe(task: TaskSpec) -> nn.Module:
+    """Residual network with routed branches (`resnet_moe`). Options: experts=2 a block, top=1 of them a sample."""
+    options = _sizes(task, experts=2, top=1)
+    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 4:
+        raise ConfigError(f"{task.model} needs images (channels, height >= 4, width >= 4), not {task.input_shape}")
+    if options["top"] > options["experts"]:
+        raise ConfigError(f"option top of {task.model} is {options['top']}, with {options['experts']} experts")
+    return ResNetMoE(task.input_shape, task.n_classes, **options)
+
+
+NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "cnn_fedavg": cnn_fedavg,
+    "resnet_moe": resnet_moe,
+}
 
 
 def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hidden: int) -> nn.Module:

@@ -22,6 +22,8 @@ def task(model: str, shape: tuple[int, ...] = (1, 28, 28), **options: int | floa
         (task("cnn"), (9 * 16 + 16) + (9 * 16 * 32 + 32) + (32 * 7 * 7 * 64 + 64) + 650),
         (task("cnn", (3, 32, 32), channels=4, hidden=8), (27 * 4 + 4) + (9 * 4 * 8 + 8) + (8 * 64 * 8 + 8) + 90),
         (task("cnn_fedavg"), 1_663_370),  # the number in the paper
+        (task("resnet_moe"), 38_536),  # fedcoe.md section 8
+        (task("resnet_moe", experts=1), 19_845),
     ],
 )
 def test_number_of_parameters_by_hand(spec: TaskSpec, n_params: int) -> None:
@@ -51,6 +53,8 @@ def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
         (task("cnn_fedavg", hidden=3), "hidden"),
         (task("cnn", (9, 128)), "needs images"),
         (task("cnn", (1, 3, 8)), "needs images"),
+        (task("resnet_moe", (8,)), "needs images"),
+        (task("resnet_moe", top=3), "top"),
     ],
 )
 def test_wrong_options_and_shapes_are_named(spec: TaskSpec, message: str) -> None:

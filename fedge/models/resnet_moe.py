@@ -1,0 +1,83 @@
+"""ResNet-MoE small: a residual network whose blocks choose between expert branches, one choice per sample.
+
+Source: FedCoE, arXiv 2605.21264, in the size for edge devices of the specification "fedcoe", section 8. GroupNorm, not
+BatchNorm: averages of running statistics over devices with different data are wrong. Routers are ordinary parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+CHANNELS: Final = (8, 8, 16, 32)  # of the stem and the three blocks
+GROUPS: Final = 4  # of every GroupNorm
+SMALL: Final = 8  # pixels; images with a smaller side keep their size in the second block
+
+
+class ResNetMoE(nn.Module):
+    """Stem, three blocks, global average pool, linear head.
+
+    Args:
+        input_shape: (channels, height, width).
+        n_classes: C.
+        experts: m, branches of each block.
+        top: k <= m, branches of a sample.
+
+    Parameters with one input channel and ten classes: 38,536 with m = 2; 19,845 with m = 1.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], n_classes: int, *, experts: int, top: int) -> None:
+        super().__init__()
+        strides = (1, 1 if min(input_shape[1:]) < SMALL else 2, 2)
+        self.stem = nn.Sequential(*_convolution(input_shape[0], CHANNELS[0], 1), nn.ReLU())
+        self.blocks = nn.Sequential(
+            *(
+                Block(n_in, n_out, stride, experts, top)
+                for n_in, n_out, stride in zip(CHANNELS[:-1], CHANNELS[1:], strides, strict=True)
+            )
+        )
+        self.head = nn.Linear(CHANNELS[-1], n_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (n, C) of inputs (n, channels, height, width)."""
+        logits: Tensor = self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
+        return logits
+
+
+class Block(nn.Module):
+    """y = ReLU(sum over the k largest r_e of u_e branch_e(x) + shortcut(x)), r = softmax(W_r avgpool(x) + b)."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int, experts: int, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.router = nn.Linear(n_in, experts)
+        self.branches = nn.ModuleList(
+            nn.Sequential(*_convolution(n_in, n_out, stride), nn.ReLU(), *_convolution(n_out, n_out, 1))
+            for _ in range(experts)
+        )
+        same = n_in == n_out and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(n_in, n_out, stride, kernel=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, n_in, h, w) -> (n, n_out, h', w'). All branches are computed: a batch needs most of them anyway."""
+        u = self.shares(x)
+        outputs = torch.stack([branch(x) for branch in self.branches], dim=1)
+        return functional.relu((u[:, :, None, None, None] * outputs).sum(dim=1) + self.shortcut(x))
+
+    def shares(self, x: Tensor) -> Tensor:
+        """Weights u (n, m): r_e of the best branch with k = 1, else the k largest r, divided by their sum; 0 elsewhere.
+
+        With k = 1 dividing would make the weight a constant 1, and the router would get no gradient.
+        """
+        r = functional.softmax(self.router(x.mean(dim=(2, 3))), dim=1)
+        chosen = torch.zeros_like(r).scatter(1, r.topk(self.top, dim=1).indices, 1.0)
+        u = r * chosen
+        return u if self.top == 1 else u / u.sum(dim=1, keepdim=True)
+
+
+def _convolution(n_in: int, n_out: int, stride: int, kernel: int = 3) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return convolution, nn.GroupNorm(GROUPS, n_out)

@@ -1,0 +1,87 @@
+"""The residual network with routed branches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import deploy
+from export import Candidate, GateWeights, Mixture, write_bundle
+from export.parity import n_gate_features
+from fedge import models
+from fedge.messages import Role
+from fedge.models.resnet_moe import Block, ResNetMoE
+from fedge.task import TaskSpec
+
+
+@pytest.mark.parametrize("top", [1, 2, 3])
+def test_shares_are_those_of_the_best_branches(top: int) -> None:
+    torch.manual_seed(0)
+    block, x = Block(8, 16, 2, experts=3, top=top), torch.randn(6, 8, 10, 10)
+    r = torch.softmax(block.router(x.mean(dim=(2, 3))), dim=1)
+    u = block.shares(x)
+    assert (u > 0).sum(dim=1).tolist() == [top] * 6
+    best = r.sort(dim=1, descending=True).values[:, :top]
+    expected = best if top == 1 else best / best.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(u.sort(dim=1, descending=True).values[:, :top], expected)
+    torch.testing.assert_close(u.sum(dim=1), torch.ones(6) if top > 1 else r.max(dim=1).values)
+
+
+def test_a_block_is_the_sum_of_its_branches_and_the_shortcut() -> None:
+    torch.manual_seed(0)
+    block, x = Block(8, 8, 1, experts=2, top=1), torch.randn(5, 8, 6, 6)
+    for k in range(5):
+        one = x[k : k + 1]
+        r = torch.softmax(block.router(one.mean(dim=(2, 3))), dim=1)[0]
+        e = int(r.argmax())
+        torch.testing.assert_close(block(x)[k : k + 1], torch.relu(r[e] * block.branches[e](one) + one))
+
+
+def test_the_router_learns_with_one_branch_per_sample() -> None:
+    """Section 13: k = 1 gives the router a non-zero gradient."""
+    torch.manual_seed(0)
+    network = ResNetMoE((1, 14, 14), 10, experts=2, top=1)
+    loss = torch.nn.functional.cross_entropy(network(torch.randn(8, 1, 14, 14)), torch.arange(8))
+    loss.backward()
+    for block in network.blocks:
+        assert float(block.router.weight.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize(("side", "left"), [(28, 7), (8, 2), (7, 4), (4, 2)])
+def test_small_images_keep_their_size_in_the_second_block(side: int, left: int) -> None:
+    network = ResNetMoE((1, side, side), 10, experts=2, top=1)
+    assert network.blocks(network.stem(torch.zeros(1, 1, side, side))).shape == (1, 32, left, left)
+
+
+def test_no_buffers_travel() -> None:
+    layout = models.layout_of(ResNetMoE((3, 32, 32), 10, experts=2, top=1))
+    assert {tensor.kind for tensor in layout.tensors} == {"param"}
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, top: int) -> None:
+    task = TaskSpec(
+        name="t",
+        classes=tuple("0123"),
+        input_shape=(1, 10, 10),
+        model="resnet_moe",
+        model_options={"top": top},
+    )
+    layout, model = models.initial(task, 0)
+    x = np.random.default_rng(0).normal(size=(9, 1, 10, 10)).astype(np.float32)
+    mixture = Mixture(
+        candidates=(Candidate(role=Role.GLOBAL, name="global", model=model),),
+        log_prior=np.zeros(4),
+        beta=0.0,
+        gate=GateWeights.untrained(n_gate_features(task), 1),
+    )
+    folder = tmp_path / "bundle"
+    write_bundle(folder, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="test", metrics={})
+    module = models.build(task).eval()
+    models.load(module, model, layout)
+    with torch.inference_mode():
+        expected = torch.softmax(module(torch.from_numpy(x)), dim=1).numpy()
+    np.testing.assert_allclose(deploy.load(folder).predict(x).probabilities, expected, atol=1e-5)
