@@ -7,7 +7,7 @@ Algorithm 1. Local work is counted in SGD steps rather than epochs, so that ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -41,7 +41,7 @@ class FedAvgOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FedAvgState(State, frozen=True, kw_only=True):
-    """`model`: the global model w; `velocity`: FedAvgM's v; `seconds`: what each device's last round took."""
+    """`model`: the global model w; `velocity`: FedAvgM's v; `seconds`: of each device's last round, if asked for."""
 
     model: BlobRef
     velocity: BlobRef | None = None
@@ -75,9 +75,8 @@ class FedAvg:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
             return await install(self, state, fleet)
-        cohort = select(state, fleet, self.settings, self.options)
         order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec)
-        return await train(state, fleet, cohort, order, state.layout, self.settings, gamma=self.gamma)
+        return await train(state, fleet, order, state.layout, self.settings, self.options, gamma=self.gamma)
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The global model."""
@@ -102,14 +101,15 @@ def select(state: FedAvgState, fleet: Fleet, settings: MethodSettings, options: 
 async def train(
     state: F,
     fleet: Fleet,
-    cohort: Sequence[str],
     order: Train,
     layout: Layout,
     settings: MethodSettings,
+    options: FedAvgOptions,
     *,
     gamma: float = 0.0,
 ) -> F:
-    """Have the cohort carry out the order, then move the model by the mean change. `layout`: of both."""
+    """Have a cohort carry out the order, then move the model by the mean change. `layout`: of both."""
+    cohort = select(state, fleet, settings, options)
     answers = await fleet.run("train", dict.fromkeys(cohort, order))
     updates = accepted(answers)
     shared = Moving(model=state.model, velocity=state.velocity)
@@ -122,7 +122,7 @@ async def train(
         round=state.round + 1,
         model=shared.model,
         velocity=shared.velocity,
-        seconds=state.seconds | times(answers),
+        seconds=state.seconds | times(answers) if options.selection == "fastest" else {},
         participations=counted(state.participations, updates),
         history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
     )

@@ -12,7 +12,7 @@ import msgspec
 
 from coordinator.fleet import Fleet
 from coordinator.methods import MethodSettings, install, options_of, summary_of
-from coordinator.methods.fedavg import FedAvgOptions, FedAvgState, select, train
+from coordinator.methods.fedavg import FedAvgOptions, FedAvgState, train
 from fedge.messages import BlobRef, Keep, Part, Start, Train
 from fedge.tensors import Layout, overlaid, unflatten
 
@@ -74,7 +74,7 @@ class Keeping(Generic[K]):
             keep=keep,
             initial=initial,
         )
-        state = await train(state, fleet, select(state, fleet, settings, self.options), order, layout, settings)
+        state = await train(state, fleet, order, layout, settings, self.options)
         trained = unflatten(fleet.get(state.model, layout), layout)
         whole = overlaid(fleet.get(state.initial, state.layout), trained, state.layout)
         return msgspec.structs.replace(state, whole=fleet.put(unflatten(whole, state.layout)))

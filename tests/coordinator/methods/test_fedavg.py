@@ -115,3 +115,11 @@ async def test_a_fast_device_that_falls_silent_is_replaced(tmp_path) -> None:
 def test_an_unknown_selection_is_refused() -> None:
     with pytest.raises(ConfigError, match="option of the method"):
         make("fedavg", MethodSettings(options={"selection": "slowest"}))
+
+
+async def test_clocks_and_times_leave_no_trace_where_nobody_asks_for_the_fastest(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    fleet._hardware = {i: replace(own, latency_s=2.5) for i, own in fleet._hardware.items()}
+    method = make("fedavg", SETTINGS)
+    fleet.round = 1
+    assert (await method.round(method.initial(layout, first), fleet)).seconds == {}
