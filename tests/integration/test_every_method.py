@@ -1,0 +1,109 @@
+"""Every method once over a real broker: six agents on digits, and what their bundles predict is what torch predicts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deploy
+from coordinator.methods import METHODS
+from coordinator.service import CoordinatorSettings, serve
+from coordinator.store import Store
+from edge_agent.agent import Agent, Identity
+from edge_agent.worker import Worker
+from export import parity
+from fedge import bundle
+from fedge.broker import LocalBroker
+from fedge.models import initial
+from fedge.preprocess import apply
+from fedge.tasks import device_data, partition, pool, write_share
+from fedge.tensors import flatten, from_bytes
+from fedge.transport import BrokerSettings
+
+DEVICES = tuple(f"cam{k}" for k in range(6))
+SEED = 5
+ROUNDS = {"fedge": 8}
+"""fedge profiles after six rounds with everybody."""
+OPTIONS: dict[str, dict[str, int | str]] = {
+    "fedepc": {"warm_up": 2},
+    "fedcoe": {"pretraining_epochs": 5},
+    "pm-moe": {"gate_epochs": 3},
+}
+FEWEST_RIGHT = 0.3
+"""Mean share of right answers on the devices' test samples; chance is 0.1."""
+
+
+@pytest.mark.parametrize("method", [*METHODS, "fedavg+ft"])
+async def test_it_ends_in_bundles_that_predict_like_torch(method: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
+    samples = pool("digits", seed=SEED, limit=700)
+    shares = partition(samples, len(DEVICES), how="dirichlet", alpha=1.0, sensitive=0.3, seed=SEED)
+    for device, share in zip(DEVICES, shares, strict=True):
+        write_share(share, tmp_path / f"{device}.npz")
+    np.savez(tmp_path / "reserved.npz", x=samples.x[:100], y=samples.y[:100])
+    settings = CoordinatorSettings(
+        broker=f"{mosquitto.host}:{mosquitto.port}",
+        federation="all",
+        home=tmp_path / "coordinator",
+        task="digits",
+        method=method,
+        rounds=ROUNDS.get(method, 3),
+        devices=len(DEVICES),
+        seed=SEED,
+        reserved=tmp_path / "reserved.npz" if method == "fedcoe" else None,
+    )
+    async with agents(mosquitto, samples.spec, tmp_path):
+        with contextlib.closing(Store(settings.home)) as store:
+            summary = await serve(settings, samples.spec, store, lambda *_: None, OPTIONS.get(method, {}))
+    assert summary["done"]
+    assert set(summary["installed"]) == set(DEVICES)
+    assert not summary["refused"]
+    right = []
+    for device, share in zip(DEVICES, shares, strict=True):
+        folder = bundle.find(tmp_path / device / "bundles", summary["installed"][device]["bundle_digest"])
+        assert folder is not None
+        predicted = deploy.load(folder).predict(share.x_test)
+        right.append((predicted.class_index == share.y_test).mean())
+        np.testing.assert_allclose(predicted.probabilities.sum(axis=1), 1, atol=1e-5)
+        manifest = bundle.read(folder).manifest
+        assert manifest.max_abs_diff <= parity.TOLERANCE
+        if len(manifest.candidates) == 1:
+            np.testing.assert_allclose(predicted.probabilities, by_torch(folder, share.x_test), atol=parity.TOLERANCE)
+    assert np.mean(right) > FEWEST_RIGHT
+
+
+@contextlib.asynccontextmanager
+async def agents(broker: LocalBroker, task, folder: Path):
+    """Six agents in this process; each has its own connection, its own folder and a thread for its work."""
+    running = []
+    for device in DEVICES:
+        data = device_data(task, folder / f"{device}.npz", seed=SEED)
+
+        def make_worker(device=device, data=data) -> Worker:
+            return Worker(device, task, data, folder / device)
+
+        identity = Identity(device, "all", task, n_shared=data.n_shared)
+        running.append(Agent(identity, BrokerSettings(broker.host, broker.port), folder / device, make_worker))
+    async with asyncio.TaskGroup() as group:
+        for agent in running:
+            group.create_task(agent.run())
+        try:
+            yield
+        finally:
+            for agent in running:
+                agent.stop()
+
+
+def by_torch(folder: Path, x: np.ndarray) -> np.ndarray:
+    """Probabilities of the bundle's only candidate, with its calibration."""
+    manifest = bundle.read(folder).manifest
+    (candidate,) = manifest.candidates
+    layout, _ = initial(manifest.task, 0)
+    model = flatten(from_bytes((folder / candidate.part.file_name).read_bytes()), layout)
+    logits = parity.logits_of(manifest.task, layout, [model], apply(manifest.task, x))[0].astype(np.float64)
+    assert (candidate.temperature, candidate.kappa) == (1.0, 0.0)
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
