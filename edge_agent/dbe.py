@@ -8,6 +8,8 @@ P shapes the gradient of what is shared, so it learns from the same samples, D_L
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,19 +28,31 @@ OFFSET = "offset"
 class MeanRegularised:
     """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), r = 0 at first.
 
-    The gradient flows through the batch's mean alone, not through the r of the batches before.
+    The gradient flows through the batch's mean alone, not through the r of the batches before. Context manager: inside
+    it, the module's head adds P to the features.
     """
 
-    def __init__(self, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
+    def __init__(self, module: nn.Module, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
         self._offset, self._goal, self._momentum, self._kappa = offset, goal, momentum, kappa
-        self._running = torch.zeros_like(goal)
+        self._head = models.head_of(module)
+        self._features = self._running = torch.zeros_like(goal)
+
+    def __enter__(self) -> Self:
+        self._hook = self._head.register_forward_pre_hook(self._add)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _add(self, _: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        (self._features,) = inputs
+        return self._features + self._offset
 
     def __call__(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch; every call moves r on."""
-        f, _ = models.features_and_logits(module, x)
-        r = (1 - self._momentum) * self._running + self._momentum * f.mean(dim=0)
+        logits = module(x)
+        r = (1 - self._momentum) * self._running + self._momentum * self._features.mean(dim=0)
         self._running = r.detach()
-        logits = models.head_of(module)(f + self._offset)
         return functional.cross_entropy(logits, y) + self._kappa * (0.5 * (r - self._goal) ** 2).mean()
 
 
@@ -71,14 +85,18 @@ def learn(
     """
     network.load(start)
     offset = torch.zeros(len(goal)) if mine is None else torch.tensor(mine[OFFSET])
-    offset.requires_grad_()
-    loss = MeanRegularised(offset, torch.from_numpy(goal), momentum=keep.momentum, kappa=keep.kappa)
-    trainer = Trainer(network, *shared, sgd, rng, loss=loss)
-    optimiser = torch.optim.SGD([offset], lr=sgd.learning_rate, momentum=sgd.momentum)
-    for _ in range(sgd.steps):
-        optimiser.zero_grad()
-        trainer.run(1, stop)
-        optimiser.step()
+    velocity = torch.zeros_like(offset)
+
+    def move(p: Tensor) -> None:
+        assert p.grad is not None
+        velocity.mul_(sgd.momentum).add_(p.grad)
+        p.data.sub_(velocity, alpha=sgd.learning_rate)
+        p.grad = None
+
+    offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+    g = torch.from_numpy(goal)
+    with MeanRegularised(network.module, offset, g, momentum=keep.momentum, kappa=keep.kappa) as loss:
+        Trainer(network, *shared, sgd, rng, loss=loss).run(sgd.steps, stop)
     return network.dump(), {OFFSET: offset.detach().numpy()}
 
 

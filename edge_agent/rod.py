@@ -61,24 +61,25 @@ def learn(
         ProtocolError: `not-finite`, training of the shared model diverged.
     """
     network.load(start)
-    general = models.head_of(network.module)
     weight, bias = (info.name for info in network.layout.part(Part.HEAD).tensors)
-    own = nn.Linear(general.in_features, general.out_features)
-    with torch.no_grad():
-        own.weight.copy_(torch.zeros(()) if mine is None else torch.tensor(mine[weight]))
-        own.bias.copy_(torch.zeros(()) if mine is None else torch.tensor(mine[bias]))
-    counts = torch.bincount(tensor(shared[1]), minlength=general.out_features)
+    n_classes, d = next(info.shape for info in network.layout.tensors if info.name == weight)
+    own = torch.zeros(n_classes, d + 1)  # the bias is the last column
+    if mine is not None:
+        own = torch.from_numpy(np.column_stack([mine[weight], mine[bias]]))
+    velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes)
+    counts = torch.bincount(tensor(shared[1]), minlength=n_classes)
     trainer = Trainer(network, *shared, sgd, rngs[0], loss=balanced_softmax(counts.log()))
-    optimiser = torch.optim.SGD(own.parameters(), lr=sgd.learning_rate, momentum=sgd.momentum)
     x, y = tensor(training[0]), tensor(training[1])
     for _, batch in zip(range(sgd.steps), batches(len(y), sgd.batch_size, rngs[1]), strict=False):
         trainer.run(1, stop)
         with torch.no_grad():
             f, logits = models.features_and_logits(network.module, x[batch])
-        optimiser.zero_grad()
-        functional.cross_entropy(logits + own(f), y[batch]).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-    return network.dump(), {weight: own.weight.detach().numpy(), bias: own.bias.detach().numpy()}
+            f = functional.pad(f, (0, 1), value=1.0)
+            # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
+            excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
+            velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch))
+            own.sub_(velocity, alpha=sgd.learning_rate)
+    return network.dump(), {weight: own[:, :-1].contiguous().numpy(), bias: own[:, -1].contiguous().numpy()}
 
 
 def folded(model: Model, mine: Tensors, layout: Layout) -> Model:

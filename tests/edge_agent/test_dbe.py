@@ -37,7 +37,7 @@ def test_the_loss_as_the_paper_writes_it(momentum: float) -> None:
     network = Network(TASK)
     network.load(INITIAL)
     offset, goal = torch.tensor(P), torch.tensor(GOAL)
-    loss = dbe.MeanRegularised(offset, goal, momentum=momentum, kappa=2.5)
+    loss = dbe.MeanRegularised(network.module, offset, goal, momentum=momentum, kappa=2.5)
     tensors = part_of(INITIAL, Part.HEAD)
     r = np.zeros(D)
     for batch in (slice(0, 8), slice(8, 16)):
@@ -47,14 +47,14 @@ def test_the_loss_as_the_paper_writes_it(momentum: float) -> None:
         logits = (f + P) @ tensors[WEIGHT].T.astype(float) + tensors[BIAS]
         cross_entropy = -(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[np.arange(8), y].mean()
         expected = cross_entropy + 2.5 * (0.5 * (r - GOAL) ** 2).mean()
-        found = loss(network.module, torch.from_numpy(x), torch.from_numpy(y))
+        with loss:
+            found = loss(network.module, torch.from_numpy(x), torch.from_numpy(y))
         assert found.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_gradient_flows_through_the_batchs_mean_alone() -> None:
     """With kappa very large: d/df of kappa mean_d (r - g)^2 / 2 is kappa m (r - g) / (D n), for every sample."""
     f = torch.randn(4, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    loss = dbe.MeanRegularised(torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3)
 
     class Features(torch.nn.Module):
         def __init__(self) -> None:
@@ -65,8 +65,9 @@ def test_the_gradient_flows_through_the_batchs_mean_alone() -> None:
             return self.head(x)
 
     module, y = Features(), torch.tensor([0, 1, 2, 0])
-    loss(module, torch.ones(4, D), y)  # r = 0.25
-    loss(module, f, y).backward()
+    with dbe.MeanRegularised(module, torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3) as loss:
+        loss(module, torch.ones(4, D), y)  # r = 0.25
+        loss(module, f, y).backward()
     r = 0.75 * 0.25 + 0.25 * f.detach().mean(dim=0)
     expected = 8e3 * 0.25 * (r - torch.tensor(GOAL)) / (D * 4)
     assert f.grad is not None
@@ -89,6 +90,15 @@ def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
     shared, kept = learn({dbe.OFFSET: P}, kappa=1.5)
     np.testing.assert_allclose(shared.params, models.dump(module, LAYOUT).params, atol=1e-5)
     np.testing.assert_allclose(kept[dbe.OFFSET], offset.detach().numpy(), atol=1e-5)
+
+
+def test_the_network_is_left_without_the_offset() -> None:
+    network = Network(TASK)
+    x = DATA[0]
+    before = network.logits(INITIAL, x)
+    keep = KeepOffset(global_mean=Blobs().put({"mean": GOAL}))
+    dbe.learn(network, INITIAL, {dbe.OFFSET: P}, DATA, GOAL, keep, SGD, np.random.default_rng(3))
+    np.testing.assert_array_equal(network.logits(INITIAL, x), before)
 
 
 def test_the_offset_begins_at_zero_and_what_is_kept_is_not_changed() -> None:
