@@ -136,7 +136,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> Non
         children = children_of(run.pid)
         assert children
         run.send_signal(signal.SIGINT)
-        assert run.wait(timeout=30) == 130
+        assert run.wait(timeout=60) == 130
         assert "Traceback" not in run.stderr.read()
     deadline = time.monotonic() + 10
     while alive := [child for child in children if Path(f"/proc/{child}").exists()]:
