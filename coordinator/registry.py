@@ -100,6 +100,10 @@ class Registry:
         await self._until(lambda: len(self.online()) >= n)
         return self.online()
 
+    async def wait_for_newcomer(self, known: Mapping[str, int]) -> None:
+        """Wait until a device is there, training or not, whose births are others than in `known`."""
+        await self._until(lambda: any(known.get(d.id) != d.births for d in (*self.online(), *self.inference_only())))
+
     async def heard_of(self, ids: Collection[str]) -> None:
         """Wait until each of these devices has shown a status, whatever it says."""
         await self._until(lambda: set(ids) <= self._known.keys())

@@ -62,6 +62,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Annotated[Path, Meta(description="Labelled samples of the server, for fedcoe: an .npz or a folder of images.")]
         | None
     ) = None
+    welcome: Annotated[
+        bool, Meta(description="Stay after the last round and give new devices a bundle (fedcoe), until Ctrl-C.")
+    ] = False
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices that train in a round.")] = 1.0
@@ -128,7 +131,10 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
         from coordinator.reserved import labelled  # holds torch
 
         reserved = labelled(task, settings.reserved)
-    return make(settings.method, settings.for_method(options), task=task, reserved=reserved)
+    method = make(settings.method, settings.for_method(options), task=task, reserved=reserved)
+    if settings.welcome and not hasattr(method, "welcome"):
+        raise ConfigError(f"{settings.method} has nothing for devices that come after the last round; fedcoe has")
+    return method
 
 
 async def serve(
@@ -170,8 +176,29 @@ async def serve(
             commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
             observe("round_done", write_summary(settings, method, state, store, fleet))
+        if settings.welcome:
+            await welcome(settings, method, state, store, fleet, observe)
     store.count(fleet.take_counts())
     return write_summary(settings, method, state, store, fleet)
+
+
+async def welcome(
+    settings: CoordinatorSettings, method: Method[Any], state: Any, store: Store, fleet: MqttFleet, observe: Observer
+) -> None:
+    """After the last round: a round for each time that devices without a bundle come. It never returns.
+
+    A device that declined or failed is asked again when it is born again.
+    """
+    known: dict[str, int] = {}
+    while True:
+        began = time.monotonic()
+        number = state.round + 1
+        await fleet.admit(number, known)
+        observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
+        state = msgspec.structs.replace(await method.welcome(state, fleet), round=number)  # type: ignore[attr-defined]
+        commit(store, fleet, number, state, time.monotonic() - began)
+        observe("round_done", write_summary(settings, method, state, store, fleet))
+        known |= {device.id: device.births for device in (*fleet.devices(), *fleet.inference_only())}
 
 
 def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:

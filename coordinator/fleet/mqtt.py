@@ -181,6 +181,15 @@ class MqttFleet:
         self._round, self._devices = number, devices
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
+    async def admit(self, number: int, known: Mapping[str, int]) -> None:
+        """Begin a round once a device is there that is not in `known`, with its births; or the stored one."""
+        devices = self._store.snapshot(number)
+        if devices is None:
+            await self._or_failure(self.registry.wait_for_newcomer(known))
+            devices = (*self.registry.online(), *self.registry.inference_only())
+            self._store.begin_round(number, devices, time.time())
+        self._round, self._devices = number, devices
+
     async def _settle(self, number: int) -> None:
         """After a restart between two rounds: wait for the devices of the last one, or the first to come is alone."""
         before = {device.id for device in self._store.snapshot(number - 1) or ()}

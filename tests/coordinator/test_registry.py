@@ -109,6 +109,19 @@ def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
     assert registry.on_status("a", status())
 
 
+async def test_a_newcomer_is_one_that_was_born_since() -> None:
+    registry = here("a")
+    known = {"a": 1}
+    for changed in (status("a", incarnation="2"), status("b", capabilities=Capabilities(trains=False))):
+        waiting = asyncio.create_task(registry.wait_for_newcomer(known))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        registry.on_status(changed.device_id, changed)
+        await waiting
+        known = {device.id: device.births for device in (*registry.online(), *registry.inference_only())}
+    assert known == {"a": 2, "b": 1}
+
+
 async def test_waiting_ends_when_enough_are_there() -> None:
     registry = here("a")
     waiting = asyncio.create_task(registry.wait_for(2))

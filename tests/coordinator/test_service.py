@@ -221,6 +221,11 @@ def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
     np.testing.assert_allclose(method.reserved.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
 
 
+def test_a_method_without_cold_start_welcomes_nobody(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fedcoe has"):
+        method_of(settings(None, tmp_path, method="fedavg", welcome=True), task_spec("digits"))
+
+
 async def test_a_broker_that_refuses_us_ends_it(tmp_path: Path, store: Store) -> None:
     """Mosquitto with a password file and no password given."""
     from fedge.broker import free_port, mosquitto_path

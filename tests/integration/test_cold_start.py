@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from asyncio.subprocess import PIPE
 from pathlib import Path
@@ -18,7 +19,7 @@ from fedge.broker import mosquitto_path
 from fedge.tasks import device_inputs, pool
 from fedge.tensors import flatten, from_bytes
 from tests.support.broker import local_broker
-from tests.support.federation import NAME, ROOT, Federation, Running
+from tests.support.federation import NAME, ROOT, Federation, Running, until
 from tests.support.torch_free import environment
 
 pytestmark = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
@@ -69,6 +70,44 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
     expected = reserved.probabilities(theta, x) * np.exp(t)
     expected /= expected.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
+
+
+async def test_devices_that_come_after_the_last_round_are_welcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without torch and one with it; the coordinator is killed and started again between them."""
+    monkeypatch.setenv("FEDGE_COORDINATOR_WELCOME", "true")
+    async with (
+        local_broker("mosquitto", tmp_path) as broker,
+        Federation(broker, tmp_path, devices=["a", "b", "late"]) as federation,
+    ):
+        samples = pool("digits", seed=1)
+        np.savez(tmp_path / "reserved.npz", x=samples.x[-100:], y=samples.y[-100:])
+        np.savez(tmp_path / "e.npz", x=samples.x[:30])
+        flags = {"method": "fedcoe", "reserved": tmp_path / "reserved.npz", "rounds": 1, "devices": 2}
+        coordinator = await federation.coordinator(**flags)
+        for device in ("a", "b"):
+            await federation.agent(device)
+        await until(lambda: len(installed(federation)) == 2)
+        newcomer = await without_torch(federation, "e", tmp_path / "e.npz")
+        await until(lambda: "e" in installed(federation))
+        await newcomer.said("report_acked", accepted=True)
+        await coordinator.kill()
+        await federation.coordinator(**flags)
+        await federation.agent("late")
+        await until(lambda: "late" in installed(federation))
+        query = "SELECT device_id, step FROM orders WHERE device_id IN ('e', 'late') ORDER BY 1, step DESC"
+        asked = federation.rows(query)
+
+    assert asked == [("e", "route"), ("e", "assemble"), ("late", "route"), ("late", "assemble")]
+    for device in ("a", "b", "e", "late"):
+        probabilities = deploy.load(tmp_path / device / "bundles" / "1").predict(samples.x[:5]).probabilities
+        np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
+
+
+def installed(federation: Federation) -> list[str]:
+    file = federation.home / "summary.json"
+    return list(json.loads(file.read_bytes())["installed"]) if file.exists() else []
 
 
 async def without_torch(federation: Federation, device: str, data: Path) -> Running:
