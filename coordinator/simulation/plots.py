@@ -34,7 +34,7 @@ def _curves(runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float])
     methods = tuple(dict.fromkeys(run.method for run in runs))
     with figure(3.4) as (axes, svg):
         for number, method in enumerate(methods):
-            curves = [run.curve for run in runs if run.method == method]
+            curves = common_points([run.curve for run in runs if run.method == method])
             places = np.array([[x(point) for point in curve] for curve in curves]).mean(axis=0)
             accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
             colour, style = CLUSTERS[number % N_COLOURS], STYLES[number // N_COLOURS % len(STYLES)]
@@ -47,3 +47,9 @@ def _curves(runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float])
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
     return svg[0]
+
+
+def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
+    """The points of those rounds in which every curve has one, and each curve's last: a method may end early."""
+    rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
+    return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]

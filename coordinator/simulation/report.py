@@ -104,7 +104,7 @@ def seed_row(method: MethodOutcome) -> tuple[str, ...]:
 
 def percent(figure: Spread) -> str:
     """Mean and, over several seeds, standard deviation."""
-    spread = f" ± {100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
+    spread = f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
     return f"{100 * figure.mean:.1f}{spread}"
 
 
@@ -112,7 +112,7 @@ def difference(figure: Spread | None) -> str:
     """In percentage points, with sign."""
     if figure is None:
         return NOTHING
-    spread = f" ± {100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
+    spread = f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
     return f"{points(figure.mean)}{spread}"
 
 
@@ -120,14 +120,14 @@ def cost(found: Cost | None) -> str:
     """Rounds, bytes and simulated time."""
     if found is None:
         return "not reached"
-    return f"{found.round} r, {megabytes(found.bytes)}, {found.seconds:.0f} s"
+    return f"{found.round} r, {megabytes(found.bytes)}, {found.seconds:.1f} s"
 
 
 def table_of(comparison: Comparison) -> Table:
     """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
     found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     found.add_column("method", overflow="fold")
-    for heading in ("accuracy", "− baseline", "− best", "worst", "F1", "global", "MB", "r", "s"):
+    for heading in ("accuracy", "− base", "− best", "worst", "F1", "global", "MB", "r", "s"):
         found.add_column(heading, justify="right", no_wrap=True)
     best = max(method.accuracy.mean for method in comparison.methods)
     for method in comparison.methods:
@@ -141,7 +141,7 @@ def table_of(comparison: Comparison) -> Table:
             NOTHING if method.global_accuracy is None else f"{100 * method.global_accuracy.mean:.1f}",
             f"{(method.bytes_up.mean + method.bytes_down.mean) / 1e6:.1f}",
             NOTHING if method.cost is None else str(method.cost.round),
-            NOTHING if method.cost is None else f"{method.cost.seconds:.0f}",
+            NOTHING if method.cost is None else f"{method.cost.seconds:.1f}",
             style="bold" if method.accuracy.mean == best else "",
         )
     return found
@@ -151,7 +151,7 @@ def legend_of(comparison: Comparison) -> str:
     """What the columns of the terminal's table are."""
     lines = [
         "accuracy: mean over the devices of their bundles on own test samples, percent, ± over seeds",
-        f"− baseline: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
+        f"− base: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
         "worst: lowest tenth of the devices; global: served model on the global test set; MB: up and down",
         f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
     ]
@@ -168,7 +168,7 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
         ("global accuracy", NOTHING if outcome.global_accuracy is None else f"{100 * outcome.global_accuracy:.1f} %"),
         ("experts", experts),
         ("traffic", f"{megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down"),
-        ("simulated time", f"{outcome.seconds:.0f} s"),
+        ("simulated time", f"{outcome.seconds:.1f} s"),
         ("bundles", f"{outcome.bundles} of {len(outcome.devices)}, torch − ONNX Runtime <= {outcome.max_abs_diff:.0e}"),
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]

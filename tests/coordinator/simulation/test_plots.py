@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from coordinator.simulation.plots import by_bytes, by_round, by_seconds
+from coordinator.simulation.plots import by_bytes, by_round, by_seconds, common_points
 from tests.support.comparison import a_comparison, a_run
 
 
@@ -23,3 +23,10 @@ def test_a_line_for_each_method_in_the_colours_of_the_page(plot, label: str) -> 
 def test_one_seed_and_a_method_without_traffic_can_be_drawn() -> None:
     still = [a_run("local", curve=a_run().curve[:1])]
     assert "local" in by_bytes(still)
+
+
+def test_a_seed_that_ended_early_is_drawn_with_the_others() -> None:
+    whole = a_run("fedepc", 0).curve
+    early = (*whole[:2], whole[3])
+    assert [[point.round for point in curve] for curve in common_points([whole, early])] == [[0, 10, 30]] * 2
+    assert "fedepc" in by_round([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
