@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -34,6 +34,11 @@ GIVEN_UP_S: Final = 60.0
 INSTANT: Final = Hardware()
 
 
+def one_by_one(jobs: Sequence[together.Job]) -> list[Outcome]:
+    """Each worker alone, as on its device."""
+    return [job.alone() for job in jobs]
+
+
 class SimulatedFleet:
     """Workers by device id.
 
@@ -47,6 +52,7 @@ class SimulatedFleet:
         seed: of orders and of the clock.
         hardware: what each device is; those not named, and without it all, take no time and are always there.
         deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
+        execute: how the orders of a step are carried out; `one_by_one` gives what devices give to the last bit.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class SimulatedFleet:
         seed: int,
         hardware: Mapping[str, Hardware] | None = None,
         deadline_s: float | None = None,
+        execute: Callable[[Sequence[together.Job]], list[Outcome]] = together.execute,
     ) -> None:
         self.round = 0
         self.seconds = 0.0
@@ -70,6 +77,7 @@ class SimulatedFleet:
         self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
         self._timed = hardware is not None
         self._deadline_s = deadline_s
+        self._execute = execute
         self._blobs: dict[str, bytes] = {}
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
@@ -130,7 +138,7 @@ class SimulatedFleet:
             for i in reached
         ]
         with volatile():
-            outcomes = dict(zip(reached, together.execute(jobs), strict=True))
+            outcomes = dict(zip(reached, self._execute(jobs), strict=True))
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in outcomes:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import msgspec
 import torch
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet, one_by_one, run
 from coordinator.methods import MethodSettings, State, dump, load, make
 from coordinator.store import Store
 from edge_agent.worker import Worker
@@ -190,7 +190,7 @@ class Federation:
                 )
                 for device in self.devices
             }
-            fleet = SimulatedFleet(self.task, layout, workers, seed=SEED)
+            fleet = SimulatedFleet(self.task, layout, workers, seed=SEED, execute=one_by_one)
             method = make(name, settings)
             return await run(method, method.initial(layout, fleet.put(unflatten(model, layout))), fleet)
 
