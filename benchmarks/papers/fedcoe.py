@@ -11,7 +11,8 @@ paper), the gate on the flat input. Columns, in per cent, mean over seeds:
   cold       mean over new clients without any training of theirs, (the worst one)
 
 The specification's figures follow in the lines marked "spec"; those have other random streams: differences below 2
-points in "cold" mean nothing.
+points in "cold" mean nothing. "printed, one expert": here all ten clients feed it (section 11), in the
+specification's run the five best.
 
     python benchmarks/papers/fedcoe.py --data ../shared/data --quick
     python benchmarks/papers/fedcoe.py --data ../shared/data --seeds 0,1,2 --json results/fedcoe.json
