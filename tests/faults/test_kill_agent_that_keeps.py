@@ -1,0 +1,47 @@
+"""kill -9 of agents whose method keeps something on the device: what was kept is neither lost nor used twice.
+
+The federation ends with the model of an undisturbed run: the same devices in the simulated fleet, without a network.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from coordinator.methods.dbe import DbeState
+from coordinator.methods.keeping import KeepingState
+from tests.support.broker import local_broker
+from tests.support.federation import Federation, same, settings, until
+
+ROUNDS, STEPS = 4, 200
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("name", "kind"), [("fedrep", KeepingState), ("dbe", DbeState)])
+async def test_agents_killed_again_and_again_end_where_undisturbed_ones_do(
+    tmp_path: Path, name: str, kind: type[KeepingState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # DBE's first round is plain training, which a simulated fleet does side by side: equal to rounding alone
+    monkeypatch.setattr("edge_agent.together.can_stack", lambda _: False)
+    rng = random.Random(1)
+    async with (
+        local_broker("auto", tmp_path) as broker,
+        Federation(broker, tmp_path, devices=("a", "b", "c")) as federation,
+    ):
+        coordinator = await federation.coordinator(method=name, rounds=ROUNDS, local_steps=STEPS)
+        agents = await federation.agents()
+        await coordinator.said("round_begun", round=1)
+        for done in range(2, 2 + 3 * (ROUNDS - 1), 2):
+            await until(lambda done=done: len(federation.accepted()) >= done)  # type: ignore[misc]
+            victim = rng.choice(federation.devices)
+            await agents[victim].kill()
+            agents[victim] = await federation.agent(victim)
+        assert await coordinator.ended() == 0, coordinator.log.read_text()[-3000:]
+        found = federation.state(kind)
+        assert same(found, await federation.undisturbed(name, settings(ROUNDS, steps=STEPS)))
+        for device in federation.devices:
+            runs = list((tmp_path / device / "personal").iterdir())
+            assert len(runs) == 1
+            assert sorted(path.name for path in runs[0].iterdir()) == [str(ROUNDS - 1), str(ROUNDS)]
