@@ -194,9 +194,14 @@ def planted(seeds: list[int], *, quick: bool) -> list[dict[str, Any]]:
 
 
 class Federation:
-    """Devices, their true groups, and the test images as each group sees them."""
+    """Devices, their true groups, and the test images as each group sees them.
 
-    def __init__(self, digits: Digits, seed: int, how: dict[str, Any], home: Path) -> None:
+    `fewest`: every device keeps between so many and all of the samples that it was dealt; None: all.
+    """
+
+    def __init__(
+        self, digits: Digits, seed: int, how: dict[str, Any], home: Path, *, fewest: int | None = None
+    ) -> None:
         self.digits = digits
         shares = partition(digits.rest, N_DEVICES, sensitive=0.0, seed=seed, **how)
         self.ids = [f"d{i:03d}" for i in range(N_DEVICES)]
@@ -207,6 +212,10 @@ class Federation:
         for i, share in zip(self.ids, shares, strict=True):
             self.x[i] = np.concatenate([share.x_train, share.x_val, share.x_test])
             self.y[i] = np.concatenate([share.y_train, share.y_val, share.y_test])
+            if fewest is not None:
+                rng = np.random.default_rng((seed, int(i[1:])))
+                kept = rng.permutation(len(self.y[i]))[: rng.integers(fewest, len(self.y[i]) + 1)]
+                self.x[i], self.y[i] = self.x[i][kept], self.y[i][kept]
         self.share = {i: np.bincount(self.y[i], minlength=CLASSES) / len(self.y[i]) for i in self.ids}
         clocks = np.random.default_rng((seed, 7)).lognormal(0.7, 0.6, N_DEVICES)
         self.ghz = dict(zip(self.ids, clocks.tolist(), strict=True))
@@ -345,8 +354,7 @@ SELECTIONS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options, 
     "bandit (batch) + deadline + no-starvation": ({"search": "batch"}, (235, 429, 599)),
     "fastest devices only": ({"selection": "fastest", "deadline": "none", "fairness": False}, (285, 457, 615)),
 }
-RATE_83 = 0.05  # the specification's 0.01 does not reach the targets here in 50 rounds of 10 steps
-UNEVEN = {"how": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels", "sizes": "log-normal", "size_spread": 0.5}
+GROUPED = {"how": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels"}
 
 
 def time_to(curve: Iterable[tuple[float, float]], target: float) -> float | None:
@@ -359,8 +367,8 @@ async def times(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
         digits = Digits(seed)
         for row, (options, _) in SELECTIONS.items():
             with tempfile.TemporaryDirectory() as home:
-                federation = Federation(digits, seed, UNEVEN, Path(home))
-                settings = settings_of(seed, rounds, RATE_83, warm_up=0, clustering="labels", **options)
+                federation = Federation(digits, seed, GROUPED, Path(home), fewest=8)
+                settings = settings_of(seed, rounds, 0.01, warm_up=0, clustering="labels", **options)
                 curve, state = await learn(federation, "fedepc", settings, federation.descriptions(labels=True))
             never = 1 - len(state.participations) / N_DEVICES
             found.setdefault(row, []).append(([time_to(curve, t) for t in TARGETS], never, curve[-1][0]))
