@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,10 +39,13 @@ def _curves(runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float])
             places = np.array([[x(point) for point in curve] for curve in curves]).mean(axis=0)
             accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
             colour, style = CLUSTERS[number % N_COLOURS], STYLES[number // N_COLOURS % len(STYLES)]
-            axes.plot(places, accuracy.mean(axis=0), style, label=method, color=colour, linewidth=1.6)
-            axes.plot(places[-1], accuracy[:, -1].mean(), "o", color=colour, markersize=4)  # the bundles
-            if len(curves) > 1:
+            if len(places) > 2:  # a method of one round has no curve
+                axes.plot(places, accuracy.mean(axis=0), style, label=method, color=colour, linewidth=1.6)
+            name = "" if len(places) > 2 else method
+            axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
+            if len(curves) > 1 and len(places) > 2:
                 axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
+        axes.set_ylim(bottom=floor_of([run.accuracy for run in runs]))
         axes.set_xlabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -53,3 +57,8 @@ def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
     """The points of those rounds in which every curve has one, and each curve's last: a method may end early."""
     rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
+
+
+def floor_of(final: Sequence[float]) -> float:
+    """Where the axis begins: a tenth to a fifth below the lowest end, for all curves begin at guessing."""
+    return max(0.0, math.floor(min(final) * 10 - 1) / 10)

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from coordinator.simulation.plots import by_bytes, by_round, by_seconds, common_points
+from coordinator.simulation.plots import by_bytes, by_round, by_seconds, common_points, floor_of
 from tests.support.comparison import a_comparison, a_run
 
 
@@ -30,3 +30,8 @@ def test_a_seed_that_ended_early_is_drawn_with_the_others() -> None:
     early = (*whole[:2], whole[3])
     assert [[point.round for point in curve] for curve in common_points([whole, early])] == [[0, 10, 30]] * 2
     assert "fedepc" in by_round([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
+
+
+@pytest.mark.parametrize(("final", "floor"), [([0.95, 0.87], 0.7), ([0.9], 0.8), ([0.05], 0.0)])
+def test_the_axis_begins_below_the_lowest_end(final: list[float], floor: float) -> None:
+    assert floor_of(final) == pytest.approx(floor)
