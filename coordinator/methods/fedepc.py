@@ -7,7 +7,7 @@ the warm-up's model is the extractor of the profiles, and D_ref comes from the d
 coordinator that has a set may put an extractor into the first state, and D_ref into the options. Local work is counted
 in SGD steps. Silent devices rest (`coordinator.methods.silence`). The stop rule of section 6 is off unless asked for:
 the specification's table 8.2 is without it (uploads there are clusters times rounds). Cohorts of one or two make a
-cluster's loss jump, so it may stop early; in 12 pairs of runs on digits (two seeds, not all rows) personal accuracy
+cluster's loss jump, so it may stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy
 with it was between 4.5 points lower and 6.4 higher: no clear winner, with fewer uploads.
 
 The parts can be exchanged by options: as printed the method is warm_up=0, fairness=false; with selection=uniform and
