@@ -53,6 +53,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     inference_only: Annotated[
         bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
     ] = False
+    share_private: Annotated[
+        bool, Meta(description="Allow method pm-moe to give this device's private module to all other devices.")
+    ] = False
     min_free_ram_gb: (
         Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
     ) = None
@@ -140,7 +143,7 @@ def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[]
         from edge_agent.worker import Worker
 
         torch.set_num_threads(1)
-        return Worker(settings.id, task, data, settings.home)
+        return Worker(settings.id, task, data, settings.home, shares_private=settings.share_private)
 
     return data.n_shared, make_worker
 

@@ -1,4 +1,4 @@
-"""PM-MoE's one upload: what a device kept for itself (pm_moe.md sections 7 and 9). Off unless the operator wants it."""
+"""PM-MoE's one upload: what a device kept for itself (pm_moe.md sections 7, 9). Off unless its owner wants it, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Shared(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def share(worker: Worker, action: SharePrivate, order: Order) -> Outcome:
-    """What was kept, as a blob; clipped and with noise where the order says so."""
+    """What was kept, as a blob, if the device's owner allows it; clipped and with noise where the order says so."""
+    if not worker.shares_private:
+        return Outcome(Declined(reason="the private module stays here: the agent runs without --share-private"), {})
     mine = personal.kept(worker, action.keep, order)
     if mine is None:
         return Outcome(Declined(reason="nothing is kept here: this device never trained"), {})

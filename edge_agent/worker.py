@@ -125,11 +125,15 @@ class Worker:
         device_id: for the texts of failures.
         task: what is learned.
         data: the device's samples; they stay here.
+        shares_private: whether the device's owner allows PM-MoE's upload of the private module.
         home: durable folder; `candidates` and `bundles` are the worker's.
     """
 
-    def __init__(self, device_id: str, task: TaskSpec, data: DeviceData, home: Path) -> None:
+    def __init__(
+        self, device_id: str, task: TaskSpec, data: DeviceData, home: Path, *, shares_private: bool = False
+    ) -> None:
         self.device_id = device_id
+        self.shares_private = shares_private
         self.task = task
         self.data = data
         self.home = home

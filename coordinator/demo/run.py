@@ -211,7 +211,7 @@ async def federate(
         ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, options)],
     )
     agents = [
-        children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings.folder / i)]) for i in cameras.shares
+        children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings, i)]) for i in cameras.shares
     ]
     await follow(coordinator, agents, Rounds(settings.rounds, settings.agents), watch)
     children.stop(agents)
@@ -232,8 +232,10 @@ def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) ->
     return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *own]
 
 
-def _agent_flags(folder: Path) -> list[str]:
-    return ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
+def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
+    folder = settings.folder / device_id
+    flags = ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
+    return [*flags, "--share-private"] if settings.method.startswith("pm-moe") else flags
 
 
 async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, watch: Watch) -> None:

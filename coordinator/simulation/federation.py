@@ -88,7 +88,7 @@ def gather(
 ) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
     """The fleet, the first model in it, and its workers, whose folders are made under `home`."""
     workers = {
-        i: Worker(i, federation.task, share_data(federation.task, share), home / i)
+        i: Worker(i, federation.task, share_data(federation.task, share), home / i, shares_private=True)
         for i, share in federation.shares.items()
     }
     fleet = SimulatedFleet(

@@ -140,7 +140,7 @@ class Device:
 
     def __init__(self, home, base, data=None):
         self.blobs = Blobs()
-        self.worker = Worker("d", TASK, data or make_data(40, 30), home)
+        self.worker = Worker("d", TASK, data or make_data(40, 30), home, shares_private=True)
         self.layout = self.worker.network.layout
         self.home = home
         d = self.layout.part(Part.HEAD).tensors[0].shape[1]

@@ -141,3 +141,11 @@ def test_a_clip_alone_scales_what_was_kept(tmp_path: Path, blobs: Blobs) -> None
     assert np.sqrt(sum((t**2).sum() for t in short.values())) == pytest.approx(0.1, rel=1e-5)
     ratios = np.concatenate([(short[name] / plain[name]).ravel() for name in plain])
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-5)
+
+
+def test_an_owner_who_did_not_allow_it_is_not_asked_twice(tmp_path: Path, blobs: Blobs) -> None:
+    device = worker(tmp_path)
+    device.shares_private = False
+    result = device.execute(order(SharePrivate(keep=HEAD), 2), blobs).result
+    assert isinstance(result, Declined)
+    assert "--share-private" in result.reason

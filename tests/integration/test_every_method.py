@@ -83,7 +83,7 @@ async def agents(broker: LocalBroker, task, folder: Path):
         data = device_data(task, folder / f"{device}.npz", seed=SEED)
 
         def make_worker(device=device, data=data) -> Worker:
-            return Worker(device, task, data, folder / device)
+            return Worker(device, task, data, folder / device, shares_private=True)
 
         identity = Identity(device, "all", task, n_shared=data.n_shared)
         running.append(Agent(identity, BrokerSettings(broker.host, broker.port), folder / device, make_worker))

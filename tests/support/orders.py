@@ -56,7 +56,7 @@ def device_data(n: int = 40, m: int = 15, sensitive: float = 0.25) -> DeviceData
 
 
 def worker(home: Path, data: DeviceData | None = None) -> Worker:
-    return Worker("d", TASK, data or device_data(), home)
+    return Worker("d", TASK, data or device_data(), home, shares_private=True)
 
 
 def order(action: Action, number: int = 1, *, run: str = "r", step: str = "step") -> Order:

@@ -65,7 +65,7 @@ def digits(
     shares = partition(samples, n, how=how, alpha=alpha, sensitive=0.3, seed=seed, n_groups=n_groups, groups=groups)
     layout, first = models.initial(samples.spec, seed)
     data = {f"d{i:02d}": share_data(samples.spec, share) for i, share in enumerate(shares)}
-    workers = {i: Worker(i, samples.spec, own, home / i) for i, own in data.items()}
+    workers = {i: Worker(i, samples.spec, own, home / i, shares_private=True) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
     fleet = Fleet(samples.spec, layout, workers, seed=seed, hardware=hardware)
     group_of = {i: share.group for i, share in zip(data, shares, strict=True)}

@@ -77,6 +77,16 @@ async def test_a_device_that_never_trained_installs_the_bases_model(tmp_path) ->
     assert len(state.installed["d03"].roles) == 1
 
 
+async def test_who_does_not_allow_it_keeps_its_module_and_installs_the_bases_model(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    fleet.workers["d01"].shares_private = False  # type: ignore[union-attr]
+    method = method_of(rounds=2)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == {"d00", "d01", "d02", "d03"}
+    assert len(state.installed["d01"].roles) == 1
+    assert all(len(state.installed[i].roles) in {1, 3} for i in ("d00", "d02", "d03"))
+
+
 def test_an_anchored_gate_needs_two_places() -> None:
     with pytest.raises(ConfigError, match="without a gradient"):
         method_of(top=1)
