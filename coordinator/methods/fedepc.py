@@ -45,7 +45,7 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
-from coordinator.methods.grouping import arm, observed
+from coordinator.methods.grouping import arm, observed, of_one_length
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import ccmab, cohort_size, fastest, stratified, uniform
@@ -428,11 +428,10 @@ def descriptions(
         i: Description(n_samples=n_samples[i], profile=said.profile, halves=said.halves)
         for i, said in results(answers, Profiled).items()
     }
-    lengths = Counter(len(d.profile) for d in (known or profiles).values())
-    q = lengths.most_common(1)[0][0] if lengths else 0
-    for i in (i for i, d in profiles.items() if len(d.profile) != q):
-        log.warning("event=profile_refused device=%s its length differs from that of the others", i)
-    return labels | {i: d for i, d in profiles.items() if len(d.profile) == q}
+    fit = of_one_length(
+        {i: d.profile for i, d in profiles.items()}, {i: d.profile for i, d in known.items() if d.profile}
+    )
+    return labels | {i: d for i, d in profiles.items() if i in fit}
 
 
 def profiles_of(described: Iterable[Description]) -> Vectors:

@@ -35,7 +35,7 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
-from coordinator.methods.grouping import arm, observed
+from coordinator.methods.grouping import arm, observed, of_one_length
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import ccmab
@@ -241,6 +241,8 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         i: msgspec.structs.replace(profiled, n_samples=due[i].n_samples)
         for i, profiled in results(answers, Profiled).items()
     }
+    fit = of_one_length({i: p.profile for i, p in new.items()}, {i: p.profile for i, p in state.profiles.items()})
+    new = {i: profiled for i, profiled in new.items() if i in fit}
     state = msgspec.structs.replace(state, extractor=extractor)
     return group(state, new) if new else state
 

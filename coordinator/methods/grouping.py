@@ -1,13 +1,26 @@
-"""Devices as arms of their group's bandit (FedEPC section 5), and what the bandit learns from their answers."""
+"""Profiles that can be compared; devices as arms of their group's bandit; what the bandit learns (FedEPC section 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from coordinator.fleet import Answer, Device
 from coordinator.methods import declined
 from coordinator.selection import ccmab
 from fedge.messages import Context, Sgd, Trained
+
+log = logging.getLogger("fedge.method")
+
+
+def of_one_length(new: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]]) -> frozenset[str]:
+    """Ids of the new profiles that can be compared: as long as the known ones, or, without any, as most of them are."""
+    lengths = Counter(len(profile) for profile in (known or new).values())
+    q = lengths.most_common(1)[0][0] if lengths else 0
+    for i in (i for i, profile in new.items() if len(profile) != q):
+        log.warning("event=profile_refused device=%s its length differs from that of the others", i)
+    return frozenset(i for i, profile in new.items() if len(profile) == q)
 
 
 def arm(device: Device, sgd: Sgd) -> ccmab.Arm:

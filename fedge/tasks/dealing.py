@@ -92,7 +92,7 @@ def by_label(
         owners = draw()
         if _sizes(units, owners, len(group_of)).min() >= MIN_SAMPLES:
             return owners
-    return filled_up(units, owners, len(group_of), rng)
+    return filled_up(units, owners, group_of, rng)
 
 
 def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
@@ -100,7 +100,7 @@ def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
-    return filled_up(units, owners, len(weights), rng)
+    return filled_up(units, owners, np.zeros(len(weights), np.int64), rng)
 
 
 def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator) -> Ints:
@@ -121,7 +121,7 @@ def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng:
     of_shard = rng.permutation(np.repeat(np.arange(n_devices), per_device))
     for device, own in zip(of_shard, np.array_split(in_order, len(of_shard)), strict=True):
         owners[own] = device
-    return filled_up(units, owners, n_devices, rng)
+    return filled_up(units, owners, np.zeros(n_devices, np.int64), rng)
 
 
 def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
@@ -142,19 +142,22 @@ def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
     return owners[user]
 
 
-def filled_up(units: Units, owners: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
+def filled_up(units: Units, owners: Ints, group_of: Ints, rng: np.random.Generator) -> Ints:
     """Move random units, one at a time, from the largest to the smallest device until each has 20 samples.
+
+    `group_of`: (N,) group of each device; units stay in their group.
 
     Raises:
         ConfigError: units are so large that moving them does not help.
     """
     owners, moved = owners.copy(), 0
-    sizes = _sizes(units, owners, n_devices)
+    sizes = _sizes(units, owners, len(group_of))
     while sizes.min() < MIN_SAMPLES:
-        largest, smallest = int(sizes.argmax()), int(sizes.argmin())
+        smallest = int(sizes.argmin())
+        largest = int(np.where(group_of == group_of[smallest], sizes, -1).argmax())
         unit = rng.choice(np.flatnonzero(owners == largest))
         if sizes[largest] - units.size[unit] <= sizes[smallest]:
-            raise ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {n_devices} devices")
+            raise ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")
         owners[unit] = smallest
         sizes[[largest, smallest]] += (-units.size[unit], units.size[unit])
         moved += int(units.size[unit])

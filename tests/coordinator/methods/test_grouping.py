@@ -3,7 +3,7 @@
 import numpy as np
 
 from coordinator.fleet import Answer, Device
-from coordinator.methods.grouping import arm, observed, outcome
+from coordinator.methods.grouping import arm, observed, of_one_length, outcome
 from coordinator.selection import ccmab
 from fedge.messages import BlobRef, Context, Declined, Failed, Sgd, Trained
 
@@ -21,6 +21,13 @@ def test_an_arm_is_the_device_with_the_work_of_one_order() -> None:
     context = Context(device_id="a", cpu_ghz=1.5, free_ram_gb=0.5)
     full = ccmab.Arm(id="a", n_samples=9, work=21, cpu_ghz=1.5, free_ram_gb=0.5)
     assert arm(Device("a", 9, context), sgd) == full
+
+
+def test_a_profile_of_another_length_is_left_out() -> None:
+    new = {"a": (0.1, 0.2), "b": (0.3, 0.4), "c": (0.5,)}
+    assert of_one_length(new, {}) == {"a", "b"}
+    assert of_one_length(new, {"d": (0.9,)}) == {"c"}
+    assert of_one_length({}, {}) == frozenset()
 
 
 def test_outcomes() -> None:

@@ -117,14 +117,23 @@ def test_moving_takes_from_the_largest_and_says_how_much(caplog: pytest.LogCaptu
     units = singles(np.zeros(60, np.int64))
     before = np.repeat([0, 1, 2], [35, 10, 15])
     with caplog.at_level(logging.WARNING, "fedge.tasks"):
-        after = filled_up(units, before, 3, rng())
+        after = filled_up(units, before, np.zeros(3, np.int64), rng())
     assert np.bincount(after).tolist() == [20, 20, 20]
     assert "event=partition_adjusted moved=15" in caplog.text
     assert (after[before != 0] == before[before != 0]).all()
     assert before.tolist() == np.repeat([0, 1, 2], [35, 10, 15]).tolist()
 
 
+def test_samples_stay_in_their_planted_group() -> None:
+    units = singles(np.repeat([0, 1], [70, 130]))
+    before = np.repeat([0, 1, 2, 3], [60, 10, 120, 10])
+    after = filled_up(units, before, np.array([0, 0, 1, 1]), rng())
+    assert (after[:70] < 2).all()
+    assert (after[70:] >= 2).all()
+    assert np.bincount(after).min() == 20
+
+
 def test_blocks_too_large_to_move_are_an_error_not_an_endless_loop() -> None:
     units = units_of(np.zeros(60, np.int64), np.repeat([0, 1, 2], 20))
     with pytest.raises(ConfigError, match="60 samples in 3 blocks are too few for 4 devices"):
-        filled_up(units, np.array([0, 1, 2]), 4, rng())
+        filled_up(units, np.array([0, 1, 2]), np.zeros(4, np.int64), rng())
