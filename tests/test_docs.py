@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from fedge.cli import COMMANDS, command
 from fedge.messages import Action, BlobRef, Capabilities, Context, Message, Report, Result, Status, Want
+from tests.support import method_reference
 from tests.support.cli_reference import reference
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +36,13 @@ def test_every_command_has_examples_exit_codes_and_json(name: str) -> None:
 def test_the_reference_of_the_commands_is_up_to_date() -> None:
     written = (ROOT / "docs/cli.md").read_text()
     assert written == reference(), "make it anew: python -m tests.support.cli_reference > docs/cli.md"
+
+
+def test_the_reference_of_the_methods_is_up_to_date() -> None:
+    written = (ROOT / "docs/methods.md").read_text()
+    assert written == method_reference.reference(), (
+        "make it anew: python -m tests.support.method_reference > docs/methods.md"
+    )
 
 
 def test_every_refusal_is_in_the_protocol_and_no_other() -> None:

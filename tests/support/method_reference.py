@@ -1,0 +1,84 @@
+"""docs/methods.md, made from the methods themselves: python -m tests.support.method_reference > docs/methods.md."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import types
+import typing
+
+import click
+import msgspec
+
+from coordinator.methods import METHODS
+from fedge.loading import load_object
+
+HEAD = """# The methods
+
+Made from the methods themselves by `python -m tests.support.method_reference`; a test checks that it is up to date.
+
+Every method is one file in `coordinator/methods/` that runs unchanged on simulated devices (`fedge simulate`,
+`fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`), and ends with a bundle on every device that
+`fedge infer` runs. Its options are set with `--option NAME=VALUE`, after a colon in `fedge compare --methods
+fedepc:clustering=kmeans`, or in the table `[method]` of a TOML file; an unknown one is an error that names the nearest.
+`NAME+ft` is the method followed by fine-tuning on each device, its length chosen on validation samples.
+
+```console
+fedge compare --methods local,fedavg,fedavg+ft,fedge --task digits --partition groups --seeds 0,1,2
+fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1883 --federation shop --home shop
+```
+
+What each of them lets out of a device: [privacy.md](privacy.md).
+"""
+
+
+def reference() -> str:
+    """The whole file."""
+    return "\n".join([HEAD, *(section(name) for name in METHODS)])
+
+
+def section(name: str) -> str:
+    """One method: what its file says, and a table of its options."""
+    kind = load_object(METHODS[name])
+    module = inspect.getdoc(sys.modules[kind.__module__]) or ""
+    parts = [f"## {name}", module, *options(kind.Options)]
+    return "\n\n".join(parts) + "\n"
+
+
+def options(kind: type[msgspec.Struct]) -> list[str]:
+    """What the docstring says of the options, and the table; nothing where there are none."""
+    fields = msgspec.structs.fields(kind)
+    if not fields:
+        return []
+    rows = ["| option | values | default |", "|---|---|---|"]
+    hints = typing.get_type_hints(kind, include_extras=True)
+    rows += [f"| `{f.name}` | {values(hints[f.name])} | `{shown(f.default)}` |" for f in fields]
+    return [inspect.getdoc(kind) or "", "\n".join(rows)]
+
+
+def values(hint: object) -> str:
+    """A type as people read it."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        inner, meta = typing.get_args(hint)[:2]
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        bounds = [f"{sign} {getattr(meta, name)}" for name, sign in signs.items() if getattr(meta, name) is not None]
+        return " ".join([values(inner), ", ".join(bounds)]).strip()
+    if origin is typing.Literal:
+        return ", ".join(f"`{shown(value)}`" for value in typing.get_args(hint))
+    if origin in {typing.Union, types.UnionType}:
+        return " or ".join(values(part) for part in typing.get_args(hint) if part is not types.NoneType)
+    names = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
+    return names.get(hint, re.sub(r"^.*\.", "", str(hint)))  # type: ignore[call-overload, no-any-return]
+
+
+def shown(value: object) -> str:
+    """A default as it is written on the command line."""
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    click.echo(reference(), nl=False)
