@@ -33,10 +33,14 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """A point of the learning curve: what the devices reach now, and what that has cost until now."""
+    """A point of the learning curve: what the devices reach now, and what that has cost until now.
+
+    `accuracy`: mean over the devices, each on its own test samples. `global_accuracy`: as in `RunOutcome`.
+    """
 
     round: int
     accuracy: float
+    global_accuracy: float | None = None
     bytes_up: int
     bytes_down: int
     seconds: float
@@ -55,8 +59,9 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
 
     `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
     bundle in ONNX Runtime. `global_accuracy`: mean over the devices of the model that each is served, on the global
-    test set. `max_abs_diff`: largest difference of a probability between torch and ONNX Runtime. `evaluation_s`: the
-    part of `wall_s` that measuring took.
+    test set. `max_abs_diff`: largest difference of a probability between torch and ONNX Runtime. `details`: numbers of
+    the method's own summary, such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that
+    measuring took.
     """
 
     method: str
@@ -82,6 +87,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceOutcome, ...]
     wall_s: float
     evaluation_s: float
+    details: dict[str, float] = {}
 
 
 def score(predicted: Ints, y: Ints) -> Score:

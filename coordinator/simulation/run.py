@@ -58,10 +58,11 @@ async def _run(
     evaluation = Evaluation(federation, workers)
     curve: list[Point] = []
 
-    def measure(number: int, accuracy: float) -> None:
+    def measure(state: State, number: int, accuracy: float) -> None:
         point = Point(
             round=number,
             accuracy=accuracy,
+            global_accuracy=evaluation.globally(method, state, fleet),
             bytes_up=fleet.bytes_up,
             bytes_down=fleet.bytes_down,
             seconds=fleet.seconds,
@@ -71,13 +72,13 @@ async def _run(
 
     def on_round(state: State) -> None:
         if not method.done(state) and state.round % scenario.spacing == 0:
-            measure(state.round, _mean(evaluation.now(method, state, fleet)))
+            measure(state, state.round, _mean(evaluation.now(method, state, fleet)))
 
     state = method.initial(federation.layout, first)
     on_round(state)
     state = await simulated.run(method, state, fleet, on_round)
     final = evaluation.finally_(method, state, fleet)
-    measure(scenario.rounds, _mean({i: end.score for i, end in final.items()}))
+    measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}))
     devices = _devices(federation, state, final)
     accuracies = [device.score.accuracy for device in devices]
     summary = method.summary(state)
@@ -92,7 +93,7 @@ async def _run(
         sample_accuracy=float(np.average(accuracies, weights=[device.score.n for device in devices])),
         macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
         weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
-        global_accuracy=evaluation.globally(method, state, fleet),
+        global_accuracy=curve[-1].global_accuracy,
         rounds=scenario.rounds,
         bytes_up=fleet.bytes_up,
         bytes_down=fleet.bytes_down,
@@ -105,6 +106,7 @@ async def _run(
         devices=devices,
         wall_s=round(time.perf_counter() - began, 3),
         evaluation_s=round(evaluation.seconds, 3),
+        details={name: value for name, value in summary.items() if isinstance(value, float)},
     )
 
 

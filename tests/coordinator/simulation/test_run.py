@@ -38,11 +38,17 @@ def test_the_curve_goes_from_the_first_model_to_the_bundles(tmp_path: Path) -> N
     assert found.curve[0].accuracy < 0.4
     assert found.curve[-1].accuracy == found.accuracy
     assert found.curve[-2].accuracy == found.accuracy  # FedAvg installs what it serves
+    assert found.curve[-2].global_accuracy == found.curve[-1].global_accuracy == found.global_accuracy
     for what in ("bytes_up", "bytes_down", "seconds"):
         values = [getattr(point, what) for point in found.curve]
         assert values[0] == 0
         assert values == sorted(values)
         assert values[-1] == getattr(found, what) > 0
+
+
+def test_the_method_tells_numbers_of_its_own(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "fedavg").details == {}
+    assert -1 <= outcome(tmp_path, "scmoe-pfl").details["silhouette"] <= 1
 
 
 def test_equal_arguments_give_equal_figures(tmp_path: Path) -> None:
