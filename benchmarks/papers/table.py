@@ -1,0 +1,105 @@
+"""What the scripts of this folder that compare methods by `coordinator.simulation.compare` have in common.
+
+A row of a table is a method with its options, a column a setting; a cell holds our figure and, in brackets, the
+specification's (or the paper's), a dash where it has none. Under a table each of its claims is judged in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.simulation.compare import compare
+from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.settings import CompareSettings, Hardware
+from fedge.messages import Codec
+
+sys.path.append(str(Path(__file__).parent.parent))
+from default_method import source_of
+
+Runs = dict[str, list[RunOutcome]]
+"""By method: one run for each seed, the seeds as they were given."""
+
+
+def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options that all of these scripts have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with the data sets, such as ../shared/data")
+    parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
+    parser.add_argument("--quick", action="store_true", help="one seed, three rounds: to see that it runs")
+    parser.add_argument("--settings", help="some of the columns, with ; between them (default: all of the table)")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each)")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder that keeps the runs that are done")
+    parser.add_argument("--json", type=Path, help="write figures and claims to this file")
+    return parser
+
+
+def chosen(settings: Mapping[str, Any], arguments: argparse.Namespace) -> list[str]:
+    """Names of the columns that were asked for."""
+    if not arguments.settings:
+        return list(settings)
+    names = [name.strip() for name in arguments.settings.split(";")]
+    if unknown := [name for name in names if name not in settings]:
+        raise SystemExit(f"unknown settings {unknown}; there are: {'; '.join(settings)}")
+    return names
+
+
+def measure(label: str, methods: Sequence[str], fields: Mapping[str, object], arguments: argparse.Namespace) -> Runs:
+    """All methods on one setting: `fields` are those of `Scenario`, but `set`, the data set, stands for its data."""
+    fields = dict(fields)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
+    quick = {"seeds": "0", "rounds": 3} if arguments.quick else {}
+    settings = msgspec.convert(
+        {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs}
+        | {"hardware": Hardware.NONE, "codec": Codec.FLOAT32, "evaluate_every": 1000, "global_test": 0.0}
+        | source
+        | fields
+        | quick,
+        CompareSettings,
+        strict=False,
+    )
+
+    def watch(done: int, of: int, last: RunOutcome) -> None:
+        line = f"{label}: {done}/{of}, {last.method} {last.accuracy:.3f} in {last.wall_s:.0f} s"
+        print(line, file=sys.stderr, flush=True)
+
+    found = compare(settings, arguments.out, watch)
+    return {method: [run for run in found.runs if run.method == method] for method in methods}
+
+
+def over_seeds(runs: Sequence[RunOutcome], figure: Callable[[RunOutcome], float]) -> NDArray[np.float64]:
+    """A figure of each seed's run."""
+    return np.array([figure(run) for run in runs], np.float64)
+
+
+def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
+    """A table in Markdown."""
+    print(f"\n{title}\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(flush=True)
+
+
+def claim(text: str, held: bool, seen: str) -> dict[str, Any]:
+    """Say whether something that was promised was seen."""
+    print(f"- {'held' if held else 'DID NOT HOLD'}: {text} ({seen})", flush=True)
+    return {"claim": text, "held": held, "seen": seen}
+
+
+def write(arguments: argparse.Namespace, figures: list[dict[str, Any]], claims: list[dict[str, Any]]) -> None:
+    """The end: the JSON file, if one was asked for."""
+    if arguments.quick:
+        print("quick: one seed, three rounds; neither figures nor claims mean anything")
+    if arguments.json:
+        seeds = "0" if arguments.quick else arguments.seeds
+        document = {"seeds": seeds, "quick": arguments.quick, "figures": figures, "claims": claims}
+        arguments.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
