@@ -1,0 +1,137 @@
+"""FedAvg by Flower's own simulation engine: clients, strategy and aggregation are Flower's, local training PyTorch's.
+
+Flower is no dependency of the project. Into an environment of its own:
+
+    python -m venv /tmp/flower
+    /tmp/flower/bin/pip install "flwr[simulation]==1.41.0" torch==2.13.0 scikit-learn -e ".[agent]"
+    /tmp/flower/bin/python benchmarks/independent.py
+
+`import flower_simulation` raises ImportError where it is not installed. Nothing is reported to Flower or to Ray.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray  # noqa: F401 - of flwr[simulation]: without it there is no engine
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from plain import NETWORKS, Plan, Samples, Weights, client_update
+from torch import nn
+
+client = ClientApp()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """weights: the last global model; seconds: of each round but the first two, which start processes."""
+
+    weights: Weights
+    seconds: list[float]
+
+
+class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
+    """Flower's FedAvg; `ends`: when each round's aggregation was done."""
+
+    def __init__(self, n_clients: int) -> None:
+        super().__init__(fraction_evaluate=0.0, min_train_nodes=n_clients, min_available_nodes=n_clients)
+        self.n_clients = n_clients
+        self.ends: list[float] = []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        replies = list(replies)
+        if sum(not reply.has_error() for reply in replies) < self.n_clients:
+            errors = {reply.error.reason for reply in replies if reply.has_error()}
+            raise RuntimeError(f"not every client answered in round {server_round}: {errors}")
+        done: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(server_round, replies)
+        self.ends.append(time.perf_counter())
+        return done
+
+
+def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *, idle: bool = False) -> Outcome:
+    """Every client in every round. `idle`: clients send back what they were sent, at once.
+
+    Args:
+        model: one of `plain.NETWORKS`.
+        first: its weights.
+        clients: samples of each.
+        plan: what they do.
+        idle: see above.
+    """
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    strategy = Timed(len(clients))
+    found: list[Weights] = []
+    server = ServerApp()
+    with tempfile.TemporaryDirectory() as folder:
+        arrays: dict[str, Any] = {}
+        for k, (x, y) in enumerate(clients):
+            arrays |= {f"x{k}": x, f"y{k}": y}
+        np.savez(Path(folder) / "clients.npz", **arrays)
+        config = ConfigRecord({"model": model, "folder": folder, "idle": idle, **asdict(plan)})
+
+        @server.main()  # type: ignore[untyped-decorator, unused-ignore]
+        def _(grid: Grid, _: Context) -> None:
+            result = strategy.start(grid, ArrayRecord(first), num_rounds=plan.rounds, train_config=config)
+            found.append(dict(result.arrays.to_torch_state_dict()))
+
+        cores = len(os.sched_getaffinity(0))
+        run_simulation(
+            server,
+            client,
+            num_supernodes=len(clients),
+            backend_config={
+                "client_resources": {"num_cpus": 1, "num_gpus": 0.0},  # as many at once as there are cores
+                "init_args": {"num_cpus": cores, "log_to_driver": False},
+            },
+        )
+    return Outcome(found[0], list(np.diff(strategy.ends[1:])))
+
+
+# -------------------------------------------------------------------------------------------- in Flower's processes
+
+
+@client.train()  # type: ignore[untyped-decorator, unused-ignore]
+def _train(message: Message, context: Context) -> Message:
+    """One client's part of a round."""
+    config, k = message.content["config"], int(context.node_config["partition-id"])
+    samples = _clients(config["folder"])[k]
+    arrays = message.content["arrays"]
+    if not config["idle"]:
+        module = _network(config["model"], samples[0].shape[1:], 10)
+        module.load_state_dict(arrays.to_torch_state_dict())
+        plan = Plan(**{name: config[name] for name in Plan.__slots__})
+        client_update(module, samples, plan, config["server-round"], k)
+        arrays = ArrayRecord(module.state_dict())
+    metrics = MetricRecord({"num-examples": len(samples[1])})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+@lru_cache(maxsize=1)
+def _clients(folder: str) -> list[Samples]:
+    """All clients' samples, read once by each process."""
+    torch.set_num_threads(1)
+    with np.load(Path(folder) / "clients.npz") as arrays:
+        return [(arrays[f"x{k}"], arrays[f"y{k}"]) for k in range(len(arrays.files) // 2)]
+
+
+@lru_cache(maxsize=1)
+def _network(model: str, shape: tuple[int, ...], n_classes: int) -> nn.Module:
+    return NETWORKS[model](shape, n_classes)

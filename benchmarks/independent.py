@@ -1,0 +1,196 @@
+"""FedAvg and FedPer of fedge against independent implementations of the same setting.
+
+  FedAvg  Flower 1.41's strategy and simulation engine (`flower_simulation`, which tells how to install it), and a loop
+          in plain PyTorch
+  FedPer  a loop in plain PyTorch, from the paper's pseudocode (`plain`)
+
+Equal: partition, first model, batch size, steps, learning rate, momentum, every device in every round, updates in
+float32. Not equal: the order in which a device's samples are drawn. Ours is `fedge simulate` as it is, measured on the
+bundles that the devices installed; the rivals' weights are measured by PyTorch. Columns, in per cent: accuracy on the
+global test set (FedPer has no global model) and, as a mean over devices, on each device's own test samples.
+
+Aim: within 1 point, as a mean over the seeds.
+
+    python benchmarks/independent.py [--json FILE]
+    python benchmarks/independent.py --task mnist --data ../shared/data --samples 10000 --model cnn
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from plain import NETWORKS, Plan, Samples, Weights, accuracy, fedavg, fedper
+from torch import nn
+
+from coordinator.simulation.federation import Federation, deal
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import Hardware, Scenario
+from fedge import preprocess
+from fedge.messages import Codec
+from fedge.tasks import share_data
+from fedge.tensors import unflatten
+
+POINT = 1.0
+WITHOUT_FLOWER = "Flower is not installed here; benchmarks/flower_simulation.py tells how. The other rivals run."
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracies:
+    """In per cent; `overall` on the global test set, None without a global model; `own` of each device."""
+
+    overall: float | None
+    own: list[float]
+
+
+class Seed:
+    """One partition and first model, and who learns from them."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario = scenario
+        self.seed = seed
+        self.federation: Federation = deal(scenario, seed)
+        task = self.federation.task
+        self.model = task.model
+        self.module: nn.Module = NETWORKS[self.model](task.input_shape, task.n_classes)
+        first = unflatten(self.federation.first, self.federation.layout)
+        self.first: Weights = {name: torch.tensor(first[name]) for name in self.module.state_dict()}
+        shares = self.federation.shares.values()
+        self.clients: list[Samples] = [share_data(task, share).shared for share in shares]
+        self.tests: list[Samples] = [(preprocess.apply(task, share.x_test), share.y_test) for share in shares]
+        self.plan = Plan(
+            rounds=scenario.rounds,
+            steps=scenario.local_steps,
+            batch_size=scenario.batch_size,
+            learning_rate=scenario.learning_rate,
+            momentum=scenario.momentum,
+            seed=seed,
+        )
+
+    def ours(self, method: str) -> Accuracies:
+        with tempfile.TemporaryDirectory() as home:
+            done = simulate(self.scenario, method, {}, self.seed, Path(home), lambda _: None, method)
+        if done.bundles != len(self.clients) or done.global_accuracy is None:
+            raise RuntimeError(f"{method}: only {done.bundles} devices installed a bundle")
+        own = [100 * device.score.accuracy for device in done.devices]
+        return Accuracies(100 * done.global_accuracy if method == "fedavg" else None, own)
+
+    def flower_fedavg(self, flower: ModuleType) -> Accuracies:
+        return self._of_one(flower.fedavg(self.model, self.first, self.clients, self.plan).weights)
+
+    def plain_fedavg(self) -> Accuracies:
+        return self._of_one(fedavg(self.module, self.first, self.clients, self.plan))
+
+    def plain_fedper(self) -> Accuracies:
+        return Accuracies(None, self._own(fedper(self.module, self.first, self.clients, self.plan)))
+
+    def _of_one(self, weights: Weights) -> Accuracies:
+        if self.federation.global_test is None:
+            raise RuntimeError("there is no global test set")
+        overall = 100 * accuracy(self.module, weights, self.federation.global_test)
+        return Accuracies(overall, self._own([weights] * len(self.clients)))
+
+    def _own(self, weights: list[Weights]) -> list[float]:
+        return [100 * accuracy(self.module, w, test) for w, test in zip(weights, self.tests, strict=True)]
+
+
+def flower_or_none() -> ModuleType | None:
+    try:
+        import flower_simulation
+    except ImportError:
+        print(WITHOUT_FLOWER, file=sys.stderr)
+        return None
+    return flower_simulation
+
+
+def compare(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
+    """Accuracies of each pair and seed, and the mean difference over the seeds (ours - rival)."""
+    flower = flower_or_none()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number in seeds:
+        seed = Seed(scenario, number)
+        ours = {method: seed.ours(method) for method in ("fedavg", "fedper")}
+        rivals = {"fedavg, plain PyTorch": seed.plain_fedavg(), "fedper, plain PyTorch": seed.plain_fedper()}
+        if flower is not None:
+            rivals = {"fedavg, Flower 1.41": seed.flower_fedavg(flower)} | rivals
+        for name, rival in rivals.items():
+            line = row(number, ours[name.split(",")[0]], rival)
+            found.setdefault(name, []).append(line)
+            show(name, line)
+    return {name: {"seeds": lines, "mean": mean_of(name, lines)} for name, lines in found.items()}
+
+
+def row(seed: int, ours: Accuracies, rival: Accuracies) -> dict[str, Any]:
+    line: dict[str, Any] = {"seed": seed}
+    if ours.overall is not None and rival.overall is not None:
+        line["global"] = [ours.overall, rival.overall]
+    line["own"] = [float(np.mean(ours.own)), float(np.mean(rival.own))]
+    return line
+
+
+def mean_of(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean accuracies and differences; printed."""
+    kinds = [kind for kind in ("global", "own") if kind in lines[0]]
+    line = {kind: np.mean([one[kind] for one in lines], axis=0).tolist() for kind in kinds}
+    show(name, {"seed": "mean"} | line)
+    differences = {kind: line[kind][0] - line[kind][1] for kind in kinds}
+    return line | {"differences": differences, "within a point": all(abs(d) <= POINT for d in differences.values())}
+
+
+def show(name: str, line: dict[str, Any]) -> None:
+    cells = [
+        f"{kind:>8} {ours:6.2f} {rival:6.2f} {ours - rival:+6.2f}"
+        for kind in ("global", "own")
+        if kind in line
+        for ours, rival in [line[kind]]
+    ]
+    print(f"{name:<22} {line['seed']!s:>5} {'   '.join(cells)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--samples", type=int, help="of the whole set; default: all")
+    parser.add_argument("--model", choices=NETWORKS, help="default: the task's")
+    parser.add_argument("--devices", type=int, default=20)
+    parser.add_argument("--alpha", type=float, default=0.5, help="of the Dirichlet partition (default 0.5)")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--codec", choices=[codec.value for codec in Codec], default="float32", help="of our updates")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("fedge").setLevel(logging.ERROR)
+    scenario = Scenario(
+        task=args.task,
+        data=args.data,
+        samples=args.samples,
+        model=args.model,
+        devices=args.devices,
+        alpha=args.alpha,
+        rounds=args.rounds,
+        codec=Codec(args.codec),
+        hardware=Hardware.NONE,
+        global_test=0.2,
+        reserved=0.0,
+    )
+    print(f"{'':<22} {'seed':>5} {'':>8} {'ours':>6} {'rival':>6} {'':>6}")
+    figures = compare(scenario, [int(seed) for seed in args.seeds.split(",")])
+    if args.json:
+        settings = msgspec.to_builtins(scenario, enc_hook=str)
+        args.json.write_text(json.dumps({"scenario": settings, "results": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
