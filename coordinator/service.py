@@ -63,7 +63,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         | None
     ) = None
     welcome: Annotated[
-        bool, Meta(description="Stay after the last round and give new devices a bundle (fedcoe), until Ctrl-C.")
+        bool, Meta(description="Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C.")
     ] = False
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
@@ -133,7 +133,7 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
         reserved = labelled(task, settings.reserved)
     method = make(settings.method, settings.for_method(options), task=task, reserved=reserved)
     if settings.welcome and not hasattr(method, "welcome"):
-        raise ConfigError(f"{settings.method} has nothing for devices that come after the last round; fedcoe has")
+        raise ConfigError(f"{settings.method} has nothing for devices that come after the last round; fedge and fedcoe have")
     return method
 
 

@@ -82,11 +82,11 @@ _PRIVATE, _LOCAL, _GATE, _FINAL_PRIVATE, _FINAL_LOCAL = range(5)  # streams of r
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A model before training: mean loss and its gradient's norm on D_L, accuracy on the validation samples."""
+    """A model before training: accuracy on the validation samples; loss and its gradient's norm on D_L if wanted."""
 
-    loss: float
-    gradient_norm: float
     accuracy: float | None
+    loss: float | None = None
+    gradient_norm: float | None = None
 
 
 class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -233,26 +233,28 @@ class Worker:
         if action.keep is not None or action.part is not Part.ALL:
             return personal.train(self, action, fetch, order, stop)
         start, chosen = self.best_start(action.starts, fetch, action.choose)
-        before = self.look(start)
+        before = self.look(start, measure=action.measure)
         x, y = self.data.shared
         Trainer(self.network, x, y, action.sgd, np.random.default_rng(order.seed)).run(action.sgd.steps, stop)
         trained = self.network.dump()
-        return self.trained(action, chosen, before, mean_loss(self.network, x, y), start, trained)
+        loss_after = mean_loss(self.network, x, y) if action.measure else None
+        return self.trained(action, chosen, before, loss_after, start, trained)
 
-    def look(self, model: Model) -> Look:
-        """How a model does on D_L, n >= 1, and on the validation samples. The network is left with its weights."""
+    def look(self, model: Model, *, measure: bool = True) -> Look:
+        """How a model does on the validation samples, and on D_L, n >= 1. The network is left with its weights."""
         accuracy = self.accuracy(model)
         self.network.load(model)
-        return Look(*loss_and_gradient_norm(self.network, *self.data.shared), accuracy)
+        return Look(accuracy, *(loss_and_gradient_norm(self.network, *self.data.shared) if measure else ()))
 
     def trained(
-        self, action: Train, chosen: Start, before: Look, loss_after: float, start: Model, trained: Model
+        self, action: Train, chosen: Start, before: Look, loss_after: float | None, start: Model, trained: Model
     ) -> Outcome:
         """The report of a training that led from `start` to `trained`: the change of the part that travels.
 
         `before`, `loss_after`: of the model that the device would use.
         """
-        if not all(map(math.isfinite, (before.loss, before.gradient_norm, loss_after))):
+        measured = (before.loss, before.gradient_norm, loss_after)
+        if not all(math.isfinite(number) for number in measured if number is not None):
             raise FailedError("training diverged")
         update = Model(trained.params - start.params, trained.buffers, trained.counters)
         layout = self.network.layout.part(action.part)
@@ -458,8 +460,8 @@ class Worker:
         log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
         trained = gate.train_gate(self.data.x_val, log_p, scores, seed=seed)
         fused, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
-        guard = self._guard(action.calibration, fused)
-        final = self._final_models(found, action.sgd, seed, stop)
+        guard = self._guard(action.calibration, fused) if action.guard else None
+        final = self._final_models(found, action.sgd, seed, stop) if action.final_fit else list(found.models)
         candidates = [
             Candidate(
                 role=role,

@@ -187,6 +187,7 @@ class Train(_Message, frozen=True, kw_only=True, tag="train"):
     part: Part = Part.ALL
     keep: Keep | None = None
     initial: BlobRef | None = None  # all tensors; needed with `keep` and for a part
+    measure: bool = True  # whether losses and the gradient's norm are wanted: a quarter of the device's work
 
 
 class Profile(_Message, frozen=True, kw_only=True, tag="profile"):
@@ -246,6 +247,8 @@ class FitGate(_Message, frozen=True, kw_only=True, tag="fit_gate"):
     shrinkage: Annotated[float, Meta(gt=0)]
     beta: NonNegative
     sgd: Sgd
+    final_fit: bool = True  # section 10
+    guard: bool = True  # section 11
     release: Count
 
 
@@ -383,14 +386,17 @@ class Order(_Message, frozen=True, kw_only=True, tag="order"):
 
 
 class Trained(_Message, frozen=True, kw_only=True, tag="trained"):
-    """`update` holds (trained - start) of the trainable tensors, and the buffers as they are."""
+    """`update` holds (trained - start) of the trainable tensors, and the buffers as they are.
+
+    Losses and norm are None where the order does not ask for them (`measure`).
+    """
 
     update: BlobRef
     n_samples: Count  # |D_L|
     cluster: Annotated[int, Meta(ge=-1)] = -1  # of the start that was chosen
-    loss_before: float  # mean training loss on D_L at the start model, without proximal term
-    loss_after: float
-    gradient_norm: NonNegative  # L2 norm of the gradient of the mean loss at the start model
+    loss_before: float | None = None  # mean training loss on D_L at the start model, without proximal term
+    loss_after: float | None = None
+    gradient_norm: NonNegative | None = None  # L2 norm of the gradient of the mean loss at the start model
     val_accuracy: Share | None = None  # of the start model on the validation samples
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,10 +27,11 @@ from coordinator.clustering import aidc, mctc
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
-    NoOptions,
     accepted,
     counted,
+    install,
     options_of,
+    round_rng,
     sizes,
     summarise,
     summary_of,
@@ -39,6 +40,7 @@ from coordinator.methods.grouping import arm, observed, of_one_length
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import ccmab
+from coordinator.selection.uniform import cohort_size, uniform
 from fedge.messages import (
     BlobRef,
     Calibration,
@@ -80,6 +82,20 @@ KAPPAS = {  # kappa, section 7
 BETAS = (0.0, 0.5, 1.0)  # section 9
 A0, A = 10.0, 20.0  # shrinkage of the weights, samples, section 8
 ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What can be exchanged or switched off. `mode` shift: for devices whose class shares move (section 15.6).
+
+    `selection` uniform: without bandit and deadline, within the groups as the bandit. `split` never: no trial, no
+    experts; always: experts wherever there is more than one cluster, whatever the trial says.
+    """
+
+    selection: Literal["ccmab", "uniform"] = "ccmab"
+    split: Literal["trial", "never", "always"] = "trial"
+    mode: Literal["mixture", "shift"] = "mixture"
+    final_fit: bool = True
+    guard: bool = True
 
 
 class LastUpdate(Struct, frozen=True, kw_only=True):
@@ -141,11 +157,11 @@ class Fedge:
     """The default method; `round` follows the table of the specification's section 1."""
 
     name = "fedge"
-    Options = NoOptions
+    Options = Options
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
-        options_of(settings, NoOptions)
+        self.options = options_of(settings, Options)
         everybody = settings.participation == 1
         self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
@@ -161,20 +177,23 @@ class Fedge:
         """Steps 1 to 3 in rounds 1..R, steps 4 to 8 after the last."""
         r = state.round + 1
         if state.round == self.settings.rounds:
-            state = await personalise(state, fleet, self.settings, r)
+            if self.options.mode == "shift":
+                return await install(self, state, fleet)
+            state = await personalise(state, fleet, self.settings, self.options, r)
             return msgspec.structs.replace(state, round=r)
         if r > WARM_UP:
             state = await profile(state, fleet, r)
         present = awake(state, fleet, r)
         selections, bandits = self._select(state, present)
-        cohort = sorted(i for s in selections for i in s.ids) if selections else list(present)
-        state, answers = await ask(state, fleet, r, "train", {i: self._order(state, i, r) for i in cohort})
+        cohort = self._cohort(state, selections, present, r)
+        orders = {i: self._order(state, i, r, measure=bool(selections)) for i in cohort}
+        state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
         state = self._observe(state, selections, bandits, answers)
         if len(updates) >= self.settings.min_reports:
             state = train_experts(state, updates, fleet) if state.experts else train_shared(state, updates, fleet)
         if not state.experts and r == round(RHO * self.settings.rounds):
-            state = await split(state, fleet, r)
+            state = await split(state, fleet, r, self.options.split)
         return msgspec.structs.replace(
             state,
             round=r,
@@ -186,12 +205,25 @@ class Fedge:
     def _select(
         self, state: FedgeState, present: Mapping[str, Device]
     ) -> tuple[list[ccmab.Selection], list[ccmab.State]]:
-        """FedEPC section 5, in each group; nothing before there are groups, when everybody takes part."""
+        """FedEPC section 5, in each group; nothing before there are groups, or without the bandit."""
+        if self.options.selection == "uniform":
+            return [], []
         choices = [
             ccmab.select(bandit, [arm(present[i], self.settings.sgd) for i in members if i in present], self._bandit)
             for members, bandit in zip(state.groups, state.bandits, strict=True)
         ]
         return [selection for selection, _ in choices], [bandit for _, bandit in choices]
+
+    def _cohort(
+        self, state: FedgeState, selections: Sequence[ccmab.Selection], present: Mapping[str, Device], r: int
+    ) -> list[str]:
+        """Whom the bandits chose; without them a draw within each group; everybody before there are groups."""
+        if self.options.selection == "ccmab":
+            return sorted(i for s in selections for i in s.ids) if selections else list(present)
+        rng, share = round_rng(self.settings, r), self.settings.participation
+        groups = [[i for i in group if i in present] for group in state.groups] or [list(present)]
+        size = (lambda n: cohort_size(n, share)) if state.groups else (lambda n: n)
+        return sorted(i for group in groups for i in uniform(group, size(len(group)), rng))
 
     def _observe(
         self,
@@ -201,14 +233,24 @@ class Fedge:
         answers: Mapping[str, Answer],
     ) -> FedgeState:
         """What each bandit learns of those that it chose."""
+        if not selections:
+            return state
         learned = tuple(
             observed(bandit, selection, answers, self._bandit)
             for bandit, selection in zip(bandits, selections, strict=True)
         )
         return msgspec.structs.replace(state, bandits=learned)
 
-    def _order(self, state: FedgeState, device_id: str, r: int) -> Train:
-        return Train(starts=starts(state, device_id, r), sgd=self.settings.sgd, codec=self.settings.codec)
+    def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
+        """`measure`: for the bandits alone."""
+        sgd, codec = self.settings.sgd, self.settings.codec
+        return Train(starts=starts(state, device_id, r), sgd=sgd, codec=codec, measure=measure)
+
+    async def welcome(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """A mixture for each device that comes after the last round."""
+        if state.pool is None:
+            return state
+        return await welcome(state, fleet, self.settings, self.options, state.round + 1)
 
     def serves(self, state: FedgeState, device_id: str) -> BlobRef:
         """The device's primary expert, or the global model."""
@@ -348,8 +390,8 @@ def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
 # -------------------------------------------------------------------------------------- step 3: trial and split
 
 
-async def split(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-    """Section 5: clusters of the mean unit updates; experts only if the trial says so."""
+async def split(state: FedgeState, fleet: Fleet, r: int, when: str) -> FedgeState:
+    """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""
     if state.directions is None:
         return state
     directions = dict(sorted(fleet.get_tensors(state.directions).items()))
@@ -362,7 +404,8 @@ async def split(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     if len(clusters) > 1:
         state, deltas = await try_clusters(state, fleet, clusters, r)
     statistic = trial_statistic(list(deltas.values()))
-    splits = len(clusters) > 1 and wants_split(statistic, separability, len(ids))
+    wanted = wants_split(statistic, separability, len(ids)) if when == "trial" else when == "always"
+    splits = len(clusters) > 1 and wanted
     trial = TrialOutcome(
         ids=ids,
         clusters=clusters,
@@ -444,25 +487,16 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 # ------------------------------------------------------------------------------------- steps 4 to 8: the mixtures
 
 
-async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings, r: int) -> FedgeState:
+async def personalise(
+    state: FedgeState, fleet: Fleet, settings: MethodSettings, options: Options, r: int
+) -> FedgeState:
     """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
 
     Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its
     work was for nothing.
     """
-    typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
     asked = awake(state, fleet, r).keys() | state.participations.keys()
-    fits = {
-        device.id: FitCandidates(
-            global_model=state.shared.model,
-            experts=offered(state, device.id) if state.experts else (),
-            initial_model=state.initial_model,
-            sgd=settings.sgd,
-            local_steps=settings.sgd.steps * state.participations.get(device.id, typical),
-        )
-        for device in fleet.devices()
-        if device.id in asked
-    }
+    fits = {device.id: candidates(state, device.id, settings) for device in fleet.devices() if device.id in asked}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     fitted = results(answers, CandidatesFitted)
     if not fitted:
@@ -494,21 +528,49 @@ async def personalise(state: FedgeState, fleet: Fleet, settings: MethodSettings,
             chosen = pooled_choice([m.pooled_losses for m in measured])
             beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in measured])]
 
-    finish = FitGate(
-        calibration={role: calibration[role] for role in pooled[chosen]},
-        pooled=pooled[chosen],
-        shrinkage=A,
-        beta=beta,
-        sgd=settings.sgd,
-        release=1,
+    pool = Pool(
+        calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
     )
+    finish = mixture_of(pool, settings, options)
     state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(fitted, finish))
-    return msgspec.structs.replace(
-        state,
-        pool=Pool(
-            calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
-        ),
-        installed=results(answers, Installed),
+    return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
+
+
+async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, options: Options, r: int) -> FedgeState:
+    """Section 12: who comes after the end fits its candidates with what was pooled, without any round."""
+    pool = state.pool
+    assert pool is not None
+    new = [device.id for device in fleet.devices() if device.id not in state.installed]
+    state, answers = await ask(state, fleet, r, "candidates", {i: candidates(state, i, settings) for i in new})
+    finish = mixture_of(pool, settings, options)
+    state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(results(answers, CandidatesFitted), finish))
+    installed = state.installed | results(answers, Installed)
+    return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+
+def candidates(state: FedgeState, device_id: str, settings: MethodSettings) -> FitCandidates:
+    """What a device fits its candidates from; one that never trained fits as long as is typical."""
+    typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
+    return FitCandidates(
+        global_model=state.shared.model,
+        experts=offered(state, device_id) if state.experts else (),
+        initial_model=state.initial_model,
+        sgd=settings.sgd,
+        local_steps=settings.sgd.steps * state.participations.get(device_id, typical),
+    )
+
+
+def mixture_of(pool: Pool, settings: MethodSettings, options: Options) -> FitGate:
+    """The last step on a device, with what was pooled."""
+    return FitGate(
+        calibration={role: pool.calibration[role] for role in pool.weights},
+        pooled=pool.weights,
+        shrinkage=A,
+        beta=pool.beta,
+        sgd=settings.sgd,
+        final_fit=options.final_fit,
+        guard=options.guard,
+        release=1,
     )
 
 

@@ -222,7 +222,7 @@ def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
 
 
 def test_a_method_without_cold_start_welcomes_nobody(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fedcoe has"):
+    with pytest.raises(ConfigError, match="fedge and fedcoe have"):
         method_of(settings(None, tmp_path, method="fedavg", welcome=True), task_spec("digits"))
 
 

@@ -399,3 +399,71 @@ async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupte
         await method.round(state, fleet)  # killed before its state was committed
         state = load(dump(await method.round(state, fleet)), FedgeState)
     assert dump(state) == dump(straight)
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+def with_options(rounds: int = 10, participation: float = 1.0, **options: object) -> Fedge:
+    return Fedge(
+        MethodSettings(rounds=rounds, participation=participation, sgd=Sgd(steps=5), options=options)  # type: ignore[arg-type]
+    )
+
+
+async def test_a_split_can_be_forced_or_forbidden(tmp_path) -> None:
+    for wanted, how in (("never", "groups"), ("always", "dirichlet")):
+        fleet, layout, first, _ = digits(tmp_path / wanted, n=6, how=how)
+        method = with_options(split=wanted)
+        state = await rounds(method, method.initial(layout, first), fleet, 4)
+        assert state.trial is not None
+        assert state.trial.split == bool(state.experts) == (wanted == "always")
+
+
+async def test_without_the_bandit_the_cohort_is_drawn_within_the_groups(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=6)
+    method = with_options(participation=0.5, selection="uniform")
+    state = await rounds(method, method.initial(layout, first), fleet, 10)
+    assert state.groups
+    assert [line.asked for line in state.history[: module.WARM_UP]] == [6] * module.WARM_UP
+    expected = sum(max(1, int(len(group) / 2 + 0.5)) for group in state.groups)
+    assert state.history[-1].asked == expected
+    assert all(bandit == ccmab.State() for bandit in state.bandits)
+
+
+async def test_shift_installs_the_shared_model_alone(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    method = with_options(rounds=3, mode="shift")
+    state = await run(method, method.initial(layout, first), fleet)
+    assert {result.roles for result in state.installed.values()} == {(Role.GLOBAL,)}
+    assert len(state.installed) == 4
+
+
+async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=5, limit=500)
+    fleet.silent = frozenset({"d04"})
+    method = with_options(rounds=3)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == {"d00", "d01", "d02", "d03"}
+    fleet.silent = frozenset()
+    fleet.births = {"d04": 1}
+    fleet.asked.clear()
+    fleet.round = state.round + 1
+    after = await method.welcome(state, fleet)
+    assert set(after.installed) == {"d00", "d01", "d02", "d03", "d04"}
+    assert after.installed["d04"].roles[0] is Role.PRIVATE
+    assert {device for _, _, device in fleet.asked} == {"d04"}
+    assert after.pool == state.pool
+    assert await method.welcome(after, fleet) == after
+
+
+@pytest.mark.parametrize("option", ["final_fit", "guard"])
+async def test_final_fit_and_guard_can_be_switched_off(tmp_path, option) -> None:
+    digests = []
+    for on in (True, False):
+        fleet, layout, first, _ = digits(tmp_path / str(on), n=4, limit=400)
+        method = with_options(rounds=2, **{option: on})
+        state = await run(method, method.initial(layout, first), fleet)
+        digests.append([result.bundle_digest for result in state.installed.values()])
+        if not on and option == "guard":
+            assert not any(result.guarded for result in state.installed.values())
+    assert option == "guard" or digests[0] != digests[1]
