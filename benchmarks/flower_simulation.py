@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no GPU is asked for; saves a warning
 
 import logging
 import tempfile
@@ -102,7 +103,7 @@ def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *
                 "init_args": {"num_cpus": cores, "log_to_driver": False},
             },
         )
-    return Outcome(found[0], list(np.diff(strategy.ends[1:])))
+    return Outcome(found[0], np.diff(strategy.ends[1:]).tolist())
 
 
 # -------------------------------------------------------------------------------------------- in Flower's processes

@@ -8,8 +8,10 @@ speed   100 devices, the CNN of McMahan et al. (two 5 x 5 convolutions, 1.66 mil
                       add the result to a mean; nothing else (no losses before and after, no accuracies, no encoding).
                       One thread of torch and as many as there are processors; the better one counts
         and with training switched off (no steps, no looks at the data): the overhead of a round and of a client.
-        Aims: fleet at or below plain; overhead per client a tenth of Flower's. Flower 1.41 was measured at 0.317 s for
-        a round of 20 clients that do nothing (0.0159 s a client); --flower measures it here where it is installed.
+        Aims: fleet at or below plain; overhead per client a tenth of Flower's. --flower measures Flower in the same
+        run, training (in PyTorch, as many clients at once as there are processors) and idle (clients send back what
+        they were sent); flower_simulation.py tells how to install it. Without it the figure is that of a quiet machine
+        with two cores and 401,776 weights: 0.317 s for a round of 20 idle clients (0.0159 s a client).
 scale   `fedge` for 20 rounds with 1,000 devices on digits: aim 10 minutes and 4 GiB (largest resident set). Digits has
         1,797 samples; each device gets 40 that are drawn with replacement from its own Dirichlet shares of the classes,
         so devices share samples: the figures are about time and memory, not about accuracy.
@@ -33,42 +35,35 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from plain import Plan
 from torch.nn import functional
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet import order_for
+from coordinator.fleet.simulated import SimulatedFleet, one_by_one, run
 from coordinator.methods import MethodSettings, make
-from edge_agent import together
 from edge_agent.worker import Worker
 from fedge import models
-from fedge.messages import Codec, Sgd
+from fedge.messages import BlobRef, Codec, Sgd, Start, Train
 from fedge.models.training import batches
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, Pool, partition, pool, share_data
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import unflatten
 
 FLOWER_S_PER_CLIENT = 0.317 / 20
+FLOWER_ROUNDS = 6
 
 
 def workers_of(task: TaskSpec, data: dict[str, DeviceData], home: Path) -> dict[str, Worker]:
     return {i: Worker(i, task, own, home / i) for i, own in data.items()}
-
-
-@contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
-    """Every worker by itself."""
-    real = together.execute
-    together.execute = lambda jobs: [job.alone() for job in jobs]
-    try:
-        yield
-    finally:
-        together.execute = real
 
 
 @contextlib.contextmanager
@@ -97,11 +92,14 @@ class Speed:
         self.sgd = Sgd(steps=args.steps, batch_size=args.batch)
         self.layout, self.first = models.initial(task, 0)
         self.workers = workers_of(task, self.data, home)
+        blind = {i: replace(own, x_val=own.x_val[:0], y_val=own.y_val[:0]) for i, own in self.data.items()}
+        self.blind = workers_of(task, blind, home)
 
-    def fedavg(self, sgd: Sgd | None = None) -> float:
+    def fedavg(self, workers: dict[str, Worker] | None = None, steps: int | None = None, **how: Any) -> float:
         """Seconds of one round of FedAvg."""
-        fleet = SimulatedFleet(self.task, self.layout, self.workers, seed=0)
-        method = make("fedavg", MethodSettings(rounds=1, sgd=sgd or self.sgd, codec=Codec.FLOAT32))
+        fleet = SimulatedFleet(self.task, self.layout, workers or self.workers, seed=0, **how)
+        sgd = msgspec.structs.replace(self.sgd, steps=self.sgd.steps if steps is None else steps)
+        method = make("fedavg", MethodSettings(rounds=1, sgd=sgd, codec=Codec.FLOAT32))
         state = method.initial(self.layout, fleet.put(unflatten(self.first, self.layout)))
         fleet.round = 1
         start = time.perf_counter()
@@ -109,13 +107,12 @@ class Speed:
         return time.perf_counter() - start
 
     def sequential(self) -> float:
-        with one_by_one(), threads(1):
-            return self.fedavg()
+        with threads(1):
+            return self.fedavg(execute=one_by_one)
 
     def idle(self) -> float:
         """Seconds of a round in which nobody trains or looks at data."""
-        with training_off(self.layout):
-            return self.fedavg()
+        return self.fedavg(self.blind, steps=0)
 
     def plain(self) -> float:
         """Seconds of a bare loop over the same batches."""
@@ -123,12 +120,14 @@ class Speed:
         start = time.perf_counter()
         mean = [torch.zeros_like(p, dtype=torch.float64) for p in module.parameters()]
         n_all = sum(own.n_shared for own in self.data.values())
-        for own in self.data.values():
+        for i, own in self.data.items():
+            action = Train(starts=(Start(model=BlobRef(digest="0" * 64, size_bytes=1)),), sgd=self.sgd)
+            rng = np.random.default_rng(order_for("simulation", 0, 1, "train", i, self.task, action, deadline=0).seed)
             models.load(module, self.first, self.layout)
             module.train()
             optimiser = torch.optim.SGD(module.parameters(), lr=self.sgd.learning_rate, momentum=self.sgd.momentum)
             x, y = (torch.from_numpy(part) for part in own.shared)
-            for batch in islice(batches(len(y), self.sgd.batch_size, np.random.default_rng(0)), self.sgd.steps):
+            for batch in islice(batches(len(y), self.sgd.batch_size, rng), self.sgd.steps):
                 optimiser.zero_grad()
                 functional.cross_entropy(module(x[batch]), y[batch]).backward()
                 optimiser.step()
@@ -136,68 +135,35 @@ class Speed:
                 total.add_(p.detach(), alpha=len(y) / n_all)
         return time.perf_counter() - start
 
+    def flower(self, flower: ModuleType, *, idle: bool) -> list[float]:
+        """Seconds of rounds of Flower's simulation; `idle`: its clients send back what they were sent."""
+        plan = Plan(
+            rounds=FLOWER_ROUNDS,
+            steps=self.sgd.steps,
+            batch_size=self.sgd.batch_size,
+            learning_rate=self.sgd.learning_rate,
+            momentum=self.sgd.momentum,
+            seed=0,
+        )
+        first = {name: torch.tensor(array) for name, array in unflatten(self.first, self.layout).items()}
+        clients = [own.shared for own in self.data.values()]
+        seconds: list[float] = flower.fedavg(self.task.model, first, clients, plan, idle=idle).seconds
+        return seconds
 
-@contextlib.contextmanager
-def training_off(layout: Layout) -> Iterator[None]:
-    """Looks, steps and losses cost nothing; orders, models, updates, codec and averaging are as ever."""
-    from edge_agent.worker import Look
 
-    def learn(group: Any) -> dict[int, Any]:
-        rng = np.random.default_rng(0)
-        done = {}
-        for one in group:
-            params = one.start.params + np.float32(1e-3) * rng.random(layout.n_params, np.float32)
-            model = Model(params, one.start.buffers, one.start.counters)
-            done[one.number] = one.worker.trained(one.action, one.chosen, Look(1.0, 1.0, 0.5), 0.5, one.start, model)
-        return done
-
-    changed = {"_train": learn, "can_stack": lambda _: True, "MOST_WEIGHTS": 2**40}
-    real = {name: getattr(together, name) for name in changed}
-    vars(together).update(changed)
+def flower_or_none() -> ModuleType | None:
     try:
-        yield
-    finally:
-        vars(together).update(real)
-
-
-def flower(speed: Speed) -> float | None:
-    """Seconds of a round of Flower's simulation in which clients do nothing; None where it is not installed."""
-    try:
-        import flwr.simulation
-        from flwr.client import ClientApp, NumPyClient
-        from flwr.server import ServerApp, ServerAppComponents, ServerConfig
-        from flwr.server.strategy import FedAvg
+        import flower_simulation
     except ImportError:
         return None
-    weights = [np.asarray(array) for array in unflatten(speed.first, speed.layout).values()]
-    ends: list[float] = []
-
-    class Idle(NumPyClient):  # type: ignore[misc, unused-ignore]
-        def fit(self, parameters: Any, config: Any) -> Any:  # noqa: ARG002
-            return parameters, 1, {}
-
-    class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
-        def aggregate_fit(self, *args: Any) -> Any:
-            done = super().aggregate_fit(*args)
-            ends.append(time.perf_counter())
-            return done
-
-    def server(_: Any) -> Any:
-        from flwr.common import ndarrays_to_parameters
-
-        strategy = Timed(fraction_evaluate=0.0, initial_parameters=ndarrays_to_parameters(weights))
-        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=6))
-
-    flwr.simulation.run_simulation(
-        ServerApp(server_fn=server), ClientApp(client_fn=lambda _: Idle().to_client()), num_supernodes=len(speed.data)
-    )
-    return statistics.median(np.diff(ends))
+    return flower_simulation
 
 
 def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     speed = Speed(args, home)
     n_processors = len(os.sched_getaffinity(0))
     rivals: dict[str, Callable[[], float]] = {"fleet": speed.fedavg, "sequential": speed.sequential, "idle": speed.idle}
+    flower = flower_or_none() if args.flower else None
     seconds: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):
         for name, once in rivals.items():
@@ -207,10 +173,13 @@ def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
                 seconds.setdefault(f"plain, {n} threads", []).append(speed.plain())
         if not repeat:
             seconds = {}  # the first warms up
+        elif flower is not None:  # warms up by itself
+            seconds.setdefault("flower", []).extend(speed.flower(flower, idle=False))
+            seconds.setdefault("flower, idle", []).extend(speed.flower(flower, idle=True))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     plain = min(taken for name, taken in medians.items() if name.startswith("plain"))
     n = len(speed.data)
-    measured = flower(speed) if args.flower else None
+    measured = medians.get("flower, idle")
     flower_each = measured / n if measured else FLOWER_S_PER_CLIENT
     return {
         "devices": n,
@@ -222,6 +191,7 @@ def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         "seconds_per_round": {name: round(taken, 3) for name, taken in medians.items()},
         "fleet_to_plain": round(medians["fleet"] / plain, 3),
         "fleet_to_sequential": round(medians["fleet"] / medians["sequential"], 3),
+        "fleet_to_flower": round(medians["fleet"] / medians["flower"], 3) if measured else None,
         "overhead_s_per_client": round(medians["idle"] / n, 6),
         "flower_s_per_client": round(flower_each, 6),
         "flower": "measured here" if measured else "not installed; as measured before",
