@@ -76,10 +76,12 @@ def train(worker: Worker, action: Train, fetch: Fetch, order: Order, stop: Stop)
         whole(worker, start.model, action.part, mine, action.initial, fetch) for start in action.starts
     ]  # each start with the other part as it is here
     start, chosen = worker.best_of(wholes, action.starts, action.choose)
-    before = worker.look(_over(start, keep, mine, worker.network.layout))
+    before = worker.look(_over(start, keep, mine, worker.network.layout), measure=action.measure)
     shared, mine = _learn(worker, start, keep, mine, action, fetch, order, stop)
-    worker.network.load(_over(shared, keep, mine, worker.network.layout))
-    loss_after = mean_loss(worker.network, *worker.data.shared)
+    loss_after = None
+    if action.measure:
+        worker.network.load(_over(shared, keep, mine, worker.network.layout))
+        loss_after = mean_loss(worker.network, *worker.data.shared)
     outcome = worker.trained(action, chosen, before, loss_after, start, shared)
     _write(worker.home, order, Kept(keep=keep, tensors=to_bytes(mine)))
     return outcome

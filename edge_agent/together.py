@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -23,7 +23,7 @@ import torch
 
 from edge_agent.cold_start import InferenceWorker
 from edge_agent.outcome import Fetch, Outcome
-from edge_agent.worker import Look, Worker
+from edge_agent.worker import Look, Worker, remembering
 from fedge.messages import FitCandidates, Order, Part, Profile, Sgd, Start, Train, Trial
 from fedge.models.training import (
     Stack,
@@ -32,6 +32,7 @@ from fedge.models.training import (
     can_stack,
     draws,
     is_small,
+    joined,
     losses_and_gradient_norms,
     mean_losses,
     padded,
@@ -39,7 +40,7 @@ from fedge.models.training import (
 )
 from fedge.tensors import Model
 
-MOST_WEIGHTS: Final = 2**18
+MOST_WEIGHTS: Final = 2**20
 """Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
 MOST_MODELS: Final = 64
 THREADED: Final = (Train, Profile, Trial, FitCandidates)
@@ -77,7 +78,7 @@ def execute(jobs: Sequence[Job]) -> list[Outcome]:
     All arithmetic is done by one thread of torch for each job: the last bit of a sum depends on their number.
     """
     outcomes: dict[int, Outcome] = {}
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with _one_thread(), remembering(), torch.random.fork_rng(devices=[]):
         networks = {job.worker.fingerprint: job.worker.network for job in jobs if isinstance(job.worker, Worker)}
         stacked = {name for name, network in networks.items() if can_stack(network)}
         threaded = {name for name, network in networks.items() if not is_small(network) and not draws(network)}
@@ -110,12 +111,10 @@ def _is_plain(action: Train) -> bool:
 
 
 def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
-    """Jobs that can share a stack: same network, same training, same size of batch; alike in samples, so few pads."""
-    alike: dict[tuple[str, Sgd, int], list[_Ready]] = defaultdict(list)
+    """Jobs that can share a stack: same network, same training, same measurements; alike in samples, so few pads."""
+    alike: dict[tuple[str, Sgd, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
-        sgd = one.action.sgd
-        size = min(sgd.batch_size, one.worker.data.n_shared)
-        alike[one.worker.fingerprint, sgd, size].append(one)
+        alike[one.worker.fingerprint, one.action.sgd, one.action.measure].append(one)
     for members in alike.values():
         n = int(np.clip(MOST_WEIGHTS // len(members[0].start.params), 1, MOST_MODELS))
         members.sort(key=lambda one: (one.worker.data.n_shared, one.number))
@@ -124,23 +123,24 @@ def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
 
 def _train(group: Sequence[_Ready]) -> dict[int, Outcome]:
     """`Worker._train` for n workers at once."""
-    sgd, samples = group[0].action.sgd, [one.worker.data.shared for one in group]
+    action, samples = group[0].action, [one.worker.data.shared for one in group]
     stack = Stack(group[0].worker.network, [one.start for one in group])
     validated = accuracies(stack, *padded([one.worker.validation for one in group]))
-    everything = padded(samples)
-    losses_before, norms = losses_and_gradient_norms(stack, *everything)
-    x, y = (np.concatenate(parts) for parts in zip(*samples, strict=True))
+    looks = [Look(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
+    losses_after: list[float | None] = [None] * len(group)
+    everything = padded(samples) if action.measure else None
+    if everything:
+        measured = zip(looks, *losses_and_gradient_norms(stack, *everything), strict=True)
+        looks = [replace(look, loss=float(loss), gradient_norm=float(norm)) for look, loss, norm in measured]
+    x, y = joined(samples)
     rngs = [np.random.default_rng(one.job.order.seed) for one in group]
-    drawn = side_by_side([len(own) for _, own in samples], sgd.batch_size, rngs)
-    Trainer(stack, x, y, sgd, drawn).run(sgd.steps)
-    losses_after = mean_losses(stack, *everything)
-    looks = [
-        Look(float(loss), float(norm), None if np.isnan(accuracy) else float(accuracy))
-        for loss, norm, accuracy in zip(losses_before, norms, validated, strict=True)
-    ]
+    drawn = side_by_side([len(own) for _, own in samples], action.sgd.batch_size, rngs)
+    Trainer(stack, x, y, action.sgd, drawn).run(action.sgd.steps)
+    if everything:
+        losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
     return {
         one.number: one.worker.guarded(
-            partial(one.worker.trained, one.action, one.chosen, look, float(loss_after), one.start, model)
+            partial(one.worker.trained, one.action, one.chosen, look, loss_after, one.start, model)
         )
         for one, look, loss_after, model in zip(group, looks, losses_after, stack.dump(), strict=True)
     }

@@ -10,8 +10,11 @@ What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -75,6 +78,19 @@ from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
 
 T = TypeVar("T")
+
+_decode = ContextVar("decode", default=codec.decode)
+
+
+@contextmanager
+def remembering(n_models: int = 8) -> Iterator[None]:
+    """Within it the last models that orders named are kept, for the workers of a process that are sent the same."""
+    before = _decode.set(lru_cache(n_models)(codec.decode))  # quick: bytes remember their hash
+    try:
+        yield
+    finally:
+        _decode.reset(before)
+
 
 WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 _PRIVATE, _LOCAL, _GATE, _FINAL_PRIVATE, _FINAL_LOCAL = range(5)  # streams of random numbers within an order
@@ -219,7 +235,7 @@ class Worker:
 
     def model(self, ref: BlobRef, fetch: Fetch) -> Model:
         """A model of the task's network that an order names."""
-        return codec.decode(fetch(ref), ref.codec, self.network.layout)
+        return _decode.get()(fetch(ref), ref.codec, self.network.layout)
 
     def personal(self, model: Model) -> Model:
         """What the device would use now of the shared model that it is served: what it kept is put over it."""

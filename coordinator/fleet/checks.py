@@ -77,6 +77,8 @@ def check(action: Action, result: Result) -> None:
                 raise ProtocolError("no-samples", "an update that was learned from nothing")
             _require(result.update.codec is action.codec, f"codec {result.update.codec} instead of {action.codec}")
             _require(result.cluster in {start.cluster for start in action.starts}, "a start that was not offered")
+            measured = (result.loss_before, result.loss_after, result.gradient_norm)
+            _require(not action.measure or None not in measured, "no losses, which were asked for")
         case SharePrivate(), PrivateShared():
             _require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
         case FitCandidates(), CandidatesFitted():

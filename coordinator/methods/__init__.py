@@ -8,7 +8,7 @@ come from (seed, round), so a round that is run again after a crash writes the s
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -44,7 +44,10 @@ class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RoundSummary(Struct, frozen=True, kw_only=True):
-    """One line of a run's history. `accuracy`: mean over the cohort, own validation samples, received model."""
+    """One line of a run's history. `accuracy`: mean over the cohort, own validation samples, received model.
+
+    `loss`: on the samples that they train on; None where the method does not ask for it.
+    """
 
     round: int
     asked: int
@@ -243,14 +246,20 @@ def counted(participations: dict[str, int], updates: dict[str, Trained]) -> dict
 def summarise(round_number: int, asked: int, updates: dict[str, Trained]) -> RoundSummary:
     """The history's line of a round of training."""
     accuracies = [u.val_accuracy for u in updates.values() if u.val_accuracy is not None]
-    n = sum(u.n_samples for u in updates.values())
     return RoundSummary(
         round=round_number,
         asked=asked,
         answered=len(updates),
         accuracy=float(np.mean(accuracies)) if accuracies else None,
-        loss=sum(u.n_samples / n * u.loss_before for u in updates.values()) if n else None,
+        loss=mean_loss(updates.values()),
     )
+
+
+def mean_loss(updates: Collection[Trained]) -> float | None:
+    """n_i-weighted mean of loss_before; None without updates, and where they were not asked to measure it."""
+    n = sum(u.n_samples for u in updates)
+    losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
+    return sum(losses) if losses and len(losses) == len(updates) else None
 
 
 # ------------------------------------------------------------------------------------------------ states as bytes

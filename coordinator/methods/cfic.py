@@ -107,7 +107,8 @@ class Cfic:
         if self.options.registration == "eager":
             state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
         cohort = self._select(state, awake(state, fleet, r), r)
-        order = Train(starts=(Start(model=state.model),), sgd=self.settings.sgd, codec=self.settings.codec)
+        start = Start(model=state.model)
+        order = Train(starts=(start,), sgd=self.settings.sgd, codec=self.settings.codec, measure=False)
         state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
         updates = accepted(answers)
         trained = {device.id: device for device in fleet.devices() if device.id in updates}

@@ -75,7 +75,7 @@ class FedAvg:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
             return await install(self, state, fleet)
-        order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec)
+        order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec, measure=False)
         return await train(state, fleet, order, state.layout, self.settings, self.options, gamma=self.gamma)
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same

@@ -160,7 +160,7 @@ class FedCoE:
 
     def _order(self, state: FedCoEState, device_id: str) -> Train:
         start = Start(model=self.serves(state, device_id))
-        return Train(starts=(start,), sgd=self.settings.sgd, codec=self.settings.codec)
+        return Train(starts=(start,), sgd=self.settings.sgd, codec=self.settings.codec, measure=False)
 
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 

@@ -39,6 +39,7 @@ from coordinator.methods import (
     accepted,
     counted,
     install,
+    mean_loss,
     options_of,
     round_rng,
     sizes,
@@ -175,7 +176,7 @@ class FedEpc:
         present = list(awake(state, fleet, r))
         size = cohort_size(len(present), self.settings.participation)
         cohort = uniform(present, size, round_rng(self.settings, r))
-        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, self._order(state.shared, -1)))
+        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, self._order(state.shared)))
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
@@ -184,8 +185,9 @@ class FedEpc:
             shared = moved(Moving(model=shared), mean, state.layout, fleet, gamma=0.0).model
         return self._after(msgspec.structs.replace(state, shared=shared), len(cohort), updates)
 
-    def _order(self, model: BlobRef, cluster: int) -> Train:
-        return Train(starts=(Start(model=model, cluster=cluster),), sgd=self._sgd, codec=self.settings.codec)
+    def _order(self, model: BlobRef, cluster: int = -1) -> Train:
+        start = Start(model=model, cluster=cluster)
+        return Train(starts=(start,), sgd=self._sgd, codec=self.settings.codec, measure=cluster >= 0)
 
     def _after(self, state: FedEpcState, asked: int, updates: dict[str, Trained]) -> FedEpcState:
         r = state.round + 1
@@ -458,8 +460,9 @@ def inherited(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobR
 
 def round_loss(updates: Sequence[Trained]) -> RoundLoss:
     """n_i-weighted mean of loss_before of those that trained."""
-    n = sum(u.n_samples for u in updates)
-    return RoundLoss(loss=sum(u.n_samples * u.loss_before for u in updates) / n, n_samples=n)
+    loss = mean_loss(updates)
+    assert loss is not None  # `fleet.checks` refuses an answer without
+    return RoundLoss(loss=loss, n_samples=sum(u.n_samples for u in updates))
 
 
 def has_converged(losses: Sequence[RoundLoss]) -> bool:

@@ -40,6 +40,9 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
     result = answer.result
     if not isinstance(result, Trained):
         return None
+    assert result.loss_before is not None  # who chooses by a bandit orders `measure`, and `fleet.checks` refuses
+    assert result.loss_after is not None  # an answer without
+    assert result.gradient_norm is not None
     return ccmab.Outcome(
         loss_before=result.loss_before,
         loss_after=result.loss_after,

@@ -169,7 +169,11 @@ class ScmoePfl:
 
     def _order(self, state: ScmoeState, device_id: str) -> Train:
         return Train(
-            starts=starts(state, device_id), sgd=self.settings.sgd, codec=self.settings.codec, choose="accuracy"
+            starts=starts(state, device_id),
+            sgd=self.settings.sgd,
+            codec=self.settings.codec,
+            choose="accuracy",
+            measure=False,
         )
 
     def _remember(self, state: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet, r: int) -> ScmoeState:

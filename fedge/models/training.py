@@ -35,7 +35,7 @@ CHUNK: Final = 512
 """Samples per forward pass outside training: bounds the memory."""
 PADDING: Final = -100
 """Label of a sample that is not there: it counts in no loss and no gradient."""
-MOST_STACKED: Final = 2**16
+MOST_STACKED: Final = 2**15
 """Weights of the largest network of which several are trained side by side (see `can_stack`)."""
 _SHARED: Final = 4
 """Networks that are kept in a thread, and for which it is remembered what was found out about them."""
@@ -279,11 +279,26 @@ def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArr
 def side_by_side(
     sizes: Sequence[int], batch_size: int, rngs: Sequence[np.random.Generator]
 ) -> Iterator[NDArray[np.int64]]:
-    """Endless batches (n, b) of n clients whose samples lie one after the other: each row is what `batches` gives."""
-    offsets = np.cumsum([0, *sizes[:-1]])
+    """Endless batches (n, b) of n clients whose samples lie one after the other (`joined`).
+
+    Each row is what `batches` gives; that of a client with fewer samples is filled up with the sample that counts not.
+    """
+    *offsets, last = np.cumsum([0, *sizes]).tolist()
     drawn = [batches(size, batch_size, rng) for size, rng in zip(sizes, rngs, strict=True)]
+    positions = np.full((len(sizes), min(batch_size, max(sizes))), last)
     while True:
-        yield np.stack([next(own) for own in drawn]) + offsets[:, None]
+        for row, own, offset in zip(positions, drawn, offsets, strict=True):
+            batch = next(own)
+            row[: len(batch)] = batch + offset
+        yield positions
+
+
+def joined(
+    samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The samples of n clients one after the other, and one more at the end, which counts not (`PADDING`)."""
+    x = np.concatenate([*(own for own, _ in samples), np.zeros_like(samples[0][0][:1])])
+    return x, np.concatenate([*(own for _, own in samples), [PADDING]])
 
 
 def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -300,6 +315,7 @@ class Trainer:
     the weights that the proximal term draws to, by default the present ones.
 
     `rng`: of the batches; for a stack the batches themselves (`side_by_side`), positions (n, b) among `x` and `y`.
+    Of a stack the loss must leave out samples of the label `PADDING`, as cross-entropy does.
     """
 
     def __init__(

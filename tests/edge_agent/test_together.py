@@ -147,6 +147,18 @@ def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alo
         assert np.abs(here.update(own)).max() > 0.01
 
 
+def test_what_is_not_asked_for_is_not_measured(tmp_path, alone):
+    here = Federation(MLP, tmp_path)
+    asked = execute(here.jobs(here.train()))
+    found = execute([here.job(k, here.train(measure=k % 2 == 0)) for k in range(6)])
+    assert alone == ["d6"]
+    for k in range(6):
+        measured = (found[k].result.loss_before, found[k].result.loss_after, found[k].result.gradient_norm)
+        assert (None in measured) == (k % 2 == 1)
+        assert found[k].result.val_accuracy == asked[k].result.val_accuracy
+        assert here.update(found[k]) == pytest.approx(here.update(asked[k]), rel=1e-3, abs=1e-6)
+
+
 def test_who_else_is_asked_changes_an_update_by_no_more_than_rounding(tmp_path, monkeypatch):
     here = Federation(MLP, tmp_path)
     whole = execute(here.jobs(here.train()))

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from deploy import load
-from edge_agent.worker import Worker
+from edge_agent.worker import Worker, remembering
 from fedge import codec, models
 from fedge.messages import (
     BlobRef,
@@ -134,6 +135,31 @@ def test_training_lowers_the_loss_and_the_update_is_the_change(tmp_path, blobs, 
     network = worker.network
     network.load(Model(start.params + change.params, start.buffers, start.counters))
     assert mean_loss(network, *worker.data.shared) == pytest.approx(result.loss_after, rel=0.02)
+
+
+def test_what_is_not_asked_for_is_not_measured_and_changes_no_byte_of_the_update(tmp_path, blobs):
+    worker = Worker("d", TASK, make_data(), tmp_path)
+    starts = (Start(model=blobs.model(1)),)
+    asked = worker.execute(order(Train(starts=starts, sgd=SGD)), blobs)
+    spared = worker.execute(order(Train(starts=starts, sgd=SGD, measure=False)), blobs)
+    assert spared.blobs == asked.blobs
+    assert spared.result == msgspec.structs.replace(asked.result, loss_before=None, loss_after=None, gradient_norm=None)
+    wild = Start(model=blobs.model(1, scale=1e30))
+    diverged = worker.execute(order(Train(starts=(wild,), sgd=SGD, measure=False)), blobs).result
+    assert isinstance(diverged, Failed)
+
+
+def test_a_model_is_decoded_once_where_it_is_remembered(tmp_path, blobs, monkeypatch):
+    decoded = []
+    real = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *args: decoded.append(1) or real(*args))
+    worker = Worker("d", TASK, make_data(), tmp_path)
+    ref = blobs.model(1)
+    with remembering():
+        first, second = (worker.model(ref, blobs) for _ in range(2))
+        assert len(decoded) == 1
+    np.testing.assert_array_equal(first.params, second.params)
+    assert worker.model(ref, blobs) is not worker.model(ref, blobs)
 
 
 def test_labels_of_sensitive_and_validation_samples_change_no_uploaded_byte(tmp_path, blobs):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from safetensors.numpy import save
 
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Keep, KeepHead, KeepModel, KeepOffset, KeepPart, Part
@@ -113,6 +114,19 @@ def test_numbers_that_are_not_finite_are_refused(name: str, value: float) -> Non
 def test_equal_tensors_give_equal_bytes_in_any_order_of_insertion() -> None:
     reverse = dict(reversed(tensors().items()))
     assert to_bytes(reverse) == to_bytes(tensors())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (4, 0)])
+def test_bytes_are_those_that_safetensors_writes(shape: tuple[int, ...]) -> None:
+    whole = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    types = ("bool", "float16", "float32", "float64", *whole)
+    arrays = {f'{kind}/"\u00e9{k}': np.full(shape, k, kind) for kind in types for k in (1, 0)}
+    assert to_bytes(arrays) == save(arrays)
+    assert to_bytes({}) == save({})
+    odd = {"every other": np.arange(12, dtype=np.float32)[::2], "turned": np.ones((2, 3), np.float32).T}
+    assert to_bytes(odd) == save({name: np.ascontiguousarray(array) for name, array in odd.items()})
+    with pytest.raises(ValueError, match="complex"):
+        to_bytes({"z": np.zeros(2, complex)})
 
 
 def test_bytes_are_safetensors_with_the_shapes_kept() -> None:

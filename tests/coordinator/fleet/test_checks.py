@@ -46,6 +46,7 @@ CALIBRATION = {role: Calibration(temperature=1.0, kappa=0.0) for role in (Role.P
 POOLED = {Role.PRIVATE: 0.5, Role.GLOBAL: 0.5}
 
 TRAIN = Train(starts=(Start(model=REF, cluster=2),), sgd=Sgd())
+UNMEASURED = Train(starts=(Start(model=REF, cluster=2),), sgd=Sgd(), measure=False)
 FIT_CANDIDATES = FitCandidates(
     global_model=REF, experts=(Start(model=REF, cluster=1),), initial_model=REF, sgd=Sgd(), local_steps=1
 )
@@ -69,6 +70,8 @@ def installed(*roles: Role) -> Installed:
 
 GOOD: list[tuple[Action, Result]] = [
     (TRAIN, trained()),
+    (UNMEASURED, trained(loss_before=None, loss_after=None, gradient_norm=None)),
+    (UNMEASURED, trained()),
     (Profile(extractor=REF), Profiled(profile=(0.5,), n_samples=1)),
     (Trial(global_model=REF, expert=REF), Tried(delta=-0.1)),
     (FIT_CANDIDATES, CandidatesFitted(losses={Role.GLOBAL: LOSSES, Role.EXPERT: LOSSES}, n_validation=3, cluster=1)),
@@ -86,6 +89,9 @@ BAD: list[tuple[Action, Result, str]] = [
     (TRAIN, trained(n_samples=0), "no-samples"),
     (TRAIN, trained(update=BlobRef(digest="0" * 64, size_bytes=1, codec=Codec.FLOAT32)), "wrong-result"),
     (TRAIN, trained(cluster=-1), "wrong-result"),
+    (TRAIN, trained(loss_before=None), "wrong-result"),
+    (TRAIN, trained(loss_after=None), "wrong-result"),
+    (TRAIN, trained(gradient_norm=None), "wrong-result"),
     (FIT_CANDIDATES, CandidatesFitted(losses={Role.GLOBAL: LOSSES}, n_validation=3, cluster=7), "wrong-result"),
     (FIT_CANDIDATES, CandidatesFitted(losses={Role.PRIVATE: LOSSES}, n_validation=3, cluster=1), "wrong-result"),
     (NO_EXPERTS, CandidatesFitted(losses={Role.GLOBAL: LOSSES, Role.EXPERT: LOSSES}, n_validation=3), "wrong-result"),

@@ -2,15 +2,16 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
-from coordinator.methods import MethodSettings, dump, load, make, round_rng
+from coordinator.methods import MethodSettings, dump, load, make, mean_loss, round_rng
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, blobs_of
+from fedge.messages import BlobRef, Trained, blobs_of
 from fedge.tensors import Layout, TensorInfo
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
@@ -59,6 +60,13 @@ def test_a_state_survives_the_way_to_bytes_and_back() -> None:
 
 def test_every_stored_tensor_of_a_state_is_found() -> None:
     assert {ref.digest[0] for ref in blobs_of(state())} == set("012345")
+
+
+def test_the_mean_loss_of_a_round_is_weighted_by_samples_and_needs_all_of_them() -> None:
+    few, many = (Trained(update=ref("0"), n_samples=n, loss_before=loss) for n, loss in ((5, 1.0), (15, 2.0)))
+    assert mean_loss([few, many]) == (5 * 1.0 + 15 * 2.0) / 20
+    assert mean_loss([few, msgspec.structs.replace(many, loss_before=None)]) is None
+    assert mean_loss([]) is None
 
 
 def test_an_unknown_method_names_the_known_ones() -> None:

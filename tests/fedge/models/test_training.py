@@ -12,6 +12,7 @@ from torch.nn import functional
 from fedge import models
 from fedge.messages import Part, Sgd
 from fedge.models.training import (
+    PADDING,
     Network,
     Stack,
     StoppedError,
@@ -22,6 +23,7 @@ from fedge.models.training import (
     draws,
     flops,
     is_small,
+    joined,
     loss_and_gradient_norm,
     losses_and_gradient_norms,
     mean_loss,
@@ -154,16 +156,28 @@ def stacked():
 def test_a_stack_takes_the_steps_of_its_models(mu):
     sgd = Sgd(batch_size=16, proximal_mu=mu)
     _, starts, stack = stacked()
-    sizes = (50, 17, 20, 16)
+    sizes = (50, 3, 20, 1)
     drawn = side_by_side(sizes, 16, [np.random.default_rng(k) for k in range(4)])
-    x, y = np.concatenate([X[:n] for n in sizes]), np.concatenate([Y[:n] for n in sizes])
-    Trainer(stack, x, y, sgd, drawn).run(12)
+    Trainer(stack, *joined([(X[:n], Y[:n]) for n in sizes]), sgd, drawn).run(12)
     for k, (n, start, model) in enumerate(zip(sizes, starts, stack.dump(), strict=True)):
         net = network()
         net.load(start)
         Trainer(net, X[:n], Y[:n], sgd, np.random.default_rng(k)).run(12)
         assert model.params == pytest.approx(net.dump().params, abs=2e-6)
         assert len(model.buffers) == len(model.counters) == 0
+
+
+def test_batches_side_by_side_are_those_of_each_client_filled_up_with_the_sample_that_counts_not():
+    drawn = side_by_side((5, 2), 3, [np.random.default_rng(k) for k in range(2)])
+    alone = [batches(n, 3, np.random.default_rng(k)) for k, n in enumerate((5, 2))]
+    for _ in range(4):
+        first, second = next(drawn)
+        assert first.tolist() == next(alone[0]).tolist()
+        assert second.tolist() == [*(next(alone[1]) + 5), 7]
+    x, y = joined([(X[:5], Y[:5]), (X[:2], Y[:2])])
+    assert (y[7], len(x), len(y)) == (PADDING, 8, 8)
+    np.testing.assert_array_equal(x[5:7], X[:2])
+    assert next(side_by_side((2, 1), 8, [np.random.default_rng(0)] * 2)).shape == (2, 2)
 
 
 def test_looks_at_ragged_samples_are_those_of_each_model():
