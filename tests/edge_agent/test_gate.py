@@ -67,3 +67,11 @@ def test_large_images_are_pooled():
     assert n_features((3, 32, 32)) == 3 * 64
     assert n_features((1, 8, 8)) == 64
     assert n_features((6,)) == 6
+
+
+def test_the_gate_of_64_inputs_and_four_candidates_is_small():
+    """scmoe_pfl.md section 11.1: 64 * 16 + 16 + 16 * 4 + 4 = 1 108 parameters."""
+    x = np.random.default_rng(0).normal(size=(20, 1, 8, 8)).astype(np.float32)
+    gate = train_gate(x, np.log(np.full((20, 4), 0.5)), np.zeros((20, 4)), seed=0)
+    parameters = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias)
+    assert sum(p.size for p in parameters) == 1_108

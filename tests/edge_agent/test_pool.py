@@ -114,6 +114,11 @@ def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
     assert alpha[0, 3].item() == pytest.approx(0.784, abs=5e-4), "e^4 / (e^4 + 15)"
 
 
+def test_the_gate_of_512_inputs_and_20_experts_has_the_size_of_the_specification() -> None:
+    """pm_moe.md section 8."""
+    assert sum(p.numel() for p in gate_network(512, 20, None, 0.1).parameters()) == 134_164
+
+
 @pytest.mark.parametrize("own", [None, 2])
 def test_torch_and_numpy_select_alike_and_the_rest_gets_no_gradient(own) -> None:
     z = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()

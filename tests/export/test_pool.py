@@ -127,6 +127,27 @@ def test_equal_modules_predict_like_one(tmp_path) -> None:
     np.testing.assert_allclose(write(tmp_path, pool).predict(X).probabilities, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_one_hot_gate_over_the_whole_pool_gives_the_base_back(tmp_path, anchored) -> None:
+    """Section 12: k = M, nothing dropped, all weight on the own expert."""
+    own = 1
+    pool = pool_of(anchored=anchored, top=5, own=own, keep=np.ones(5, bool))
+    bias = np.full(5, -200.0)
+    bias[own] = 200.0
+    gate = PoolGate(
+        (*pool.gate.weights[:-1], np.zeros_like(pool.gate.weights[-1])),
+        (*pool.gate.biases[:-1], bias),
+        pool.gate.mean,
+        pool.gate.scale,
+    )
+    f, rest = features_of(TASK, LAYOUT, TRUNK, X)
+    head = pool.modules[own]
+    logits = rest + f @ head["weight"].T + head["bias"]
+    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    found = write(tmp_path, pool_of(anchored=anchored, top=5, own=own, keep=np.ones(5, bool), gate=gate)).predict(X)
+    np.testing.assert_allclose(found.probabilities, expected, atol=1e-5)
+
+
 def test_permuting_experts_and_gate_outputs_together_permutes_nothing(tmp_path) -> None:
     pool = pool_of()
     order = [3, 1, 4, 0, 2]
