@@ -32,6 +32,7 @@ from coordinator.methods import (
     summary_of,
 )
 from coordinator.selection.uniform import cohort_size, uniform
+from fedge.errors import ConfigError
 from fedge.messages import BlobRef, FitMixture, Installed, Start, Train, Trained
 from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
@@ -119,6 +120,7 @@ class ScmoeState(State, frozen=True, kw_only=True):
     seen: dict[str, int] = {}
     best: tuple[BlobRef, ...] = ()
     best_clusters: Clusters | None = None
+    best_attached: dict[str, tuple[int, ...]] = {}
     best_accuracy: float = -1.0
     since_best: int = 0
 
@@ -132,6 +134,8 @@ class ScmoePfl:
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
         given = options_of(settings, Options)
+        if settings.fine_tune:
+            raise ConfigError("scmoe-pfl ends in mixtures with a fine-tuned private model: leave out +ft")
         chosen = {k: v for k, v in PRESETS[given.preset].items() if getattr(given, k) is None}
         self.options = msgspec.structs.replace(given, **chosen)
 
@@ -245,12 +249,19 @@ class ScmoePfl:
             return state
         if accuracy > state.best_accuracy + PROGRESS:
             return msgspec.structs.replace(
-                state, best=before.experts, best_clusters=before.clusters, best_accuracy=accuracy, since_best=0
+                state,
+                best=before.experts,
+                best_clusters=before.clusters,
+                best_attached=before.attached,
+                best_accuracy=accuracy,
+                since_best=0,
             )
         since = state.since_best + 1
         at_end = since >= PATIENCE or state.round == self.settings.rounds
         if at_end:  # the best round's experts serve
-            state = msgspec.structs.replace(state, experts=state.best, clusters=state.best_clusters)
+            state = msgspec.structs.replace(
+                state, experts=state.best, clusters=state.best_clusters, attached=state.best_attached
+            )
         return msgspec.structs.replace(
             state, since_best=since, round=self.settings.rounds if since >= PATIENCE else state.round
         )

@@ -147,6 +147,26 @@ async def test_ten_rounds_without_progress_end_it_with_the_best_experts(tmp_path
     assert last.experts == better.best
 
 
+async def test_the_best_experts_come_back_with_the_clusters_that_devices_were_attached_to_then(tmp_path) -> None:
+    """Later clusters have other numbers, and there may be more of them."""
+    _, layout, first, _ = digits(tmp_path, n=4)
+    method = method_of(rounds=50, freeze_after=0)
+
+    def made(*members: tuple[str, ...]) -> Clusters:
+        return Clusters(made=1, members=members, tau=0.5, separability=None, silhouette=0.0)
+
+    good = state_with(layout, first, 0.5, experts=(first,), clusters=made(("d00", "d01")), attached={"d03": (0,)})
+    later = state_with(
+        layout, first, 0.8, experts=(first,) * 3, clusters=made(("d00",), ("d01",), ("d02",)), attached={"d03": (2,)}
+    )
+    state = method._converged(later, good)
+    for _ in range(10):
+        state = method._converged(state, state)
+    assert (state.round, len(state.experts)) == (50, 1)
+    assert clusters_of(state, "d03") == (0,)
+    assert starts(state, "d03") == (Start(model=first, cluster=0),)
+
+
 @pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"clustering": "kmeans"}, {"average": True}])
 async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
