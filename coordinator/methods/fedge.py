@@ -41,6 +41,7 @@ from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import ccmab
 from coordinator.selection.uniform import cohort_size, uniform
+from fedge.errors import ConfigError
 from fedge.messages import (
     BlobRef,
     Calibration,
@@ -162,6 +163,8 @@ class Fedge:
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
         self.options = options_of(settings, Options)
+        if settings.fine_tune and self.options.mode == "mixture":
+            raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
         everybody = settings.participation == 1
         self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 

@@ -22,7 +22,8 @@ Every method is one file in `coordinator/methods/` that runs unchanged on simula
 `fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`), and ends with a bundle on every device that
 `fedge infer` runs. Its options are set with `--option NAME=VALUE`, after a colon in `fedge compare --methods
 fedepc:clustering=kmeans`, or in the table `[method]` of a TOML file; an unknown one is an error that names the nearest.
-`NAME+ft` is the method followed by fine-tuning on each device, its length chosen on validation samples.
+`NAME+ft` is the method followed by fine-tuning on each device, its length chosen on validation samples; `local`,
+`fedge`, `pm-moe` and `scmoe-pfl` refuse it, since what they end in is already fitted on each device.
 
 ```console
 fedge compare --methods local,fedavg,fedavg+ft,fedge --task digits --partition groups --seeds 0,1,2

@@ -69,6 +69,11 @@ async def test_a_silent_device_has_no_bundle(tmp_path) -> None:
     assert sorted(state.installed) == ["d00", "d02"]
 
 
-def test_fine_tuning_is_refused_by_name() -> None:
+@pytest.mark.parametrize("method", ["local", "fedge", "pm-moe", "scmoe-pfl"])
+def test_fine_tuning_is_refused_by_name_where_it_would_do_nothing(method: str) -> None:
     with pytest.raises(ConfigError, match=r"\+ft"):
-        make("local+ft", MethodSettings())
+        make(f"{method}+ft", MethodSettings())
+
+
+def test_a_fedge_of_one_shared_model_can_be_fine_tuned() -> None:
+    assert make("fedge+ft", MethodSettings(options={"mode": "shift"})).settings.fine_tune
