@@ -133,7 +133,7 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
         reserved = labelled(task, settings.reserved)
     method = make(settings.method, settings.for_method(options), task=task, reserved=reserved)
     if settings.welcome and not hasattr(method, "welcome"):
-        raise ConfigError(f"{settings.method} has nothing for devices that come after the last round; fedge and fedcoe have")
+        raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
     return method
 
 
