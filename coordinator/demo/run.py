@@ -210,9 +210,7 @@ async def federate(
         "coordinator",
         ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, options)],
     )
-    agents = [
-        children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings, i)]) for i in cameras.shares
-    ]
+    agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings, i)]) for i in cameras.shares]
     await follow(coordinator, agents, Rounds(settings.rounds, settings.agents), watch)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
