@@ -95,7 +95,7 @@ def _standardisation(inputs: Array) -> tuple[Array, Array]:
 
 def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         network = nn.Sequential(nn.Linear(n_inputs, GATE_HIDDEN), nn.ReLU(), nn.Linear(GATE_HIDDEN, n_candidates))
     for parameter in network[2].parameters():
         nn.init.zeros_(parameter)

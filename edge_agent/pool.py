@@ -23,7 +23,7 @@ from edge_agent.dbe import OFFSET
 from edge_agent.mixture import PLAIN, Array
 from edge_agent.outcome import FailedError, Fetch, Stop, installed
 from export import Candidate, GateWeights, Mixture, Pool, PoolGate
-from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference
+from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
 from fedge.errors import ProtocolError
 from fedge.messages import FitPool, Installed, KeepHead, KeepOffset, KeepPart, Order, Part, Role
 from fedge.models.training import StoppedError, batches, tensor
@@ -57,7 +57,7 @@ class Modules:
 
 
 def fit_pool(worker: Worker, action: FitPool, fetch: Fetch, order: Order, stop: Stop) -> Installed:
-    """Sections 5 to 7. Where nothing but the own module is left, or the guard says so, the own module serves.
+    """Sections 5 to 7. Where nothing but the own module is left, the gate diverged, or the guard says so, it serves.
 
     Raises:
         FailedError: the device has no module of its own.
@@ -74,11 +74,15 @@ def fit_pool(worker: Worker, action: FitPool, fetch: Fetch, order: Order, stop: 
         return _own(worker, action, model, guarded=False)
     experts, added, rest, g = _outputs(worker, modules, data.x_train)
     conf = confidences(experts, action.own, action.temperature)
-    keep = denoised(conf, action.own, action.denoise, modules.present)
+    fit = usable(added).all(axis=0)
+    keep = denoised(np.where(fit, conf, -np.inf), action.own, action.denoise, modules.present)
     top = min(top, int(keep.sum()))
     if keep.sum() == 1 or (top == 1 and action.preset == "anchored"):  # no gradient for a gate
         return _own(worker, action, model, guarded=False)
-    trained = train_gate(g, added, rest, data.y_train, keep, top, action, order.seed, stop)
+    kept = np.where(keep[:, np.newaxis], added, 0.0)  # 0 times what is not finite is no number
+    trained = train_gate(g, kept, rest, data.y_train, keep, top, action, order.seed, stop)
+    if not all(np.isfinite(numbers).all() for numbers in (*trained.weights, *trained.biases)):
+        return _own(worker, action, model, guarded=True)
     pool = Pool(
         kind=modules.kind,
         trunk=modules.trunk,
@@ -256,7 +260,7 @@ def train_gate(
     labels, survivors = tensor(y), torch.from_numpy(keep)
     n_batches = action.epochs * math.ceil(len(y) / min(action.batch_size, len(y)))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         network = gate_network(g.shape[1], len(keep), action.own if anchored else None, action.dropout)
         optimiser = torch.optim.SGD(network.parameters(), lr=action.learning_rate)
         rng = np.random.default_rng(seed)

@@ -177,7 +177,7 @@ class Worker:
             StoreError: the disk is full or broken.
         """
         with torch.random.fork_rng(devices=[]):  # dropout in a user's network
-            torch.manual_seed(order.seed)
+            torch.default_generator.manual_seed(order.seed)  # torch.manual_seed also waits for a GPU, at length
             return self.guarded(lambda: self._execute(order, fetch, stop))
 
     def guarded(self, work: Callable[[], T]) -> T | Outcome:

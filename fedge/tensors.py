@@ -8,6 +8,7 @@ says how to get from one to the other. Bytes from outside never become an object
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
@@ -23,20 +24,20 @@ from fedge.messages import Keep, KeepModel, KeepOffset, KeepPart, Part
 N = TypeVar("N", bound=np.generic)
 
 _TYPES: Final = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
+    np.dtype(np.bool_): "BOOL",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.int16): "I16",
+    np.dtype(np.uint16): "U16",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float64): "F64",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.uint64): "U64",
 }
-"""numpy's name of a type -> that of safetensors, in the order of the format, which puts the last ones first."""
+"""numpy's types and their names in safetensors, in the order of the format, which puts the last ones first."""
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, NDArray[np.generic]]
@@ -52,7 +53,7 @@ class TensorInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def size(self) -> int:
         """Number of elements, 1 for a scalar."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -171,15 +172,15 @@ def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
         ValueError: an array is of none of the types in `_TYPES`.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    if odd := {str(array.dtype) for array in arrays.values()} - set(_TYPES):
-        raise ValueError(f"arrays of {sorted(odd)} cannot be stored")
+    if odd := {array.dtype for array in arrays.values()} - set(_TYPES):
+        raise ValueError(f"arrays of {sorted(map(str, odd))} cannot be stored")
     ranks = list(_TYPES)
-    names = sorted(arrays, key=lambda name: (-ranks.index(str(arrays[name].dtype)), name))
+    names = sorted(arrays, key=lambda name: (-ranks.index(arrays[name].dtype), name))
     ends = np.cumsum([0, *(arrays[name].nbytes for name in names)]).tolist()
     header = msgspec.json.encode(
         {
-            name: {"dtype": _TYPES[str(arrays[name].dtype)], "shape": arrays[name].shape, "data_offsets": span}
-            for name, span in zip(names, zip(ends, ends[1:], strict=False), strict=True)
+            name: {"dtype": _TYPES[arrays[name].dtype], "shape": arrays[name].shape, "data_offsets": span}
+            for name, span in zip(names, zip(ends[:-1], ends[1:], strict=True), strict=True)
         }
     )
     header += b" " * (-len(header) % 8)

@@ -79,14 +79,14 @@ def layout_of(module: nn.Module) -> Layout:
     Raises:
         ConfigError: a tensor is neither float32 nor an int64 buffer.
     """
-    return Layout(tensors=tuple(_info(name, tensor) for name, tensor in _state(module)))
+    return Layout(tensors=tuple(_info(name, tensor) for name, tensor in state(module)))
 
 
 def load(module: nn.Module, model: Model, layout: Layout) -> None:
     """Write the vectors into the module's tensors, in place."""
     arrays = unflatten(model, layout)
     with torch.no_grad():
-        for name, tensor in _state(module):
+        for name, tensor in state(module):
             tensor.copy_(torch.tensor(arrays[name]))
 
 
@@ -96,10 +96,11 @@ def dump(module: nn.Module, layout: Layout) -> Model:
     Raises:
         ProtocolError: `layout` (the module has other tensors) or `not-finite` (training diverged).
     """
-    return flatten({name: np.asarray(tensor.detach().cpu()) for name, tensor in _state(module)}, layout)
+    return flatten({name: np.asarray(tensor.detach().cpu()) for name, tensor in state(module)}, layout)
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors by name: parameters, then persistent buffers."""
     persistent = module.state_dict().keys()
     yield from module.named_parameters()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)

@@ -67,6 +67,10 @@ class Network:
             parameter.data = self.weights[start:end].view(parameter.shape)
             parameter.grad = self.gradient[start:end].view(parameter.shape)
             start = end
+        others = {name: own for name, own in models.state(self.module) if not own.requires_grad}
+        self._buffers, self._counters = (
+            [others[info.name] for info in self.layout.of_kind(kind)] for kind in ("buffer", "counter")
+        )
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the gradient of the loss to `gradient`."""
@@ -90,7 +94,14 @@ class Network:
 
     def load(self, model: Model) -> None:
         """Take over a model's weights, in evaluation mode."""
-        models.load(self.module, model, self.layout)
+        with torch.no_grad():
+            self.weights.copy_(tensor(model.params))
+            for tensors, vector in ((self._buffers, model.buffers), (self._counters, model.counters)):
+                start = 0
+                for own in tensors:
+                    end = start + own.numel()
+                    own.copy_(tensor(vector[start:end]).view(own.shape))
+                    start = end
         self.module.eval()
 
     def dump(self) -> Model:
