@@ -113,13 +113,24 @@ def top_weights(alpha: Array, top: int, *, own: int | None = None, keep: NDArray
     return w if own is None else w / w.sum(axis=1, keepdims=True)
 
 
+def usable(modules: Array) -> NDArray[np.bool_]:
+    """(n, M) whether what a module adds, (n, M, C), is finite in float32, in which the graph computes."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: NDArray[np.bool_] = np.abs(modules.astype(np.float32)).sum(axis=2) < np.inf
+    return found
+
+
 def pool_reference(pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating]) -> tuple[Array, Array]:
-    """Probabilities (n, C) and weights (n, M) by the formula, from what the modules add (n, M, C) and rest (n, C)."""
-    z = np.where(pool.keep, gate_logits(pool.gate, g), -np.inf)
+    """Probabilities (n, C) and weights (n, M) by the formula, from what the modules add (n, M, C) and rest (n, C).
+
+    A module whose output is not finite for a sample is dropped there, as one that did not survive the denoising.
+    """
+    fit = usable(modules)
+    z = np.where(pool.keep & fit, gate_logits(pool.gate, g), LOWEST)
     alpha = np.exp(z - z.max(axis=1, keepdims=True))
     alpha /= alpha.sum(axis=1, keepdims=True)
-    w = top_weights(alpha, pool.top, own=pool.own if pool.anchored else None, keep=pool.keep)
-    logits = rest + np.einsum("nm,nmc->nc", w, modules)
+    w = top_weights(alpha, pool.top, own=pool.own if pool.anchored else None, keep=pool.keep) * fit
+    logits = rest + np.einsum("nm,nmc->nc", w, np.where(fit[:, :, None], modules, 0.0))
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     return p / p.sum(axis=1, keepdims=True), w
 

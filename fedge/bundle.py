@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import UpdateRejected
-from fedge.messages import Count, Digest, NonNegative, Role, Share
+from fedge.messages import MAX_POOL, Count, Digest, NonNegative, Role, Share
 from fedge.task import TaskSpec
 
 SCHEMA_VERSION: Final = 1
@@ -116,7 +116,7 @@ class Manifest(_Part, frozen=True, kw_only=True):
     release: Count
     skeleton: Part
     gate: Part
-    candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=400)]
+    candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=MAX_POOL)]
     fusion: Fusion
     pool: PoolInfo | None = None
     metrics: dict[str, float]

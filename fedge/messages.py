@@ -22,6 +22,10 @@ from fedge.errors import ProtocolError
 PROTOCOL_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
+MAX_FEATURES: Final = 4096
+"""Numbers of a mean of features, 9 bytes each."""
+MAX_POOL: Final = 400
+"""Private modules of a pool: an order names each of them in about 100 bytes."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
 OrderId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]
@@ -316,7 +320,7 @@ class FitPool(_Message, frozen=True, kw_only=True, tag="fit_pool"):
     part: Part = Part.ALL
     keep: Keep  # of stage 1
     initial: BlobRef
-    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=400)]  # None: that client is gone
+    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: that client is gone
     own: Count  # index in the pool; it is read from the device's own store
     preset: Literal["paper", "anchored"] = "anchored"
     top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
@@ -452,7 +456,7 @@ class Installed(_Message, frozen=True, kw_only=True, tag="installed"):
 class FeaturesMeasured(_Message, frozen=True, kw_only=True, tag="features_measured"):
     """Mean feature vector (D,) of D_L."""
 
-    mean: Annotated[tuple[float, ...], Meta(min_length=1, max_length=4096)]
+    mean: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_FEATURES)]
     n_samples: Count
 
 

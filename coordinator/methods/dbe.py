@@ -7,6 +7,7 @@ and the mean of those means, weighted by samples, is fixed as g. If nobody answe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -17,7 +18,9 @@ from coordinator.fleet import Fleet
 from coordinator.methods import MethodSettings, options_of
 from coordinator.methods.fedavg import FedAvgOptions
 from coordinator.methods.keeping import Keeping, KeepingState
-from fedge.messages import BlobRef, FeaturesMeasured, KeepOffset, MeanFeatures, Part
+from fedge.errors import ConfigError
+from fedge.messages import MAX_FEATURES, BlobRef, FeaturesMeasured, KeepOffset, MeanFeatures, Part
+from fedge.tensors import Layout
 
 
 class DbeOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +48,19 @@ class Dbe(Keeping[DbeState]):
         own = options_of(settings, DbeOptions)
         self.feature_momentum, self.kappa = own.feature_momentum, own.kappa
 
+    def initial(self, layout: Layout, model: BlobRef) -> DbeState:
+        """The state before round 1.
+
+        Raises:
+            ConfigError: the network has no linear layer as its last one, or more features than a message takes.
+        """
+        state = super().initial(layout, model)
+        if (d := n_features(layout)) > MAX_FEATURES:
+            raise ConfigError(
+                f"dbe sends the mean of all features: the network has {d}, at most {MAX_FEATURES} will do"
+            )
+        return state
+
     def keep(self, state: DbeState) -> KeepOffset | None:
         """The vector P_i, from the round on in which g is known."""
         if state.global_mean is None:
@@ -62,10 +78,20 @@ class Dbe(Keeping[DbeState]):
         """The mean of all features, g = sum_j (N_j / N) mean features of device j; None where nobody answered."""
         order = MeanFeatures(model=state.model)
         answers = await fleet.run("mean", {device.id: order for device in fleet.devices()})
-        d = state.layout.part(Part.HEAD).tensors[0].shape[1]
+        d = n_features(state.layout)
         found = [a.result for a in answers.values() if isinstance(a.result, FeaturesMeasured)]
-        found = [result for result in found if len(result.mean) == d and result.n_samples]
+        found = [result for result in found if result.n_samples and is_mean(result.mean, d)]
         if not found:
             return None
         g = np.average([result.mean for result in found], axis=0, weights=[result.n_samples for result in found])
         return fleet.put({"mean": g.astype(np.float32)})
+
+
+def n_features(layout: Layout) -> int:
+    """D, what the head takes in."""
+    return layout.part(Part.HEAD).tensors[0].shape[1]
+
+
+def is_mean(mean: Sequence[float], d: int) -> bool:
+    """Whether numbers from a device are a mean of features: D of them, finite in float32."""
+    return len(mean) == d and bool((np.abs(mean) <= np.finfo(np.float32).max).all())

@@ -17,7 +17,7 @@ from coordinator.fleet import Fleet
 from coordinator.methods import MethodSettings, State, install, make, options_of, round_rng
 from coordinator.methods.keeping import Keeping, KeepingState
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, FitPool, Installed, PrivateShared, SharePrivate
+from fedge.messages import MAX_POOL, BlobRef, FitPool, Installed, PrivateShared, SharePrivate
 from fedge.tensors import Layout
 
 
@@ -73,20 +73,21 @@ class PmMoe:
     async def _second_stage(self, state: KeepingState, fleet: Fleet) -> KeepingState:
         """Section 7. A device without a module of its own (it never trained) installs the base's model."""
         o, keep = self.options, self._base.keep(state)
-        if keep is None:  # nothing was ever kept
+        if keep is None or not state.round:  # nothing was ever kept
             return await install(self, state, fleet)
         share = SharePrivate(keep=keep, clip=o.clip, noise=o.noise)
         answers = await fleet.run("share", {device.id: share for device in fleet.devices()})
         modules = {i: a.result.module for i, a in answers.items() if isinstance(a.result, PrivateShared)}
         numbers = round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
-        pool = tuple(modules[i] for i in numbers)
+        n_pools = -(-len(numbers) // MAX_POOL)  # more devices than a pool takes: several of about equal size
+        pools = [numbers[k::n_pools] for k in range(n_pools)]
         orders = {
             i: FitPool(
                 global_model=state.model,
                 part=self._base.part,
                 keep=keep,
                 initial=state.initial,
-                pool=pool,
+                pool=tuple(modules[other] for other in members),
                 own=own,
                 preset=o.preset,
                 top=o.top,
@@ -99,7 +100,8 @@ class PmMoe:
                 guard=o.guard,
                 release=1,
             )
-            for own, i in enumerate(numbers)
+            for members in pools
+            for own, i in enumerate(members)
         }
         answers = await fleet.run("pool", orders)
         fitted = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}

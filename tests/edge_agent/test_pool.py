@@ -239,6 +239,28 @@ def test_unfit_modules_count_as_missing(tmp_path) -> None:
     assert (weights[:, 1:3] == 0).all()
 
 
+@pytest.mark.parametrize("base", KEEPS)
+def test_a_module_whose_output_overflows_is_dropped_and_spoils_no_gate(tmp_path, base) -> None:
+    device = Device(tmp_path, base)
+    device.train()
+    tensors = device.layout.kept(device.keep).tensors
+    huge = device.put({t.name: np.full(t.shape, 3e38, np.float32) for t in tensors if t.kind == "param"})
+    result = device.fit([device.module(), huge, device.module(), device.module()])
+    assert isinstance(result, Installed), result
+    assert len(result.roles) == 4
+    weights = device.predict(device.worker.data.x_val).weights
+    assert np.isfinite(weights).all()
+    assert (weights[:, 1] == 0).all()
+
+
+def test_where_the_gate_diverges_the_own_module_serves(tmp_path) -> None:
+    device = Device(tmp_path, "fedper")
+    device.train()
+    result = device.fit([device.module() for _ in range(5)], learning_rate=1e30)
+    assert isinstance(result, Installed), result
+    assert (result.roles, result.guarded) == ((Role.PRIVATE,), True)
+
+
 def test_alone_in_the_pool_the_own_module_serves(tmp_path) -> None:
     device = Device(tmp_path, "fedper")
     device.train()

@@ -195,3 +195,14 @@ def test_reference_rows_sum_to_one() -> None:
     p, w = pool_reference(pool, rng.normal(size=(7, 5, 3)), rng.normal(size=(7, 3)), rng.normal(size=(7, 8)))
     np.testing.assert_allclose(p.sum(axis=1), 1)
     np.testing.assert_allclose(w.sum(axis=1), 1)
+
+
+def test_reference_drops_what_is_not_finite_in_float32_sample_by_sample() -> None:
+    pool = pool_of()
+    rng = np.random.default_rng(1)
+    modules, rest, g = rng.normal(size=(7, 5, 3)), rng.normal(size=(7, 3)), rng.normal(size=(7, 8))
+    other = next(k for k in np.flatnonzero(pool.keep) if k != pool.own)
+    modules[2, other, 0], modules[3, other, 0] = np.nan, 1e39
+    p, w = pool_reference(pool, modules, rest, g)
+    np.testing.assert_allclose(p.sum(axis=1), 1)
+    assert (w[[2, 3], other] == 0).all()

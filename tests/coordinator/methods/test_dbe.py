@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from coordinator.fleet import Answer
 from coordinator.methods import MethodSettings
 from coordinator.methods.dbe import Dbe, DbeState
 from coordinator.methods.fedavg import FedAvg
 from edge_agent import dbe
-from fedge.messages import Action, Codec, FeaturesMeasured, KeepOffset, MeanFeatures, Sgd, Train
+from fedge.errors import ConfigError
+from fedge.messages import Action, BlobRef, Codec, FeaturesMeasured, KeepOffset, MeanFeatures, Sgd, Train
+from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 
 SETTINGS = MethodSettings(rounds=4, sgd=Sgd(steps=4), codec=Codec.FLOAT32)
@@ -109,3 +112,34 @@ async def test_the_offset_is_kept_over_the_rounds(tmp_path: Path) -> None:
     assert set(differs) <= set(range(layout.n_params - 10, layout.n_params))  # the head's bias alone
     assert len(differs)
     assert layout.kept(KeepOffset(global_mean=state.model)).tensors[0].name == dbe.OFFSET
+
+
+@pytest.mark.parametrize("number", [1e300, 1e39])
+async def test_a_mean_that_is_no_float32_is_left_out(tmp_path: Path, number: float) -> None:
+    fleet, _, method, state = federation(tmp_path)
+    inner = fleet.run
+
+    async def one_lies(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
+        answers = await inner(step, asked)
+        result = answers["d00"].result
+        if isinstance(result, FeaturesMeasured):
+            lie = FeaturesMeasured(mean=(number,) * len(result.mean), n_samples=2**53)
+            answers["d00"] = Answer("d00", lie)
+        return answers
+
+    fleet.run = one_lies  # type: ignore[method-assign]
+    state = await next_round(method, state, fleet)
+    assert state.global_mean is not None
+    assert np.abs(fleet.get_tensors(state.global_mean)["mean"]).max() < 100
+    assert (await next_round(method, state, fleet)).history[-1].answered == 4
+
+
+def test_more_features_than_a_message_takes_are_refused_before_the_first_round() -> None:
+    layout = Layout(
+        tensors=tuple(
+            TensorInfo(name=name, shape=shape)
+            for name, shape in {"a": (4097, 2), "b": (4097,), "w": (3, 4097), "c": (3,)}.items()
+        )
+    )
+    with pytest.raises(ConfigError, match="has 4097, at most 4096"):
+        Dbe(SETTINGS).initial(layout, BlobRef(digest="0" * 64, size_bytes=1))

@@ -91,3 +91,30 @@ def test_an_anchored_gate_needs_two_places() -> None:
     with pytest.raises(ConfigError, match="without a gradient"):
         method_of(top=1)
     assert method_of(top=1, preset="paper")
+
+
+@pytest.mark.parametrize("base", ["fedper", "lg-fedavg", "dbe"])
+async def test_without_a_round_everybody_installs_the_first_model(tmp_path, base) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=2, limit=200)
+    method = method_of(rounds=0, base=base)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == {"d00", "d01"}
+
+
+async def test_more_devices_than_a_pool_takes_are_in_several(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("coordinator.methods.pm_moe.MAX_POOL", 3)
+    fleet, layout, first, _ = digits(tmp_path, n=7, limit=500)
+    seen: dict[str, FitPool] = {}
+    inner = fleet.run
+
+    async def watch(step, actions):
+        seen.update({i: a for i, a in actions.items() if isinstance(a, FitPool)})
+        return await inner(step, actions)
+
+    fleet.run = watch  # type: ignore[method-assign]
+    method = method_of(rounds=1)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == set(seen) == set(fleet.workers)
+    pools = {action.pool for action in seen.values()}
+    assert sorted(len(pool) for pool in pools) == [2, 2, 3]
+    assert len({action.pool[action.own] for action in seen.values()}) == 7
