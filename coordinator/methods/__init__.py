@@ -8,6 +8,7 @@ come from (seed, round), so a round that is run again after a crash writes the s
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Container, Mapping
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
@@ -155,6 +156,9 @@ def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
             raise ConfigError(f"the method has no option {name!r}; {hint}")
+    for name, value in settings.options.items():
+        if isinstance(value, float) and not math.isfinite(value):  # no message holds one
+            raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
     try:
         return msgspec.convert(settings.options, type=kind, strict=False)
     except msgspec.ValidationError as error:

@@ -27,6 +27,7 @@ class Ditto(Keeping[KeepingState]):
 
     name = "ditto"
     kind = KeepingState
+    splits = False
     Options: ClassVar[type[FedAvgOptions]] = DittoOptions
 
     def __init__(self, settings: MethodSettings) -> None:

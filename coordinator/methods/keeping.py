@@ -28,11 +28,12 @@ K = TypeVar("K", bound=KeepingState)
 
 
 class Keeping(Generic[K]):
-    """`part`: what travels, both ways; `kind`: of the state."""
+    """`part`: what travels, both ways; `kind`: of the state; `splits`: whether the network must have a head."""
 
     name: str
     Options: ClassVar[type[FedAvgOptions]] = FedAvgOptions
     part: ClassVar[Part] = Part.ALL
+    splits: ClassVar[bool] = True
     kind: type[K]
 
     def __init__(self, settings: MethodSettings) -> None:
@@ -49,7 +50,8 @@ class Keeping(Generic[K]):
         Raises:
             ConfigError: the network has no linear layer as its last one, so it has no head.
         """
-        layout.part(Part.HEAD)
+        if self.splits:
+            layout.part(Part.HEAD)
         return self.kind(round=0, layout=layout, model=model, initial=model, whole=model)
 
     def done(self, state: K) -> bool:

@@ -1,5 +1,7 @@
 """Networks of the specifications that are not built in: `package.module:factory` of a task."""
 
+import math
+
 from torch import nn
 
 from fedge.task import TaskSpec
@@ -23,3 +25,8 @@ def mlp_64_32(task: TaskSpec) -> nn.Module:
 def without_head(task: TaskSpec) -> nn.Module:
     """Normalised outputs: no linear layer comes last, so that the network has no head."""
     return nn.Sequential(nn.Flatten(), nn.Linear(6, task.n_classes), nn.LayerNorm(task.n_classes))
+
+
+def without_bias(task: TaskSpec) -> nn.Module:
+    """One linear layer alone: there is no head that could be split off."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(task.input_shape), task.n_classes, bias=False))

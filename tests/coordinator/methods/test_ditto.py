@@ -2,14 +2,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
+from coordinator.fleet.simulated import SimulatedFleet, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.ditto import Ditto
 from coordinator.methods.fedavg import FedAvg
-from fedge.messages import Codec, Sgd
+from edge_agent.worker import Worker
+from fedge.messages import Codec, Role, Sgd
+from fedge.models import initial
+from fedge.tasks import partition, pool, share_data
+from fedge.tensors import unflatten
 from tests.support.simulation import digits
 
 
@@ -46,3 +51,15 @@ async def test_lambda_is_the_strength_of_the_pull(tmp_path: Path, given: MethodS
         assert max(distances) < 0.1 * moved
     else:
         assert min(distances) > 0.1 * moved
+
+
+async def test_it_splits_nothing_and_takes_a_network_without_a_head(tmp_path: Path) -> None:
+    samples = pool("digits", seed=0, limit=200)
+    spec = msgspec.structs.replace(samples.spec, model="tests.support.networks:without_bias", model_options={})
+    layout, first = initial(spec, 0)
+    shares = enumerate(partition(samples, 2, how="iid", alpha=1.0, sensitive=0.3, seed=0))
+    workers = {f"d{k}": Worker(f"d{k}", spec, share_data(spec, share), tmp_path / f"d{k}") for k, share in shares}
+    fleet = SimulatedFleet(spec, layout, workers, seed=0)
+    method = Ditto(settings())
+    state = await run(method, method.initial(layout, fleet.put(unflatten(first, layout))), fleet)
+    assert {i: done.roles for i, done in state.installed.items()} == dict.fromkeys(workers, (Role.PRIVATE,))

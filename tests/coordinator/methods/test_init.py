@@ -78,3 +78,9 @@ def test_random_numbers_depend_on_seed_and_round_alone() -> None:
     settings = MethodSettings(seed=4)
     assert round_rng(settings, 2).integers(1 << 40) == round_rng(settings, 2).integers(1 << 40)
     assert round_rng(settings, 2).integers(1 << 40) != round_rng(settings, 3).integers(1 << 40)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_options_are_finite_for_no_message_holds_another_number(value: float) -> None:
+    with pytest.raises(ConfigError):
+        make("fedprox", MethodSettings(options={"proximal_mu": value}))
