@@ -8,6 +8,7 @@ says how to get from one to the other. Bytes from outside never become an object
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     header = msgspec.json.encode(
         {
             name: {"dtype": _TYPES[arrays[name].dtype], "shape": arrays[name].shape, "data_offsets": span}
-            for name, span in zip(names, zip(ends[:-1], ends[1:], strict=True), strict=True)
+            for name, span in zip(names, itertools.pairwise(ends), strict=True)
         }
     )
     header += b" " * (-len(header) % 8)

@@ -24,6 +24,11 @@ NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
 COLUMNS: Final = 1 << 18  # of the updates, that are float64 at a time
 PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
 NONZEROS: Final = 4  # per row of the random projection
+LARGEST_GRAM: Final = (
+    4096  # clients whose Gram matrix is decomposed, and numbers to which updates of more are projected
+)
+PAIRS: Final = 1 << 20  # of clients, that are looked at at a time
+ROWS: Final = 1024  # of a matrix of all clients, that are made at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,25 @@ def embed(
     return np.asarray(vectors[:, :keep] * np.sqrt(values[:keep]))
 
 
+def embedding(updates: NDArray[np.floating]) -> Vectors:
+    """Z of Eq. 2 with all components, uncentred: a rotation of the unit updates, (N, d) -> (N, m), N >= 1.
+
+    Where there are as many clients as parameters the unit updates are that embedding already. Of more than 4096 clients
+    with more parameters than that, they are projected to 4096 numbers (section 5): cosines keep within about 1/64.
+
+    Cost: O(N^2 d + N^3) time and O(N^2) memory for N < d, N <= 4096; else O(N d) time and O(N min(d, 4096)) memory.
+    """
+    n, d = updates.shape
+    if n < min(d, LARGEST_GRAM + 1):
+        return embed(gram(updates))
+    z = np.zeros((n, min(d, LARGEST_GRAM)))
+    for row, update in zip(z, updates, strict=True):
+        unit = unit_update(update)
+        if unit is not None:
+            row[:] = unit if d <= LARGEST_GRAM else project(unit, LARGEST_GRAM, seed=0)
+    return z
+
+
 def cosines(a: Vectors, b: Vectors) -> Vectors:
     """Cosines of the rows of a (n, m) with those of b (k, m), rounded to 9 decimals; 0 for a zero row."""
     lengths = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b, axis=1)[None, :]
@@ -164,9 +188,19 @@ def cosines(a: Vectors, b: Vectors) -> Vectors:
 
 
 def similarity(z: Vectors) -> Vectors:
-    """Sim, the cosines of an embedding with itself: (N, m) -> (N, N), symmetric, diagonal 1 (0 for a zero row)."""
-    upper = np.triu(cosines(z, z), 1)
-    return np.asarray(upper + upper.T + np.diag((np.linalg.norm(z, axis=1) > NO_DIRECTION).astype(np.float64)))
+    """Sim, the cosines of an embedding with itself: (N, m) -> (N, N), symmetric, diagonal 1 (0 for a zero row).
+
+    Cost: O(N^2 m) time, 8 N^2 bytes and some rows of that.
+    """
+    sim = np.empty((len(z), len(z)))
+    for start in range(0, len(z), ROWS):
+        block = slice(start, start + ROWS)
+        sim[block, start:] = cosines(z[block], z[start:])
+        inner = np.triu(sim[block, block], 1)
+        sim[block, block] = inner + inner.T
+        sim[start + ROWS :, block] = sim[block, start + ROWS :].T
+    np.fill_diagonal(sim, np.linalg.norm(z, axis=1) > NO_DIRECTION)
+    return sim
 
 
 # ---------------------------------------------------------------------------------------------- section 6: MCTC
@@ -186,16 +220,32 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
         return (0,)
     centres: list[int] = []
     eligible = np.ones(n, dtype=bool)
-    rows, columns = np.triu_indices(n, 1)
-    for pair in np.argsort(sim[rows, columns], kind="stable"):  # ties: by position, as triu_indices has them
-        for client in (int(rows[pair]), int(columns[pair])):
+    least = _least(sim)
+    while len(centres) < k and eligible.any():
+        # the next pair with a client that may be a centre: all pairs before it have none left
+        value = least[eligible].min()
+        pairs = (sorted((i, _partner(sim, i, value))) for i in np.flatnonzero(eligible & (least == value)))
+        for client in min(pairs):  # ties: by position
             if eligible[client] and len(centres) < k:
                 centres.append(client)
                 eligible &= sim[client] < bar
                 eligible[client] = False
-        if len(centres) == k or not eligible.any():
-            break
     return tuple(centres)
+
+
+def _least(sim: Vectors) -> Vectors:
+    """The smallest similarity of each client to another one, (N,), N >= 2."""
+    least = np.empty(len(sim))
+    for start in range(0, len(sim), ROWS):
+        block = sim[start : start + ROWS].copy()
+        block[np.arange(len(block)), start + np.arange(len(block))] = np.inf
+        least[start : start + ROWS] = block.min(axis=1)
+    return least
+
+
+def _partner(sim: Vectors, client: int, value: float) -> int:
+    """The first other client with that similarity to this one."""
+    return next(int(j) for j in np.flatnonzero(sim[client] == value) if j != client)
 
 
 def soft_clusters(
@@ -220,7 +270,7 @@ def soft_clusters(
     Raises:
         ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
 
-    Cost: O(N^2 m + N K m) time, O(N^2) memory.
+    Cost: O(N^2 m + N K m) time, 8 N^2 bytes.
 
     Example:
         >>> angles = np.radians([0, 20, 80, 100, 50])
@@ -229,8 +279,16 @@ def soft_clusters(
         ((0, 1, 4), (2, 3))
     """
     _check(z, n_clusters)
+    bar = min(round(tau, DECIMALS), 1.0) if distinct else 1.0
+    centres = choose_centres(similarity(z), n_clusters, bar=bar)
+    return _grown(z, centres, tau, centres_join=centres_join, update=update)
+
+
+def _grown(
+    z: Vectors, centres: tuple[int, ...], tau: float, *, centres_join: bool, update: Literal["sequential", "batch"]
+) -> Partition:
+    """Lines 16 and on: every client joins the clusters of the centres that it is close to."""
     tau = round(tau, DECIMALS)
-    centres = choose_centres(similarity(z), n_clusters, bar=min(tau, 1.0) if distinct else 1.0)
     members = [{c} for c in centres]
     sums, means = z[list(centres)].copy(), z[list(centres)].copy()
     fallback = []
@@ -277,18 +335,28 @@ def otsu(sim: Vectors) -> Threshold:
     eta = between-class variance at the cut / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a
     normal one; >= 0.8 speaks for groups, < 0.7 against. Fewer than two pairs, or equal cosines: tau 0.95, eta 0.
     """
-    c = np.sort(sim[np.triu_indices(len(sim), 1)])
+    c = _pairs(sim)
+    c.sort()
     p = len(c)
     if p < 2 or c[0] == c[-1]:
         return Threshold(0.95, 0.0)
-    t = np.arange(1, p)
-    lower = np.cumsum(c)[:-1]
-    upper = lower[-1] + c[-1] - lower
-    between = (t / p) * (1 - t / p) * (upper / (p - t) - lower / t) ** 2
-    between = np.where(c[:-1] < c[1:], np.round(between, 12), -1.0)
-    cut = int(np.argmax(between))  # the lowest of equal ones
+    sums = np.cumsum(c)
+    best, cut = -1.0, 0
+    for start in range(0, p - 1, PAIRS):
+        t = np.arange(start + 1, min(start + PAIRS, p - 1) + 1)
+        lower = sums[t - 1]
+        between = (t / p) * (1 - t / p) * ((sums[-1] - lower) / (p - t) - lower / t) ** 2
+        between = np.where(c[t - 1] < c[t], np.round(between, 12), -1.0)
+        first = int(np.argmax(between))  # the lowest of equal ones
+        if between[first] > best:
+            best, cut = float(between[first]), start + first
     tau = round(float(np.clip((c[cut] + c[cut + 1]) / 2, 0.0, 0.95)), DECIMALS)
-    return Threshold(tau, min(1.0, float(between[cut] / np.var(c))))
+    return Threshold(tau, min(1.0, best / float(np.var(c))))
+
+
+def _pairs(sim: Vectors) -> Vectors:
+    """The entries above the diagonal, row by row, (N (N - 1) / 2,)."""
+    return np.concatenate([row[i + 1 :] for i, row in enumerate(sim)])
 
 
 # ---------------------------------------------------------------------------------------- section 7: validation
@@ -321,11 +389,13 @@ def mctc(
     Raises:
         ValueError: see `soft_clusters`.
 
-    Cost: at most 5*K runs of `soft_clusters`.
+    Cost: once the cosines of all pairs and their order, O(N^2 (m + log N)) time and 16 to 24 N^2 bytes; then at most
+    5*K times O(N^2 + N K m).
     """
     _check(z, n_clusters)
+    sim = similarity(z)
     if tau is None:
-        cut = otsu(similarity(z))
+        cut = otsu(sim)
         tau_0, separability = cut.tau, cut.separability
     else:
         tau_0, separability = round(tau, DECIMALS), None
@@ -333,7 +403,8 @@ def mctc(
     tries: list[Try] = []
     while True:
         t = tau_0 if step == 0 else round(min(tau_0 + 0.05 * step, max(0.95, tau_0)), DECIMALS)
-        partition = soft_clusters(z, k, t, distinct=distinct, centres_join=centres_join, update=update)
+        centres = choose_centres(sim, k, bar=min(t, 1.0) if distinct else 1.0)
+        partition = _grown(z, centres, t, centres_join=centres_join, update=update)
         k_eff = len(partition.members)
         valid = k_eff < 2 or partition.mean_cosine <= theta
         tries.append(Try(k, t, partition.mean_cosine, valid))

@@ -399,7 +399,7 @@ async def split(state: FedgeState, fleet: Fleet, r: int, when: str) -> FedgeStat
         return state
     directions = dict(sorted(fleet.get_tensors(state.directions).items()))
     ids = tuple(directions)
-    z = mctc.embed(mctc.gram(np.stack(list(directions.values()))))
+    z = mctc.embedding(np.stack(list(directions.values())))
     clustering = mctc.mctc(z, n_clusters=MAX_CLUSTERS)
     separability = clustering.separability or 0.0
     clusters = tuple(tuple(ids[i] for i in members) for members in clustering.partition.members)

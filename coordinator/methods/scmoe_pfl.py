@@ -201,7 +201,7 @@ class ScmoePfl:
         ids = [i for i in ids if i in directions]
         if not ids:
             return state
-        z = mctc.embed(mctc.gram(np.stack([directions[i] for i in ids])))
+        z = mctc.embedding(np.stack([directions[i] for i in ids]))
         o = self.options
         found = mctc.mctc(
             z,
@@ -237,7 +237,7 @@ class ScmoePfl:
         if not late:
             return state
         ids = [*sorted(inside), *late]
-        z = mctc.embed(mctc.gram(np.stack([directions[i] for i in ids])))
+        z = mctc.embedding(np.stack([directions[i] for i in ids]))
         means = np.stack([z[[ids.index(i) for i in members]].mean(axis=0) for members in state.clusters.members])
         joined = mctc.attach(z[len(inside) :], means, state.clusters.tau)
         return msgspec.structs.replace(state, attached=state.attached | dict(zip(late, joined, strict=True)))

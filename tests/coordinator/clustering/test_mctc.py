@@ -89,6 +89,53 @@ def test_fewer_components():
     assert mctc.embed(products, energy=1.0).shape == whole.shape
 
 
+@pytest.mark.parametrize(("n", "d"), [(5, 40), (40, 40), (60, 8)])
+def test_the_embedding_is_a_rotation_of_the_unit_updates_however_many(n, d):
+    updates = updates_of(5, n, d)
+    updates[1] = 0
+    z = mctc.embedding(updates)
+    assert z.shape[1] <= min(n, d)
+    np.testing.assert_allclose(mctc.similarity(z), mctc.similarity(mctc.embed(mctc.gram(updates))), atol=2e-9)
+
+
+def test_updates_of_very_many_clients_are_projected(monkeypatch):
+    updates = updates_of(6, 300, 1000)
+    exact = mctc.similarity(mctc.embedding(updates))
+    monkeypatch.setattr(mctc, "LARGEST_GRAM", 256)
+    z = mctc.embedding(updates)
+    assert z.shape == (300, 256)
+    assert 0 < np.abs(mctc.similarity(z) - exact).max() < 6 / 256**0.5
+
+
+def test_rows_made_at_a_time_change_nothing(monkeypatch):
+    z = mctc.embedding(updates_of(7, 23))
+    whole = mctc.mctc(z)
+    sim = mctc.similarity(z)
+    monkeypatch.setattr(mctc, "ROWS", 5)
+    monkeypatch.setattr(mctc, "PAIRS", 7)
+    np.testing.assert_allclose(mctc.similarity(z), sim, atol=1e-9)
+    assert mctc.otsu(sim) == mctc.otsu(sim.T)
+    parts = mctc.mctc(z)
+    assert (parts.partition.members, parts.tau, parts.tries) == (whole.partition.members, whole.tau, whole.tries)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 6), st.sampled_from([0.2, 0.7, 1.0]))
+@settings(max_examples=200, deadline=None)
+def test_centres_are_those_of_the_sorted_pairs(seed, n, k, bar):
+    rng = np.random.default_rng(seed)
+    upper = np.triu(np.round(rng.uniform(-1, 1, (n, n)), 1), 1)  # with many ties
+    sim = upper + upper.T + np.eye(n)
+    wanted, eligible = [], np.ones(n, dtype=bool)
+    rows, columns = np.triu_indices(n, 1)
+    for pair in np.argsort(sim[rows, columns], kind="stable"):
+        for client in (rows[pair], columns[pair]):
+            if eligible[client] and len(wanted) < k:
+                wanted.append(client)
+                eligible &= sim[client] < bar
+                eligible[client] = False
+    assert list(mctc.choose_centres(sim, k, bar=bar)) == wanted
+
+
 def test_scaling_and_flipping_all_updates_changes_nothing():
     updates = updates_of(4, 7)
     expected = mctc.mctc(mctc.embed(mctc.gram(updates)))
