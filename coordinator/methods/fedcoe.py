@@ -352,7 +352,9 @@ class FedCoE:
         return state.clients.get(device_id, state.common)
 
     def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
-        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts, for model inputs."""
+        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model."""
+        if not state.experts:
+            return self.reserved.probabilities(fleet.get(state.common, state.layout), x)
         probabilities = np.stack([self.reserved.probabilities(e, x) for e in self._experts(state, fleet)])
         return correlation.routed(self._routing(state, fleet, x), probabilities, self.options.top)
 

@@ -59,11 +59,17 @@ class Evaluation:
             }
 
     def globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
-        """Mean over the devices of what the model that each is served reaches on the global test set."""
+        """Accuracy on the global test set: of the method's global prediction (FedCoE's Eq. 4) where it has one.
+
+        Otherwise the mean over the devices of the model that each is served.
+        """
         samples = self._federation.global_test
         if samples is None:
             return None
         with self._timed():
+            if predict := getattr(method, "predict", None):
+                x, y = samples
+                return score(predict(state, fleet, x).argmax(axis=1), y).accuracy
             digests = [method.serves(state, i).digest for i in self._workers]
             served = {method.serves(state, i).digest: method.serves(state, i) for i in self._workers}
             layout = self._federation.layout

@@ -81,7 +81,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     ] = 0.1
     reserved: Annotated[
         float, Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe).")
-    ] = 0.2
+    ] = 0.5
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
