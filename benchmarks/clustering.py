@@ -5,8 +5,8 @@ MCTC, whose embedding is part of the time. Each case runs in a process of its ow
 resident set, less that of the same process with N = 50, is the memory. Promised: AIDC O(N^2 q) time and 8 N^2 bytes up
 to 2,000 devices, above that O(N R q) time and O(R^2 + R) memory for R anchors; MCTC O(N^2 (m + log N)) time and
 16 to 24 N^2 bytes, after an eigendecomposition, O(N^3), where there are fewer devices than parameters: below 256 here.
-Times are the processor's, so that others on the machine count little. `growth` is the exponent between two neighbours in the table,
-`rand` the adjusted Rand index of the clusters found (first cluster of each device) against the planted groups.
+Times are the processor's, so that others on the machine count little. `growth` is the exponent between two neighbours
+in the table, `rand` the adjusted Rand index of the clusters found (first cluster of each device) against the groups.
 
 Run: python benchmarks/clustering.py [--devices 250 500 1000 2000 5000 10000] [--json FILE] [--plot FILE.png]
 """

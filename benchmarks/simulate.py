@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -114,8 +115,12 @@ class Speed:
         """Seconds of a round in which nobody trains or looks at data."""
         return self.fedavg(self.blind, steps=0)
 
-    def plain(self) -> float:
+    def plain(self, n_threads: int) -> float:
         """Seconds of a bare loop over the same batches."""
+        with threads(n_threads):
+            return self._plain()
+
+    def _plain(self) -> float:
         module = models.build(self.task)
         start = time.perf_counter()
         mean = [torch.zeros_like(p, dtype=torch.float64) for p in module.parameters()]
@@ -164,15 +169,18 @@ def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     n_processors = len(os.sched_getaffinity(0))
     rivals: dict[str, Callable[[], float]] = {"fleet": speed.fedavg, "sequential": speed.sequential, "idle": speed.idle}
     flower = flower_or_none() if args.flower else None
+    for n in sorted({1, n_processors}):
+        rivals[f"plain, {n} threads"] = partial(speed.plain, n)
     seconds: dict[str, list[float]] = {}
+    processor: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):
         for name, once in rivals.items():
+            before = time.process_time()
             seconds.setdefault(name, []).append(once())
-        for n in sorted({1, n_processors}):
-            with threads(n):
-                seconds.setdefault(f"plain, {n} threads", []).append(speed.plain())
+            processor.setdefault(name, []).append(time.process_time() - before)
+            print(f"  {name}: {seconds[name][-1]:.2f} s, {processor[name][-1]:.2f} s of processors", flush=True)
         if not repeat:
-            seconds = {}  # the first warms up
+            seconds, processor = {}, {}  # the first warms up
         elif flower is not None:  # warms up by itself
             seconds.setdefault("flower", []).extend(speed.flower(flower, idle=False))
             seconds.setdefault("flower, idle", []).extend(speed.flower(flower, idle=True))
@@ -189,6 +197,7 @@ def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         "batch_size": args.batch,
         "samples_per_device": round(statistics.mean(own.n_shared for own in speed.data.values())),
         "seconds_per_round": {name: round(taken, 3) for name, taken in medians.items()},
+        "processor_seconds_per_round": {name: round(statistics.median(t), 3) for name, t in processor.items()},
         "fleet_to_plain": round(medians["fleet"] / plain, 3),
         "fleet_to_sequential": round(medians["fleet"] / medians["sequential"], 3),
         "fleet_to_flower": round(medians["fleet"] / medians["flower"], 3) if measured else None,

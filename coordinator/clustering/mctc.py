@@ -24,9 +24,7 @@ NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
 COLUMNS: Final = 1 << 18  # of the updates, that are float64 at a time
 PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
 NONZEROS: Final = 4  # per row of the random projection
-LARGEST_GRAM: Final = (
-    4096  # clients whose Gram matrix is decomposed, and numbers to which updates of more are projected
-)
+LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; of more, updates are projected to so many numbers
 PAIRS: Final = 1 << 20  # of clients, that are looked at at a time
 ROWS: Final = 1024  # of a matrix of all clients, that are made at a time
 
@@ -194,11 +192,11 @@ def similarity(z: Vectors) -> Vectors:
     """
     sim = np.empty((len(z), len(z)))
     for start in range(0, len(z), ROWS):
-        block = slice(start, start + ROWS)
-        sim[block, start:] = cosines(z[block], z[start:])
-        inner = np.triu(sim[block, block], 1)
-        sim[block, block] = inner + inner.T
-        sim[start + ROWS :, block] = sim[block, start + ROWS :].T
+        end = start + ROWS
+        sim[start:end, start:] = cosines(z[start:end], z[start:])
+        inner = np.triu(sim[start:end, start:end], 1)
+        sim[start:end, start:end] = inner + inner.T
+        sim[end:, start:end] = sim[start:end, end:].T
     np.fill_diagonal(sim, np.linalg.norm(z, axis=1) > NO_DIRECTION)
     return sim
 
@@ -224,7 +222,7 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
     while len(centres) < k and eligible.any():
         # the next pair with a client that may be a centre: all pairs before it have none left
         value = least[eligible].min()
-        pairs = (sorted((i, _partner(sim, i, value))) for i in np.flatnonzero(eligible & (least == value)))
+        pairs = (sorted((i, _partner(sim, i, value))) for i in np.flatnonzero(eligible & (least == value)).tolist())
         for client in min(pairs):  # ties: by position
             if eligible[client] and len(centres) < k:
                 centres.append(client)
