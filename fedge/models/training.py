@@ -194,12 +194,12 @@ class _Objective(nn.Module):
 def can_stack(network: Network) -> bool:
     """Whether it pays, and is possible, to train models of this network side by side.
 
-    It pays where a step is mostly overhead (`is_small`). Best of four runs on a machine in use (load 3), one thread,
-    batch 32, microseconds a step and model, one by one against side by side as done here (vectorised forward pass):
-    digits MLP (2,410 weights) 85 against 21 to 30 with 20 to 100 models; MLP on 28 x 28 (50,890) 139 against 143 with 5
-    models and 124 with 20; `cnn` on 28 x 28 6.3 ms against 8.1 with 4 and 13.0 with 20; `cnn_fedavg` 35 ms against 42
-    with 2 and 35 with 8. Products and grouped convolutions written by hand: 17 to 20, 96 to 108, 7.9 to 13.7 ms and 30
-    to 35 ms. Clients with fewer samples than a batch share a stack only with those of the same number, and gain little.
+    It pays where a step is mostly overhead (`is_small`). MLPs, batch 32, one thread, microseconds of processor time a
+    step and model, median of five on a machine in use (load 7), alone against 2, 10, 40 and 64 models side by side:
+    2,410 weights 173 against 451, 131, 61 and 53; 9,610 222 against 639, 225, 119 and 106; 18,314 289 against 693, 298,
+    181 and 181; 25,450 233 against 560, 264, 201 and 205; 50,890 304 against 646, 392, 312 and 311; 159,010 647 against
+    1534, 980, 1037 and 1579. So few models gain nothing, and large ones never do. Convolutions lost, too: `cnn` on
+    28 x 28 6.3 ms against 8.1 with 4 models, `cnn_fedavg` 35 ms against 42 with 2 and 35 with 8.
 
     It is possible for networks without buffers and random numbers, whose code can be vectorised: this is tried. The
     network is left with other weights.
@@ -347,8 +347,10 @@ class Trainer:
         self._x, self._y, self._sgd = tensor(x), tensor(y), sgd
         self._batches = batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
         self._velocity = torch.zeros_like(network.weights[..., self._moves])
-        start = network.weights.clone() if anchor is None else tensor(anchor)
-        self._anchor = start[..., self._moves] if sgd.proximal_mu else None
+        self._anchor = None
+        if sgd.proximal_mu:
+            start = network.weights.clone() if anchor is None else tensor(anchor)
+            self._anchor = start[..., self._moves]
 
     def run(self, steps: int, stop: Callable[[], bool] = never) -> None:
         """Take some steps and leave the network in evaluation mode.
