@@ -3,7 +3,7 @@
   digits  the setting of cfic.md section 8: 8x8 digits, 40 devices, Dirichlet label skew, perceptron 64-64-10, plain SGD
           with batches of 16, 10 steps (5 epochs over 31 images), a quarter of the devices in each of 60 rounds.
           Differences: a device keeps 40 % of its 36 images for testing and validation, so it trains on about 22; each
-          has at least 20, for which a sixth of the images are moved at skews 0.1 and 0.05, so that these are milder
+          has at least 20, for which 10 to 20 % of the images are moved at skews 0.1 and 0.05: these are milder here
   images  the paper's setting, smaller: 100 devices, 30 % of them in a round, the network with two 5x5 convolutions, but
           6,000 images mean-pooled to 14x14, 20 rounds of 10 steps with batches of 32 and learning rate 0.05. --full is
           the paper's size: all images at 28x28, batch 64, learning rate 0.01, 100 rounds of 45 steps (5 epochs); some
