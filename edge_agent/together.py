@@ -1,10 +1,10 @@
 """Many workers' orders at once, for a fleet that lives in one process; each outcome is what its worker alone gives.
 
 Orders to train a small network run side by side, many models in one tensor (`fedge.models.training.Stack`); those of a
-large one run in a thread for each processor, where they wait for arithmetic rather than for Python (`cnn_fedavg`, two
-processors with nothing else to do: 10.4 s of processor time in 5.4 s; on a busy machine threads wait for one another, and
-gain nothing). Which of the two is decided by the network alone (`can_stack`), never by who else was asked, and nothing is drawn that depends on it: an
-outcome of a stack agrees with the worker's own to float tolerance, all others to the last bit.
+large one run in a thread for each processor, where they wait for arithmetic rather than for Python (`cnn_fedavg` on two
+processors with nothing else to do: 10.4 s of processor time in 5.4 s; on a busy machine threads gain nothing). Which of
+the two is decided by the network alone (`can_stack`), never by who else was asked, and nothing is drawn that depends on
+it: an outcome of a stack agrees with the worker's own to float tolerance, all others to the last bit.
 """
 
 from __future__ import annotations
