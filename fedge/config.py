@@ -14,6 +14,7 @@ keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`)
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -228,10 +229,13 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], where: str) -> N
 
 def _convert(setting: Setting, value: object, source: str, *, strict: bool) -> object:
     try:
-        return msgspec.convert(value, setting.type, strict=strict, dec_hook=_custom)
+        found: object = msgspec.convert(value, setting.type, strict=strict, dec_hook=_custom)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         shown = "" if setting.base is Secret else f", got {value!r}"
         raise ConfigError(f"{source}: {error}{shown}") from error
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ConfigError(f"{source}: expected a finite number, got {value!r}")
+    return found
 
 
 def _custom(kind: type, value: object) -> object:

@@ -50,6 +50,18 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
         raise StoreError(f"cannot write {path}: {error}") from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, or see that it is there.
+
+    Raises:
+        StoreError: it cannot be made, or is a file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot make folder {folder}: {error}") from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and new files of a folder durable."""
     if not _durable.get():

@@ -19,7 +19,7 @@ from coordinator.simulation.outcome import RunOutcome, cost_of
 from coordinator.simulation.settings import CompareSettings, SimulationSettings
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
-from fedge.files import write_atomically
+from fedge.files import make_folder, write_atomically
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -129,7 +129,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="fedge-simulate-") as folder:
             yield Path(folder)
         return
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     if any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: choose a new folder with --out, or remove it")
     yield out

@@ -23,7 +23,7 @@ from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
-from fedge.files import write_atomically
+from fedge.files import make_folder, write_atomically
 
 SHARE_OF_THE_BEST = 0.95
 """The target, unless one is given, in parts of the best method's accuracy."""
@@ -97,6 +97,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
 
     Raises:
         ConfigError: a method, an option, a seed or the data are not there; nothing has run then.
+        StoreError: the folder cannot be made; nothing has run then.
         FedgeError: a run failed.
     """
     methods, seeds = methods_of(settings), seeds_of(settings)
@@ -109,6 +110,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     for number, (_, outcome) in enumerate(found.items(), 1):
         watch(number, len(wanted), outcome)
     missing = [run for run in wanted if run not in found]
+    make_folder(out / "runs")  # or it would be found out after the first run
     for run, outcome in _done(missing, settings.jobs or os.cpu_count() or 1):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome

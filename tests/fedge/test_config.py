@@ -112,6 +112,12 @@ def test_environment_and_flags_are_named_too(monkeypatch: pytest.MonkeyPatch) ->
         resolved(broker="x")
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite(value: float) -> None:
+    with pytest.raises(ConfigError, match="--deadline-s: "):
+        resolved(broker="x", deadline_s=value)
+
+
 @pytest.mark.parametrize("content", [b"[coordinator", b"coordinator = 3", b"\xff"])
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.toml").write_bytes(content)

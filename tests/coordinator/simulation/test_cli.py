@@ -68,6 +68,17 @@ def test_a_run_is_told_on_standard_error_and_its_figures_written(
     assert "is not empty" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_folder_that_cannot_be_made_is_found_before_anything_runs(
+    tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([command, *SMALL, "--out", str(tmp_path / "file")]) == 4
+    told = capfd.readouterr().err
+    assert told.startswith("error: cannot make folder")
+    assert "accuracy" not in told
+
+
 def test_options_come_from_the_table_of_the_method(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "fedge.toml"
     config.write_text('[simulate]\nmethod = "fedprox"\n[method]\nproximal_mu = -1.0\n')
