@@ -191,7 +191,7 @@ class Train(_Message, frozen=True, kw_only=True, tag="train"):
     part: Part = Part.ALL
     keep: Keep | None = None
     initial: BlobRef | None = None  # all tensors; needed with `keep` and for a part
-    measure: bool = True  # whether losses and the gradient's norm are wanted: a quarter of the device's work
+    measure: bool = True  # whether losses and the gradient's norm are wanted: as much work as an epoch
 
 
 class Profile(_Message, frozen=True, kw_only=True, tag="profile"):
