@@ -60,7 +60,13 @@ def measure(label: str, methods: Sequence[str], fields: Mapping[str, object], ar
     quick = {"seeds": "0", "rounds": 3} if arguments.quick else {}
     settings = msgspec.convert(
         {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs}
-        | {"hardware": Hardware.NONE, "codec": Codec.FLOAT32, "evaluate_every": 1000, "global_test": 0.0}
+        | {
+            "hardware": Hardware.NONE,
+            "codec": Codec.FLOAT32,
+            "evaluate_every": 1000,
+            "global_test": 0.0,
+            "reserved": 0.0,
+        }
         | source
         | fields
         | quick,
