@@ -204,6 +204,8 @@ def _write(home: Path, order: Order, what: Kept) -> None:
     """Make it durable; then what no order will read any more goes."""
     folder = folder_of(home, order)
     write_atomically(folder / str(order.round), msgspec.msgpack.encode(what))
+    for torn in folder.glob(".tmp-*"):  # of a write that kill -9 cut off
+        torn.unlink(missing_ok=True)
     earlier = sorted(number for number in _rounds(folder) if number < order.round)
     for number in earlier[:-1]:
         (folder / str(number)).unlink(missing_ok=True)

@@ -341,3 +341,12 @@ def test_workers_share_nothing_but_the_store(tmp_path: Path, blobs: Blobs) -> No
     assert found == worker(tmp_path / "b").execute(order(train("dbe", blobs), 1, run="x"), blobs)
     assert isinstance(found.result, Trained)
     assert isinstance(found.result.update, BlobRef)
+
+
+def test_a_write_that_was_cut_off_leaves_nothing_behind_for_long(tmp_path: Path) -> None:
+    order_3, what = order(None, 3), personal.Kept(keep=KeepPart(private=Part.HEAD), tensors=b"x")
+    folder = personal.folder_of(tmp_path, order_3)
+    folder.mkdir(parents=True)
+    (folder / ".tmp-torn").write_bytes(b"half")
+    personal._write(tmp_path, order_3, what)
+    assert [path.name for path in folder.iterdir()] == ["3"]

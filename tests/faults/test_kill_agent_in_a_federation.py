@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.fleet.simulated import SimulatedFleet, one_by_one
 from coordinator.methods import MethodSettings, load, make
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.store import Status, Store
@@ -89,7 +89,7 @@ async def undisturbed(shares: dict[str, Path], home: Path) -> str:
     task = task_spec("digits")
     layout, model = initial(task, SEED)
     workers = {d: Worker(d, task, device_data(task, path, seed=0), home / d) for d, path in shares.items()}
-    fleet = SimulatedFleet(task, layout, workers, seed=SEED)
+    fleet = SimulatedFleet(task, layout, workers, seed=SEED, execute=one_by_one)
     method = make("fedavg", MethodSettings(rounds=ROUNDS, seed=SEED, sgd=Sgd(steps=STEPS)))
     state = method.initial(layout, fleet.put(unflatten(model, layout)))
     for number in range(1, ROUNDS + 1):

@@ -21,10 +21,8 @@ ROUNDS, STEPS = 4, 200
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "kind"), [("fedrep", KeepingState), ("dbe", DbeState)])
 async def test_agents_killed_again_and_again_end_where_undisturbed_ones_do(
-    tmp_path: Path, name: str, kind: type[KeepingState], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, kind: type[KeepingState]
 ) -> None:
-    # DBE's first round is plain training, which a simulated fleet does side by side: equal to rounding alone
-    monkeypatch.setattr("edge_agent.together.can_stack", lambda _: False)
     rng = random.Random(1)
     async with (
         local_broker("auto", tmp_path) as broker,
