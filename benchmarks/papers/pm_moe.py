@@ -91,7 +91,7 @@ SPEC: dict[str, dict[str, dict[str, float]]] = {
         "dbe": {"base": 94.2, "paper": -0.13, "anchored": 0.13, "control": 0.16},
     },
 }
-HARMLESS = -0.3  # points, the acceptance test of section 13
+NOISE = 0.3  # points: differences below it mean nothing; the acceptance test of section 13 allows such a loss
 
 
 def perceptron(task: TaskSpec) -> nn.Module:
@@ -147,7 +147,7 @@ def judge(runs: Runs, setting: str) -> list[dict[str, Any]]:
     return [
         claim(
             f"{setting}; specification: anchored never costs more than 0.3 points",
-            all(mean["anchored", base] >= HARMLESS for base in BASES),
+            all(mean["anchored", base] >= -NOISE for base in BASES),
             seen("anchored"),
         ),
         claim(
@@ -157,12 +157,12 @@ def judge(runs: Runs, setting: str) -> list[dict[str, Any]]:
         ),
         claim(
             f"{setting}; paper: there is a gain (some base by more than 0.3 points)",
-            max(best) > -HARMLESS,
+            max(best) > NOISE,
             f"best {best[0]:+.2f} paper, {best[1]:+.2f} anchored",
         ),
         claim(
-            f"{setting}; paper: the pool gains more than the control without one, on average over the bases",
-            float(np.mean(against)) > 0,
+            f"{setting}; paper: the pool gains over the control (more than 0.3 points, mean over the bases)",
+            float(np.mean(against)) > NOISE,
             f"better preset - control: {', '.join(f'{a:+.2f}' for a in against)}",
         ),
     ]
