@@ -137,7 +137,7 @@ def cells(runs: Runs, method: str, setting: str) -> list[str]:
 
 def judge(runs: Runs, setting: str) -> list[dict[str, Any]]:
     """The claims of section 13, and the paper's."""
-    mean = {(name, base): float(gains(runs, name, base, setting).mean()) for name in STAGES for base in BASES}
+    mean = {(name, base): round(float(gains(runs, name, base, setting).mean()), 2) for name in STAGES for base in BASES}
 
     def seen(name: str) -> str:
         return ", ".join(f"{base} {mean[name, base]:+.2f}" for base in BASES)
