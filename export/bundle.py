@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from export import parity
@@ -176,7 +177,7 @@ def _manifest(
         gate=parts[len(candidates)],
         candidates=candidates,
         fusion=fusion,
-        pool=pool,
+        pool=pool or UNSET,
         metrics={name: float(value) for name, value in metrics.items()},
         max_abs_diff=difference,
     )

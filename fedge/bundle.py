@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.errors import UpdateRejected
 from fedge.messages import MAX_POOL, Count, Digest, NonNegative, Role, Share
@@ -118,7 +118,7 @@ class Manifest(_Part, frozen=True, kw_only=True):
     gate: Part
     candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=MAX_POOL)]
     fusion: Fusion
-    pool: PoolInfo | None = None
+    pool: PoolInfo | UnsetType = UNSET  # left out of the manifests of mixtures
     metrics: dict[str, float]
     max_abs_diff: NonNegative
     expires: None = None
@@ -128,7 +128,7 @@ class Manifest(_Part, frozen=True, kw_only=True):
     @property
     def parts(self) -> tuple[Part, ...]:
         """The parts in the order of their slots: the candidates, the gate, the trunk of a pool."""
-        trunk = (self.pool.trunk,) if self.pool and self.pool.trunk else ()
+        trunk = (self.pool.trunk,) if isinstance(self.pool, PoolInfo) and self.pool.trunk else ()
         return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
 
 
