@@ -29,15 +29,22 @@ def install(worker: Worker, action: Install, fetch: Fetch, order: Order, stop: S
         training = (data.x_train, data.y_train)
         model = fine_tuned(worker.network, model, training, worker.validation, action.fine_tune, rng, stop)
         role = Role.PRIVATE
+    return install_alone(worker, model, role, action.release, action.method)
+
+
+def install_alone(
+    worker: Worker, model: Model, role: Role, release: int, method: str, *, guarded: bool = False
+) -> Installed:
+    """Write the bundle of one model, as it is: a mixture of one."""
     alone = Mixture(
         candidates=(Candidate(role=role, name=role.value, model=model),),
         log_prior=worker.final_prior(),
         beta=0.0,
         gate=GateWeights.untrained(gate.n_features(worker.task.input_shape), 1),
     )
-    log_p = mixture.calibrated(worker.logits(model, data.x_val), worker.prior, PLAIN)
-    info = worker.write(alone, action.release, action.method, worker.metrics(log_p))
-    return installed(info, (role,), guarded=False)
+    log_p = mixture.calibrated(worker.logits(model, worker.data.x_val), worker.prior, PLAIN)
+    info = worker.write(alone, release, method, worker.metrics(log_p))
+    return installed(info, (role,), guarded=guarded)
 
 
 def fine_tuned(

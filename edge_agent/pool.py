@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edge_agent import gate, mixture, personal
+from edge_agent import personal
 from edge_agent.dbe import OFFSET
-from edge_agent.mixture import PLAIN, Array
+from edge_agent.install import install_alone
+from edge_agent.mixture import Array
 from edge_agent.outcome import FailedError, Fetch, Stop, installed
-from export import Candidate, GateWeights, Mixture, Pool, PoolGate
+from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
 from fedge.errors import ProtocolError
 from fedge.messages import FitPool, Installed, KeepHead, KeepOffset, KeepPart, Order, Part, Role
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedge.worker")
 
+METHOD: Final = "pm-moe"
 NO_NORM: Final = 1e-12  # of an expert's output, section 6
 OWN_BIAS: Final = 4.0  # b_0, section 5
 LAST_SCALE: Final = 0.1  # of the last layer's first weights, preset "anchored"
@@ -99,7 +101,7 @@ def fit_pool(worker: Worker, action: FitPool, fetch: Fetch, order: Order, stop: 
     if action.guard and (p.argmax(axis=1) == data.y_val).sum() < (own.argmax(axis=1) == data.y_val).sum():
         return _own(worker, action, model, guarded=True)
     with np.errstate(divide="ignore"):
-        info = worker.write(pool, action.release, "pm-moe", worker.metrics(np.log(p)))
+        info = worker.write(pool, action.release, METHOD, worker.metrics(np.log(p)))
     others = (Role.PRIVATE if k == action.own else Role.EXPERT for k in range(m))
     return installed(info, tuple(others), guarded=False)
 
@@ -177,15 +179,7 @@ def _predict(worker: Worker, modules: Modules, pool: Pool, x: NDArray[np.float32
 
 def _own(worker: Worker, action: FitPool, model: Model, *, guarded: bool) -> Installed:
     """The own module serves."""
-    alone = Mixture(
-        candidates=(Candidate(role=Role.PRIVATE, name=Role.PRIVATE.value, model=model),),
-        log_prior=worker.final_prior(),
-        beta=0.0,
-        gate=GateWeights.untrained(gate.n_features(worker.task.input_shape), 1),
-    )
-    log_p = mixture.calibrated(worker.logits(model, worker.data.x_val), worker.prior, PLAIN)
-    info = worker.write(alone, action.release, "pm-moe", worker.metrics(log_p))
-    return installed(info, (Role.PRIVATE,), guarded=guarded)
+    return install_alone(worker, model, Role.PRIVATE, action.release, METHOD, guarded=guarded)
 
 
 # ------------------------------------------------------------------------------------------- section 6: denoising

@@ -22,6 +22,8 @@ Vectors = NDArray[np.float64]
 DECIMALS: Final = 9
 NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
 COLUMNS: Final = 1 << 18  # of the updates, that are float64 at a time
+LARGE: Final = 100_000  # parameters above which directions are projected when they are kept
+PROJECTED: Final = 4096  # to so many numbers (section 5)
 PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
 NONZEROS: Final = 4  # per row of the random projection
 LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; of more, updates are projected to so many numbers
@@ -90,6 +92,12 @@ def unit_update(update: NDArray[np.floating]) -> Vectors | None:
     scaled = update.astype(np.float64) / largest
     norm = float(np.linalg.norm(scaled))
     return None if largest * norm <= NO_DIRECTION else scaled / norm
+
+
+def direction(update: NDArray[np.floating]) -> Vectors | None:
+    """What is kept of an update: its unit vector, of a large model the fixed projection of it. None: no direction."""
+    unit = unit_update(update)
+    return unit if unit is None or len(unit) <= LARGE else project(unit, PROJECTED, seed=0)
 
 
 def project(update: NDArray[np.floating], size: int, seed: int) -> Vectors:

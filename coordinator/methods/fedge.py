@@ -66,8 +66,6 @@ from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
 
-LARGE = 100_000  # parameters above which directions are projected
-PROJECTED = 4096  # to so many numbers (SCMoE-PFL section 5)
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
 GAMMA = 0.5  # server momentum, section 4
 RHO = 0.4  # share of the rounds before the trial, section 5
@@ -382,10 +380,9 @@ def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet
 
 def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
     """Add the unit update of one device to its sum, (d,) float32; of large models a fixed projection (section 4)."""
-    unit = mctc.unit_update(change)
-    if unit is None:
+    kept = mctc.direction(change)
+    if kept is None:
         return
-    kept = unit if len(unit) <= LARGE else mctc.project(unit, PROJECTED, seed=0)
     before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
     directions[device_id] = (before + kept).astype(np.float32)
 

@@ -34,12 +34,10 @@ from coordinator.methods import (
 from coordinator.selection.uniform import cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, FitMixture, Installed, Start, Train, Trained
-from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
+from fedge.tensors import Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
 
-LARGE = 100_000  # parameters above which directions are projected
-PROJECTED = 4096  # to so many numbers (section 5)
 STALE = 5  # rounds after which a stored direction says nothing any more, section 9
 PATIENCE = 10  # rounds without progress, section 8
 PROGRESS = 1e-3  # of the mean validation accuracy, section 8
@@ -188,9 +186,9 @@ class ScmoePfl:
             change = fleet.get(update.update, state.layout).params
             if self.options.reference == "initial":
                 change = change + (start_of(state, update, fleet).params - w0)
-            unit = direction(change)
+            unit = mctc.direction(change)
             if unit is not None:
-                directions[i] = unit
+                directions[i] = unit.astype(np.float32)
         return msgspec.structs.replace(
             state, directions=fleet.put(directions), seen=state.seen | dict.fromkeys(updates, r)
         )
@@ -305,14 +303,6 @@ class ScmoePfl:
             "separability": clusters.separability if clusters else None,
             "silhouette": clusters.silhouette if clusters else None,
         }
-
-
-def direction(change: Floats) -> Floats | None:
-    """Unit update, Eq. 1, of large models its fixed projection (section 5); None: it has no direction."""
-    unit = mctc.unit_update(change)
-    if unit is None:
-        return None
-    return (unit if len(unit) <= LARGE else mctc.project(unit, PROJECTED, seed=0)).astype(np.float32)
 
 
 def clusters_of(state: ScmoeState, device_id: str) -> tuple[int, ...]:
