@@ -2,7 +2,6 @@
 
 Source: arXiv 2605.21264; sections are those of the specification "fedcoe". The maths on the results is in
 `coordinator.aggregation.correlation`. Only this part of the coordinator holds torch; a method that needs it imports it.
-Departure: no weight decay where experts are trained, as nowhere in fedge.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class ReservedSet:
             groups: expert of each class, (C,).
             n_experts: K; an expert without samples stays at the start.
             epochs: passes over the expert's samples.
-            sgd: learning rate, momentum and batch size.
+            sgd: learning rate, momentum, weight decay and batch size.
             seed: of the batches.
         """
         experts = []
@@ -172,6 +171,11 @@ class ReservedSet:
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         return {name: value.detach().numpy().copy() for name, value in gate.state_dict().items()}
+
+    def uniform_gate(self, n_experts: int, *, trunk: Trunk) -> Tensors:
+        """The gate that says 1 / K of every input: W_g = 0 in Eq. 3 (the ablation "no gate" of section 12)."""
+        gate = Gate(self.task.input_shape, n_experts, trunk)
+        return {name: np.zeros_like(value.detach().numpy()) for name, value in gate.state_dict().items()}
 
     def routing(self, gate: Tensors, x: NDArray[np.float32] | None = None) -> Array:
         """Eq. 6: p(x) = G(x), (n, K), for inputs, by default for D_s."""

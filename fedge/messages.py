@@ -131,6 +131,7 @@ class Sgd(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     learning_rate: Annotated[float, Meta(gt=0, le=100)] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     proximal_mu: NonNegative = 0.0  # FedProx; 0 is plain SGD
+    weight_decay: Share = 0.0  # times the weights, added to the gradient as in torch.optim.SGD
 
 
 class Start(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

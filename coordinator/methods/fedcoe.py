@@ -77,7 +77,9 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     delta: Annotated[float, Meta(gt=0)] = 0.02
     top: AtLeastOne = 2  # k, experts of a sample in the global model, and with "functions" of a new client
     assemble: Literal["parameters", "functions"] = "parameters"
+    gate: Literal["trained", "uniform"] = "trained"  # uniform: the ablation without a gate, section 12
     trunk: Literal["auto", "vector"] = "auto"  # of the gate
+    weight_decay: Share = 5e-4  # of the SGD of clients and experts, section 5
 
 
 class Diagnostics(Struct, frozen=True, kw_only=True):
@@ -123,6 +125,7 @@ class FedCoE:
                 "images; a small public set of the same task will do, 40 samples a class; never the devices' test "
                 "data). Without any, use fedavg, fedper or fedge"
             )
+        self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=self.options.weight_decay)
         self.reserved = ReservedSet(task, *reserved)
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
 
@@ -160,14 +163,14 @@ class FedCoE:
 
     def _order(self, state: FedCoEState, device_id: str) -> Train:
         start = Start(model=self.serves(state, device_id))
-        return Train(starts=(start,), sgd=self.settings.sgd, codec=self.settings.codec, measure=False)
+        return Train(starts=(start,), sgd=self.sgd, codec=self.settings.codec, measure=False)
 
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 
     async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """Experts from one start, each on its own classes; the gate learns which one is sure about which input."""
         start, epochs = fleet.get(state.common, state.layout), self.options.pretraining_epochs
-        sgd, seed = self.settings.sgd, self.settings.seed
+        sgd, seed = self.sgd, self.settings.seed
 
         def pretrain() -> list[Model]:
             k = self.options.n_experts
@@ -194,6 +197,8 @@ class FedCoE:
 
         def train() -> dict[str, NDArray[np.generic]]:
             s = correlation.suitability(reserved.scores(experts), options.suitability_temperature)  # Eq. 1
+            if options.gate == "uniform":
+                return reserved.uniform_gate(len(experts), trunk=options.trunk)
             return reserved.trained_gate(s, start, trunk=options.trunk, epochs=epochs, seed=seed)
 
         gate = await asyncio.to_thread(train)
@@ -352,11 +357,15 @@ class FedCoE:
         return state.clients.get(device_id, state.common)
 
     def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
-        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model."""
+        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model.
+
+        Without a gate all experts have their say.
+        """
         if not state.experts:
             return self.reserved.probabilities(fleet.get(state.common, state.layout), x)
         probabilities = np.stack([self.reserved.probabilities(e, x) for e in self._experts(state, fleet)])
-        return correlation.routed(self._routing(state, fleet, x), probabilities, self.options.top)
+        top = self.options.n_experts if self.options.gate == "uniform" else self.options.top
+        return correlation.routed(self._routing(state, fleet, x), probabilities, top)
 
     def summary(self, state: FedCoEState) -> dict[str, Any]:
         """History, diagnostics of the experts, profiles of devices that started cold, bundles."""

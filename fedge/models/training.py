@@ -320,7 +320,8 @@ def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 class Trainer:
     """One run of SGD from the present weights of a network or a stack; `run` goes on where the last one ended.
 
-    v <- momentum * v + gradient of the batch's mean loss + mu * (w - anchor);  w <- w - learning_rate * v.
+    v <- momentum * v + gradient of the batch's mean loss + mu * (w - anchor) + weight_decay * w;
+    w <- w - learning_rate * v.
 
     `loss`: default cross-entropy; `moves`: the part of the weights that learns, the rest stays as it is; `anchor`: (d,)
     the weights that the proximal term draws to, by default the present ones.
@@ -373,6 +374,8 @@ class Trainer:
         weights, gradient = self._network.weights[..., self._moves], self._network.gradient[..., self._moves]
         if self._anchor is not None:
             gradient.add_(weights - self._anchor, alpha=self._sgd.proximal_mu)
+        if self._sgd.weight_decay:
+            gradient.add_(weights, alpha=self._sgd.weight_decay)
         self._velocity.mul_(self._sgd.momentum).add_(gradient)
         weights.add_(self._velocity, alpha=-self._sgd.learning_rate)
 

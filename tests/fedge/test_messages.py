@@ -158,6 +158,7 @@ BAD_ORDERS = {
     "unknown codec": ("malformed", packed(profile_of(codec="pickle"))),
     "no start": ("malformed", packed(ORDER | {"action": {"type": "train", "starts": [], "sgd": SGD}})),
     "learning rate 0": ("malformed", packed(ORDER | {"action": ACTIONS[0] | {"sgd": {"learning_rate": 0.0}}})),
+    "weight decay 2": ("malformed", packed(ORDER | {"action": ACTIONS[0] | {"sgd": {"weight_decay": 2.0}}})),
     "too long": ("oversized", b"\0" * (messages.MAX_MESSAGE_BYTES + 1)),
     "nested too deeply": ("malformed", b"\x91" * 50_000),
 }  # fmt: skip

@@ -83,7 +83,7 @@ async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> Non
     old = [params(fleet, ref, layout) for ref in before.experts]
     common = params(fleet, before.common, layout)
     np.testing.assert_allclose(common, np.mean(old, axis=0), atol=1e-6)
-    order = Train(starts=(Start(model=before.common),), sgd=method.settings.sgd, codec=Codec.FLOAT32)
+    order = Train(starts=(Start(model=before.common),), sgd=method.sgd, codec=Codec.FLOAT32)
     updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
     theta = np.stack([common + params(fleet, u.update, layout) for u in updates.values()])
     n = [u.n_samples for u in updates.values()]
@@ -154,6 +154,36 @@ async def test_tau_zero_changes_nothing(tmp_path: Path) -> None:
     for i, update in updates.items():
         own = fleet.get(before.common, layout).params + fleet.get(update.update, layout).params
         np.testing.assert_array_equal(fleet.get(after.clients[i], layout).params, own)
+
+
+async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
+    """Section 12, "no gate (uniform p)": p = 1 / K on the server and for new devices, and the plain mean of outputs."""
+    fleet, layout, first = federation(tmp_path, n=4)
+    hiding = Hiding(TASK, layout, fleet.workers, seed=0)
+    hiding._blobs = fleet._blobs
+    hiding.late = frozenset({"d03"})
+    method = method_of(gate="uniform", n_experts=4, refresh_every=1)
+    state = await run(method, method.initial(layout, first), hiding)
+    assert state.diagnostics[-1].gate_maximum == pytest.approx(0.25)
+    np.testing.assert_allclose(state.profiles["d03"], 0.25, atol=1e-6)
+    experts = [method.reserved.probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
+    np.testing.assert_allclose(method.predict(state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-9)
+
+
+async def test_clients_and_experts_learn_with_weight_decay(tmp_path: Path) -> None:
+    fleet, layout, first = federation(tmp_path, n=3)
+    assert method_of().sgd.weight_decay == 5e-4  # section 5
+    norms = []
+    for decay in (0.0, 0.2):
+        method = method_of(weight_decay=decay)
+        fleet.round = 1
+        before = await method._pretrained(method.initial(layout, first), fleet)
+        after = await method.round(before, fleet)
+        norms.append([np.linalg.norm(params(fleet, ref, layout)) for ref in (before.experts[0], after.clients["d00"])])
+    assert norms[1][0] < norms[0][0]
+    assert norms[1][1] < norms[0][1]
+    with pytest.raises(ConfigError, match="weight_decay"):
+        method_of(weight_decay=-0.1)
 
 
 async def test_one_expert_takes_all_clients_and_its_gate_is_constant(tmp_path: Path) -> None:

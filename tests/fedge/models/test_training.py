@@ -57,15 +57,15 @@ def test_every_pass_sees_every_sample_once_and_all_batches_have_one_size():
     assert len(next(batches(3, 32, np.random.default_rng(0)))) == 3
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_steps_are_those_of_torch_sgd(mu):
+@pytest.mark.parametrize(("mu", "decay"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.05), (0.5, 0.05)])
+def test_steps_are_those_of_torch_sgd(mu, decay):
     net = network()
-    sgd = Sgd(batch_size=8, proximal_mu=mu)
+    sgd = Sgd(batch_size=8, proximal_mu=mu, weight_decay=decay)
     Trainer(net, X, Y, sgd, np.random.default_rng(1)).run(25)
     module = models.build(TASK)
     models.load(module, START, LAYOUT)
     start = [p.detach().clone() for p in module.parameters()]
-    optimiser = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=decay)
     for batch in islice(batches(50, 8, np.random.default_rng(1)), 25):
         loss = functional.cross_entropy(module(tensor(X[batch])), tensor(Y[batch]))
         distance = sum((p - q).square().sum() for p, q in zip(module.parameters(), start, strict=True))
@@ -152,9 +152,9 @@ def stacked():
     return ragged, starts, Stack(network(), starts)
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_a_stack_takes_the_steps_of_its_models(mu):
-    sgd = Sgd(batch_size=16, proximal_mu=mu)
+@pytest.mark.parametrize(("mu", "decay"), [(0.0, 0.0), (0.5, 0.0), (0.5, 0.05)])
+def test_a_stack_takes_the_steps_of_its_models(mu, decay):
+    sgd = Sgd(batch_size=16, proximal_mu=mu, weight_decay=decay)
     _, starts, stack = stacked()
     sizes = (50, 3, 20, 1)
     drawn = side_by_side(sizes, 16, [np.random.default_rng(k) for k in range(4)])
