@@ -28,6 +28,7 @@ import msgspec
 import fedge
 from edge_agent import context
 from edge_agent.outbox import Outbox
+from edge_agent.outcome import MAX_REASON
 from edge_agent.session import (
     LAST_RESEND_S,
     MAX_ACKED,
@@ -87,9 +88,6 @@ GOODBYE_S: Final = 5.0
 
 CACHED_MODELS: Final = 8
 """Models kept beyond the open orders: the next order of a round often names the same ones."""
-
-MAX_REASON: Final = 1000
-"""`Text` of a message is no longer."""
 
 
 class Works(Protocol):

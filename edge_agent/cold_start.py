@@ -15,11 +15,11 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from edge_agent.outcome import FailedError, Fetch, Outcome, Stop
+from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, failed
 from fedge.bundle import INPUT, MANIFEST, SKELETON, Bundle, read
-from fedge.errors import FedgeError, StoreError
+from fedge.errors import StoreError
 from fedge.files import replace_folder, write_atomically
-from fedge.messages import Declined, Failed, InstallBundle, Installed, Order, Route, Routed
+from fedge.messages import Declined, InstallBundle, Installed, Order, Route, Routed
 from fedge.task import TaskSpec
 
 CHUNK: Final = 512
@@ -59,8 +59,8 @@ class InferenceWorker:
                     return Outcome(Declined(reason="this device does not train"), {})
         except StoreError:
             raise
-        except (FedgeError, FailedError) as error:
-            return Outcome(Failed(reason=f"{self.device_id}: {error}"[:1000]), {})
+        except Exception as error:  # noqa: BLE001 - as the Worker's
+            return failed(self.device_id, error)
 
 
 def route(action: Route, fetch: Fetch, x: NDArray[np.float32]) -> Routed:

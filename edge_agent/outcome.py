@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from fedge.messages import BlobRef, Installed, Result, Role
+from fedge.errors import FedgeError
+from fedge.messages import BlobRef, Failed, Installed, Result, Role
 
 if TYPE_CHECKING:
     from export import BundleInfo
 
+log = logging.getLogger("fedge.agent")
+
+MAX_REASON: Final = 1000
+"""`Text` of a message is no longer."""
 Fetch = Callable[[BlobRef], bytes]
 Stop = Callable[[], bool]
 
@@ -25,6 +31,14 @@ class Outcome:
 
 class FailedError(Exception):
     """The order cannot be done; the text goes into the report."""
+
+
+def failed(device_id: str, error: Exception) -> Outcome:
+    """The report of work that an exception ended. One that is not ours (a user's network) is logged in full."""
+    if isinstance(error, FedgeError | FailedError | ValueError):
+        return Outcome(Failed(reason=f"{device_id}: {error}"[:MAX_REASON]), {})
+    log.error("event=work_failed device=%s", device_id, exc_info=error)
+    return Outcome(Failed(reason=f"{device_id}: {type(error).__name__}: {error}"[:MAX_REASON]), {})
 
 
 def installed(info: BundleInfo, roles: tuple[Role, ...], *, guarded: bool) -> Installed:

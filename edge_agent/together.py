@@ -99,7 +99,7 @@ def execute(jobs: Sequence[Job]) -> list[Outcome]:
             elif name in threaded and isinstance(action, THREADED):
                 side.append(number)
         for group in _groups(ready):
-            outcomes |= _train(group)
+            outcomes |= _train_or_not(group)
         outcomes |= zip(side, _in_threads([jobs[number] for number in side]), strict=True)
         for number, job in enumerate(jobs):
             if number not in outcomes:
@@ -120,6 +120,14 @@ def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
         n = int(np.clip(MOST_WEIGHTS // len(members[0].start.params), 1, MOST_MODELS))
         members.sort(key=lambda one: (one.worker.data.n_shared, one.number))
         yield from (members[first : first + n] for first in range(0, len(members), n))
+
+
+def _train_or_not(group: Sequence[_Ready]) -> dict[int, Outcome]:
+    """`_train`; nothing where one of them raises: then each worker is left alone with its own data."""
+    try:
+        return _train(group)
+    except Exception:  # noqa: BLE001 - a user's network, or a label that it has no output for
+        return {}
 
 
 def _train(group: Sequence[_Ready]) -> dict[int, Outcome]:

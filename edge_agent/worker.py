@@ -28,14 +28,14 @@ from edge_agent import cold_start, gate, mixture, personal, private_model, shari
 from edge_agent.install import install
 from edge_agent.labels import describe_labels
 from edge_agent.mixture import BETAS, PLAIN, Array
-from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, installed
+from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, failed, installed
 from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
 from edge_agent.scmoe import fit_mixture
 from edge_agent.sparsity import sparsity_profile
 from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, Pool, write_bundle
 from fedge import codec
-from fedge.errors import FedgeError, StoreError
+from fedge.errors import StoreError
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import (
     BlobRef,
@@ -45,7 +45,6 @@ from fedge.messages import (
     Declined,
     DescribeLabels,
     EnergyFitted,
-    Failed,
     FitCandidates,
     FitEnergy,
     FitGate,
@@ -72,7 +71,15 @@ from fedge.messages import (
     Tried,
     WeightsFitted,
 )
-from fedge.models.training import Network, Trainer, loss_and_gradient_norm, mean_loss, never, shared_network
+from fedge.models.training import (
+    Network,
+    StoppedError,
+    Trainer,
+    loss_and_gradient_norm,
+    mean_loss,
+    never,
+    shared_network,
+)
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
@@ -170,7 +177,8 @@ class Worker:
             stop: checked between batches.
 
         Returns:
-            `Failed` where the order or its blobs are unfit, `Declined` where there are no data for it.
+            `Failed` where the order or its blobs are unfit or the user's network raises anything, `Declined` where
+            there are no data for it.
 
         Raises:
             StoppedError: `stop()` was true.
@@ -181,17 +189,17 @@ class Worker:
             return self.guarded(lambda: self._execute(order, fetch, stop))
 
     def guarded(self, work: Callable[[], T]) -> T | Outcome:
-        """What the work gives, or `Failed` where the order or its blobs are unfit.
+        """What the work gives, or `Failed` where the order or its blobs are unfit or a user's code raised anything.
 
         Raises:
             StoppedError, StoreError: as `execute`.
         """
         try:
             return work()
-        except StoreError:
+        except (StoreError, StoppedError):
             raise
-        except (FedgeError, FailedError, ValueError) as error:
-            return Outcome(Failed(reason=f"{self.device_id}: {error}"[:1000]), {})
+        except Exception as error:  # noqa: BLE001 - whatever a user's network does, nobody else is harmed
+            return failed(self.device_id, error)
 
     def _execute(self, order: Order, fetch: Fetch, stop: Stop) -> Outcome:  # noqa: PLR0912 - one branch per action
         result: Result

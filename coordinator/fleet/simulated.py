@@ -117,7 +117,7 @@ class SimulatedFleet:
         return {i: worker for i, worker in self.workers.items() if self._there[i]}
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Execute the actions; answers by ascending device id. A worker's exception is a bug and is raised."""
+        """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         received: Counter[str] = Counter()
 
         def fetch_for(device_id: str) -> Callable[[BlobRef], bytes]:

@@ -231,12 +231,16 @@ def is_small(network: Network) -> bool:
 
 @lru_cache(maxsize=_SHARED)
 def draws(network: Network) -> bool:
-    """Whether the network draws random numbers in training, as dropout does. Its buffers may change."""
+    """Whether the network draws random numbers in training, as dropout does, or cannot say. Its buffers may change."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
         network.module.train()
-        network.outputs(torch.zeros((2, *network.task.input_shape)))
-        network.module.eval()
+        try:
+            network.outputs(torch.zeros((2, *network.task.input_shape)))
+        except Exception:  # noqa: BLE001 - the orders of such a network fail one by one
+            return True
+        finally:
+            network.module.eval()
         return not torch.equal(before, torch.get_rng_state())
 
 

@@ -54,10 +54,32 @@ def branching(task: TaskSpec) -> nn.Module:
     return Branching()
 
 
+class Moody(Branching):
+    """Fails on what one of the devices holds; `p` > 0: also draws."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 1000:
+            raise RuntimeError("out of paper")
+        return self.layer(self.dropout(x))
+
+
+def moody(task: TaskSpec) -> nn.Module:
+    return Moody(0.0)
+
+
+def moody_and_random(task: TaskSpec) -> nn.Module:
+    return Moody(0.5)
+
+
 @pytest.fixture(autouse=True)
 def _own_networks(monkeypatch):
     module = types.ModuleType("networks_of_a_user")
     module.dropout, module.batch_norm, module.branching = dropout, batch_norm, branching
+    module.moody, module.moody_and_random = moody, moody_and_random
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -204,6 +226,27 @@ def test_one_that_diverges_or_has_no_model_harms_no_other(tmp_path):
     assert "malformed" in found[2].result.reason
     for number in (1, 3, 4, 5):
         assert here.update(found[number]) == pytest.approx(here.update(good[number]), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("model", ["moody", "moody_and_random"])
+def test_a_network_that_raises_is_a_failure_of_that_device_alone(tmp_path, caplog, model):
+    here, fine = Federation(task_of(model), tmp_path), Federation(task_of(model), tmp_path)
+    here.workers[0].data.x_train[0] = 5000.0
+    outcomes = execute(here.jobs(here.train()))
+    assert outcomes[0].result == Failed(reason="d0: RuntimeError: out of paper")
+    assert "event=work_failed device=d0" in caplog.text
+    assert "Traceback" in caplog.text
+    assert outcomes[1:] == execute(fine.jobs(fine.train())[1:])
+    assert here.jobs(here.train())[0].alone() == outcomes[0]
+
+
+def test_a_stack_that_raises_is_a_failure_of_one_device_alone(tmp_path, caplog):
+    here, fine = Federation(MLP, tmp_path), Federation(MLP, tmp_path)
+    here.workers[0].data.y_train[0] = 9
+    outcomes = execute(here.jobs(here.train()))
+    assert isinstance(outcomes[0].result, Failed)
+    for mine, expected in zip(outcomes[1:6], execute(fine.jobs(fine.train()))[1:6], strict=True):
+        assert here.update(mine) == pytest.approx(fine.update(expected), rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("model", ["cnn", "dropout", "batch_norm", "branching"])
