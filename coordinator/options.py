@@ -68,7 +68,7 @@ def _value(text: str) -> Option:
 
 
 def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
-    """A method with its options after colons: "fedepc:clustering=kmeans:warmup=5".
+    """A method with its options after colons: "fedepc:clustering=k-means:warmup=5".
 
     Raises:
         ConfigError: an option is no NAME=VALUE.

@@ -42,7 +42,7 @@ METHODS = {
     "SCMoE paper": PRINTED,
     "default clusters, paper private and gate": f"scmoe-pfl:{PRINTED_GATE}",
     "**SCMoE default**": "scmoe-pfl",
-    "k-means each round, paper": f"{PRINTED}:clustering=kmeans",
+    "k-means each round, paper": f"{PRINTED}:clustering=k-means",
     "mean of experts, paper": f"{PRINTED}:average=true",
     "mean of experts, default": "scmoe-pfl:average=true",
     "uniform mean of outputs, default": "scmoe-pfl:gate=uniform",

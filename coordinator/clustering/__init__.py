@@ -1,4 +1,144 @@
 """Which devices belong together: by what their data light up (`aidc`), by where their updates point (`mctc`).
 
-Plainer rivals: `kmeans`, `agglomerative`, `labels`. Clusters are tuples of positions by ascending device id.
+Each kind of description has its paper's clustering: profiles AIDC (FedEPC), directions MCTC (SCMoE-PFL), labels the
+groups of equal label feature (CFIC). The rivals `k-means` and `agglomerative` take profiles and directions alike, and
+unless told otherwise make as many clusters as the paper's own, so that the number is not the difference (scmoe_pfl.md
+section 14); average linkage of profiles stops at theta_merge, which is AIDC without its density step (fedepc.md 4.4).
+All have one signature, `find_clusters`; clusters are tuples of positions by ascending device id.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.clustering import aidc, mctc
+from coordinator.clustering.agglomerative import agglomerative
+from coordinator.clustering.aidc import Clusters
+from coordinator.clustering.kmeans import kmeans
+from coordinator.clustering.labels import by_label
+
+Vectors = NDArray[np.float64]
+Clustering = Literal["aidc", "mctc", "labels", "k-means", "agglomerative"]
+THRESHOLDS: Final = aidc.Thresholds()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Clusters, and of MCTC its threshold and how well that separates; rivals on directions tell MCTC's, too."""
+
+    clusters: Clusters
+    tau: float | None = None
+    separability: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiles:
+    """ReLU-sparsity profiles (N, q), N >= 1, and how AIDC compares them (FedEPC section 4)."""
+
+    vectors: Vectors
+    unit: float
+    gamma: float = 1.0
+    eta: float = 2.0
+    thresholds: aidc.Thresholds = THRESHOLDS
+
+    def own(self, rng: np.random.Generator) -> Found:
+        """AIDC."""
+        groups = aidc.aidc(
+            self.vectors, unit=self.unit, gamma=self.gamma, eta=self.eta, thresholds=self.thresholds, rng=rng
+        )
+        return Found(groups.clusters)
+
+    def distances(self) -> Vectors:
+        """Divergences in units of D_ref, (N, N)."""
+        return aidc.divergence_matrix(self.vectors, unit=self.unit, gamma=self.gamma)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directions:
+    """Embedded unit updates (N, m), N >= 1, and the settings of MCTC (SCMoE-PFL sections 5 to 7); see `mctc.mctc`."""
+
+    vectors: Vectors
+    n_clusters: int = 8  # at most
+    tau: float | None = None
+    theta: float = 0.9
+    distinct: bool = True
+    centres_join: bool = True
+    update: Literal["sequential", "batch"] = "sequential"
+
+    def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
+        """MCTC."""
+        found = mctc.mctc(
+            self.vectors,
+            n_clusters=self.n_clusters,
+            tau=self.tau,
+            theta=self.theta,
+            distinct=self.distinct,
+            centres_join=self.centres_join,
+            update=self.update,
+        )
+        return Found(found.partition.members, found.tau, found.separability)
+
+    def distances(self) -> Vectors:
+        """1 - cosine, (N, N)."""
+        away = 1.0 - mctc.similarity(self.vectors)
+        np.fill_diagonal(away, 0.0)  # of a row of zeros, too
+        return away
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Label features, -1 for none (CFIC section 3); a device without one is in no cluster."""
+
+    features: tuple[int, ...]
+
+    def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
+        """Devices with equal feature."""
+        return Found(by_label(self.features))
+
+
+Features: TypeAlias = Profiles | Directions | Labels
+MADE_FOR: Final[dict[Clustering, tuple[type, ...]]] = {
+    "aidc": (Profiles,),
+    "mctc": (Directions,),
+    "labels": (Labels,),
+    "k-means": (Profiles, Directions),
+    "agglomerative": (Profiles, Directions),
+}
+
+
+def find_clusters(
+    how: Clustering, features: Features, *, rng: np.random.Generator, n_clusters: int | None = None
+) -> Found:
+    """Cluster N devices.
+
+    Args:
+        how: the clustering.
+        features: what is known of the devices, by ascending id.
+        rng: of k-means' starts and AIDC's subset.
+        n_clusters: of the rivals, >= 1; None: see above.
+
+    Raises:
+        TypeError: the clustering is not made for such features.
+
+    Example:
+        >>> angles = np.radians([0, 10, 90, 100])
+        >>> seen = Directions(vectors=np.stack([np.cos(angles), np.sin(angles)], axis=1))
+        >>> [find_clusters(how, seen, rng=np.random.default_rng(0)).clusters for how in ("mctc", "k-means")]
+        [((0, 1), (2, 3)), ((0, 1), (2, 3))]
+    """
+    if not isinstance(features, MADE_FOR[how]):
+        made_for = " or ".join(kind.__name__.lower() for kind in MADE_FOR[how])
+        raise TypeError(f"{how} clusters {made_for}, not {type(features).__name__.lower()}")
+    if isinstance(features, Labels) or how in {"aidc", "mctc"}:
+        return features.own(rng)
+    if how == "agglomerative" and n_clusters is None and isinstance(features, Profiles):
+        return Found(agglomerative(features.distances(), threshold=features.thresholds.merge))
+    found = features.own(rng) if n_clusters is None else Found(())
+    k = len(found.clusters) if n_clusters is None else n_clusters
+    if how == "k-means":
+        return replace(found, clusters=kmeans(features.vectors, n_clusters=k, rng=rng))
+    return replace(found, clusters=agglomerative(features.distances(), n_clusters=k))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Container, Mapping
-from typing import Annotated, Any, Final, Protocol, TypeVar
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -148,21 +148,33 @@ def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
     """The method's own options, checked.
 
     Raises:
-        ConfigError: an unknown name (the nearest right one is named) or a value out of range.
+        ConfigError: an unknown name or word (the nearest right one is named), or a value out of range.
     """
-    known = [field.name for field in msgspec.structs.fields(kind)]
-    for name in settings.options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise ConfigError(f"the method has no option {name!r}; {hint}")
+    known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind)}
     for name, value in settings.options.items():
+        if name not in known:
+            raise ConfigError(f"the method has no option {name!r}; {nearest(name, list(known), 'it has')}")
+        if isinstance(value, str) and known[name] and value not in known[name]:
+            raise ConfigError(f"option {name} of the method cannot be {value!r}; {nearest(value, known[name])}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
     try:
         return msgspec.convert(settings.options, type=kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"option of the method: {error}") from error
+
+
+def words_of(hint: object) -> list[str]:
+    """The words that an option may be; none for one that takes text, numbers or truth values alone."""
+    if get_origin(hint) is Literal:
+        return [value for value in get_args(hint) if isinstance(value, str)]
+    return [word for part in get_args(hint) for word in words_of(part)]
+
+
+def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -> str:
+    """What to say of an unknown name."""
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(known) or 'none'}"
 
 
 CHECKPOINTS: Final = (0, 10, 20, 40, 80)

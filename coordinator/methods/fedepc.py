@@ -28,11 +28,8 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged, cluster_averages
-from coordinator.clustering import aidc
-from coordinator.clustering.agglomerative import agglomerative
+from coordinator.clustering import Features, Labels, Profiles, aidc, find_clusters
 from coordinator.clustering.aidc import Clusters, Place
-from coordinator.clustering.kmeans import kmeans
-from coordinator.clustering.labels import by_label
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
@@ -49,7 +46,7 @@ from coordinator.methods import (
 from coordinator.methods.grouping import arm, observed, of_one_length
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
-from coordinator.selection import ccmab, cohort_size, fastest, stratified, uniform
+from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profile, Profiled, Start, Train, Trained
 from fedge.tensors import Layout, unflatten
@@ -67,9 +64,9 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be exchanged or set (section 7). `participation` of the settings is the quota rho_c."""
 
     warm_up: Annotated[int, Meta(ge=0)] | None = None  # R_w, shared rounds before the clusters; None: a third of all
-    clustering: Literal["aidc", "kmeans", "agglomerative", "labels"] = "aidc"
-    n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of kmeans; of agglomerative, instead of theta_merge
-    selection: Literal["ccmab", "uniform", "fastest", "stratified"] = "ccmab"
+    clustering: Literal["aidc", "k-means", "agglomerative", "labels"] = "aidc"
+    n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of k-means; of agglomerative, instead of theta_merge
+    selection: Selection = "ccmab"
     search: Literal["set", "batch"] = "set"  # how ccmab searches (5.4)
     deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"  # T_max, seconds
     fairness: bool = True  # overdue devices are asked whatever their time (5.5)
@@ -134,8 +131,6 @@ class FedEpc:
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
         self.options = options = options_of(settings, Options)
-        if options.clustering == "kmeans" and options.n_clusters is None:
-            raise ConfigError("option of the method: kmeans needs a number of clusters, n_clusters")
         try:
             self._thresholds = aidc.Thresholds(merge=options.theta_merge, split=options.theta_split)
         except ValueError as error:
@@ -274,22 +269,18 @@ class FedEpc:
     def _clusters(self, described: Sequence[Description], unit: float | None) -> Clusters:
         """Section 4, or one of its rivals: clusters of positions."""
         options = self.options
+        features: Features
         if self._by_label:
-            return by_label([d.label for d in described])
-        if unit is None or len(described) < 2:
+            features = Labels(tuple(d.label for d in described))
+        elif unit is None or len(described) < 2:
             return aidc.numbered([range(len(described))])
-        profiles = profiles_of(described)
+        else:
+            profiles = profiles_of(described)
+            features = Profiles(
+                vectors=profiles, unit=unit, gamma=options.gamma, eta=options.eta, thresholds=self._thresholds
+            )
         rng = np.random.default_rng(self.settings.seed)
-        if options.clustering == "kmeans":
-            assert options.n_clusters is not None
-            return kmeans(profiles, n_clusters=options.n_clusters, rng=rng)
-        if options.clustering == "agglomerative":
-            distances = aidc.divergence_matrix(profiles, unit=unit, gamma=options.gamma)
-            threshold = options.theta_merge if options.n_clusters is None else None
-            return agglomerative(distances, threshold=threshold, n_clusters=options.n_clusters)
-        return aidc.aidc(
-            profiles, unit=unit, gamma=options.gamma, eta=options.eta, thresholds=self._thresholds, rng=rng
-        ).clusters
+        return find_clusters(options.clustering, features, rng=rng, n_clusters=options.n_clusters).clusters
 
     def _joined(self, state: FedEpcState, stranger: str, unit: float | None) -> tuple[Cluster, ...]:
         """4.6, point 1: the stranger joins a cluster, which is open again, or founds one."""
@@ -361,33 +352,14 @@ class FedEpc:
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }
-        drawn = self._stratified(state, arms, r) if self.options.selection == "stratified" else dict.fromkeys(arms)
-        return {
-            k: ccmab.select(
-                state.clusters[k].bandit,
-                arms[k],
-                self._bandit,
-                size=size,
-                rule=self._rule(np.random.default_rng((self.settings.seed, r, k))),
-            )
-            for k, size in drawn.items()
-        }
-
-    def _stratified(self, state: FedEpcState, arms: Mapping[int, Sequence[ccmab.Arm]], r: int) -> dict[int, int]:
-        """CFIC section 5: how many devices each cluster sends, about as many as every other."""
-        present = {k: [a.id for a in of_cluster] for k, of_cluster in arms.items() if of_cluster}
-        size = cohort_size(sum(map(len, present.values())), self.settings.participation)
-        visits = {k: state.clusters[k].visited for k in present}
-        drawn = stratified(present, size, round_rng(self.settings, r), last_visit=visits)
-        counts = {k: len(set(ids) & set(drawn)) for k, ids in present.items()}
-        return {k: count for k, count in counts.items() if count}
-
-    def _rule(self, rng: np.random.Generator) -> ccmab.Rule | None:
-        if self.options.selection == "ccmab":
-            return None
-        if self.options.selection == "fastest":
-            return lambda ids, n, seconds: fastest(ids, n, seconds, {})
-        return lambda ids, n, _: uniform(ids, n, rng)
+        return choose(
+            self.options.selection,
+            arms,
+            dict(enumerate(cluster.bandit for cluster in state.clusters)),
+            self._bandit,
+            seed=(self.settings.seed, r),
+            last_visit=dict(enumerate(cluster.visited for cluster in state.clusters)),
+        )
 
     # --------------------------------------------------------------------------------------------------- what it serves
 

@@ -17,8 +17,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.aggregation import cluster_averages
-from coordinator.clustering import mctc
-from coordinator.clustering.kmeans import kmeans
+from coordinator.clustering import Directions, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.methods import (
     MethodSettings,
@@ -47,7 +46,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round."""
 
     preset: Literal["default", "paper"] = "default"
-    clustering: Literal["mctc", "kmeans"] = "mctc"
+    clustering: Literal["mctc", "k-means", "agglomerative"] = "mctc"
     n_clusters: Annotated[int, Meta(ge=1)] | None = None
     tau: Annotated[float, Meta(ge=-1, le=1)] | Literal["otsu"] | None = None
     distinct: bool | None = None
@@ -201,25 +200,23 @@ class ScmoePfl:
             return state
         z = mctc.embedding(np.stack([directions[i] for i in ids]))
         o = self.options
-        found = mctc.mctc(
-            z,
+        seen = Directions(
+            vectors=z,
             n_clusters=o.n_clusters or len(ids),
             tau=o.tau if isinstance(o.tau, float | int) else None,
             distinct=bool(o.distinct),
             centres_join=bool(o.centres_join),
             update=o.update or "sequential",
         )
-        members = found.partition.members
-        if o.clustering == "kmeans":  # the ablation of section 14: as many clusters, each device in one
-            members = kmeans(z, n_clusters=len(members), rng=round_rng(self.settings, r), restarts=5)
+        found = find_clusters(o.clustering, seen, rng=round_rng(self.settings, r))
         if found.separability is not None and found.separability < 0.7:
             log.info("event=weak_groups separability=%.2f: the clusters may be arbitrary", found.separability)
         made = Clusters(
             made=r,
-            members=tuple(tuple(ids[i] for i in cluster) for cluster in members),
-            tau=found.tau,
+            members=tuple(tuple(ids[i] for i in cluster) for cluster in found.clusters),
+            tau=1.0 if found.tau is None else found.tau,  # who comes late joins the nearest
             separability=found.separability,
-            silhouette=mctc.silhouette(mctc.similarity(z), members),
+            silhouette=mctc.silhouette(mctc.similarity(z), found.clusters),
         )
         return msgspec.structs.replace(state, clusters=made, attached={})
 

@@ -77,7 +77,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     \b
     Examples:
       fedge compare --methods local,fedavg,fedavg+ft,fedge --partition groups
-      fedge compare --methods fedepc,fedepc:clustering=kmeans --seeds 0,1,2,3,4 --out ablation
+      fedge compare --methods fedepc,fedepc:clustering=k-means --seeds 0,1,2,3,4 --out ablation
       fedge compare --methods fedavg,scmoe-pfl,fedge --alpha 0.1 --json figures.json
 
     \b

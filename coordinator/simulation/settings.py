@@ -143,7 +143,7 @@ class CompareSettings(Scenario, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 
     methods: Annotated[
-        str, Meta(description="Methods, with commas; options of a method after colons: fedepc:clustering=kmeans.")
+        str, Meta(description="Methods, with commas; options of a method after colons: fedepc:clustering=k-means.")
     ] = "local,fedavg,fedavg+ft,fedge"
     seeds: Annotated[str, Meta(description="Seeds, with commas.")] = "0,1,2"
     baseline: Annotated[str | None, Meta(description="Whom the others are compared with; default: the first.")] = None

@@ -7,8 +7,8 @@ from fedge.errors import ConfigError
 
 
 def test_values_are_what_they_look_like() -> None:
-    assert parsed(["a=1", "b=0.5", "c=true", "d=False", "e=kmeans", "f=1e-3", "g = x=y "]) == {
-        "a": 1, "b": 0.5, "c": True, "d": False, "e": "kmeans", "f": 1e-3, "g": "x=y",
+    assert parsed(["a=1", "b=0.5", "c=true", "d=False", "e=k-means", "f=1e-3", "g = x=y "]) == {
+        "a": 1, "b": 0.5, "c": True, "d": False, "e": "k-means", "f": 1e-3, "g": "x=y",
     }  # fmt: skip
     assert type(parsed(["a=1"])["a"]) is int
 
@@ -31,9 +31,9 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 
 def test_a_method_with_its_options() -> None:
     assert method_and_options(" fedavg+ft ") == ("fedavg+ft", {})
-    assert method_and_options("fedepc:clustering=kmeans:n_clusters=4") == (
+    assert method_and_options("fedepc:clustering=k-means:n_clusters=4") == (
         "fedepc",
-        {"clustering": "kmeans", "n_clusters": 4},
+        {"clustering": "k-means", "n_clusters": 4},
     )
 
 

@@ -20,8 +20,9 @@ Made from the methods themselves by `python -m tests.support.method_reference`; 
 
 Every method is one file in `coordinator/methods/` that runs unchanged on simulated devices (`fedge simulate`,
 `fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`), and ends with a bundle on every device that
-`fedge infer` runs. Its options are set with `--option NAME=VALUE`, after a colon in `fedge compare --methods
-fedepc:clustering=kmeans`, or in the table `[method]` of a TOML file; an unknown one is an error that names the nearest.
+`fedge infer` runs. Its options are set with `--option NAME=VALUE`, after colons in the name of a method
+(`fedge compare --methods fedepc:clustering=k-means:n_clusters=4`), or in the table `[method]` of a TOML file; an
+unknown name or value is an error that names the nearest right one. A default of `-` means: as the method's text says.
 `NAME+ft` is the method followed by fine-tuning on each device, its length chosen on validation samples; `local`,
 `fedge`, `pm-moe` and `scmoe-pfl` refuse it, since what they end in is already fitted on each device.
 

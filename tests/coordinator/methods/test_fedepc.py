@@ -312,7 +312,7 @@ async def test_an_extractor_that_tells_nothing_apart_makes_one_cluster(tmp_path)
 async def test_other_clusterings(tmp_path) -> None:
     for number, options in enumerate(
         [
-            {"clustering": "kmeans", "n_clusters": 4},
+            {"clustering": "k-means", "n_clusters": 4},
             {"clustering": "agglomerative"},
             {"clustering": "agglomerative", "n_clusters": 4},
             {"clustering": "labels"},

@@ -167,7 +167,7 @@ async def test_the_best_experts_come_back_with_the_clusters_that_devices_were_at
     assert starts(state, "d03") == (Start(model=first, cluster=0),)
 
 
-@pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"clustering": "kmeans"}, {"average": True}])
+@pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"clustering": "k-means"}, {"average": True}])
 async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = method_of(rounds=3, participation=0.75, **options)
@@ -180,7 +180,7 @@ async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
         assert result.max_abs_diff < 1e-4
         prediction = load_bundle(tmp_path / device_id / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32))
         np.testing.assert_allclose(prediction.probabilities.sum(axis=1), 1, atol=1e-5)
-    if options.get("clustering") == "kmeans":
+    if options.get("clustering") == "k-means":
         assert all(len(clusters_of(state, i)) == 1 for members in state.clusters.members for i in members)
     assert method.summary(state)["clusters"]
 

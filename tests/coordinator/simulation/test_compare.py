@@ -57,8 +57,8 @@ def test_one_seed_has_no_spread() -> None:
 
 
 def test_methods_and_seeds_are_read_once_each() -> None:
-    settings = CompareSettings(methods=" fedavg, fedavg+ft ,fedavg,fedepc:clustering=kmeans", seeds="2, 0,2")
-    assert methods_of(settings) == ("fedavg", "fedavg+ft", "fedepc:clustering=kmeans")
+    settings = CompareSettings(methods=" fedavg, fedavg+ft ,fedavg,fedepc:clustering=k-means", seeds="2, 0,2")
+    assert methods_of(settings) == ("fedavg", "fedavg+ft", "fedepc:clustering=k-means")
     assert seeds_of(settings) == (2, 0)
 
 

@@ -1,0 +1,73 @@
+"""One signature for all clusterings: what each is made for, and how many clusters the rivals make."""
+
+import numpy as np
+import pytest
+
+from coordinator.clustering import MADE_FOR, Directions, Labels, Profiles, aidc, find_clusters
+from coordinator.clustering.mctc import embedding, mctc
+
+GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+
+
+def planted(seed: int = 0) -> np.ndarray:
+    """Nine rows in three groups, in [0, 1]."""
+    rng = np.random.default_rng(seed)
+    return np.repeat(np.eye(3, 12) + np.eye(3, 12, 3), 3, axis=0) * 0.8 + rng.uniform(0, 0.05, (9, 12))
+
+
+def features() -> list[Profiles | Directions | Labels]:
+    rows = planted()
+    return [
+        Profiles(vectors=rows, unit=aidc.class_unit(rows[::3])),
+        Directions(vectors=embedding(rows)),
+        Labels((4, 4, 4, 0, 0, 0, 2, 2, 2)),
+    ]
+
+
+@pytest.mark.parametrize("how", MADE_FOR)
+def test_each_finds_planted_groups_in_what_it_is_made_for(how) -> None:
+    for seen in features():
+        if isinstance(seen, MADE_FOR[how]):
+            assert find_clusters(how, seen, rng=np.random.default_rng(0)).clusters == GROUPS
+        else:
+            with pytest.raises(TypeError, match=f"{how} clusters .*, not {type(seen).__name__.lower()}"):
+                find_clusters(how, seen, rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("how", ["k-means", "agglomerative"])
+def test_rivals_make_as_many_clusters_as_told_or_as_the_papers_own(how) -> None:
+    profiles, directions, _ = features()
+    for seen in (profiles, directions):
+        for k in (1, 2, 5):
+            assert len(find_clusters(how, seen, rng=np.random.default_rng(0), n_clusters=k).clusters) == k
+    noise = Directions(vectors=embedding(np.random.default_rng(3).normal(size=(20, 8))), n_clusters=6)
+    own = find_clusters("mctc", noise, rng=np.random.default_rng(0))
+    rival = find_clusters(how, noise, rng=np.random.default_rng(0))
+    assert len(rival.clusters) == len(own.clusters) > 1
+    assert (rival.tau, rival.separability) == (own.tau, own.separability)
+    assert sorted(i for cluster in rival.clusters for i in cluster) == list(range(20)), "a partition"
+
+
+def test_average_linkage_of_profiles_stops_at_the_threshold() -> None:
+    """fedepc.md 4.4: where DBSCAN finds noise alone, AIDC is average linkage up to theta_merge."""
+    rows = planted()
+    seen = Profiles(vectors=rows, unit=1.0, thresholds=aidc.Thresholds(merge=5.0, split=5.0))
+    assert find_clusters("agglomerative", seen, rng=np.random.default_rng(0)).clusters == (tuple(range(9)),)
+    assert len(find_clusters("k-means", seen, rng=np.random.default_rng(0)).clusters) == 1
+
+
+def test_mctc_is_what_the_module_of_that_name_finds() -> None:
+    z = embedding(np.random.default_rng(1).normal(size=(15, 30)))
+    seen = Directions(vectors=z, n_clusters=4, tau=0.1, theta=0.5, distinct=False, centres_join=False, update="batch")
+    expected = mctc(z, n_clusters=4, tau=0.1, theta=0.5, distinct=False, centres_join=False, update="batch")
+    found = find_clusters("mctc", seen, rng=np.random.default_rng(0))
+    assert (found.clusters, found.tau) == (expected.partition.members, expected.tau)
+
+
+def test_a_row_without_direction_is_no_fault() -> None:
+    rows = planted()
+    rows[4] = 0
+    found = find_clusters(
+        "agglomerative", Directions(vectors=embedding(rows)), rng=np.random.default_rng(0), n_clusters=4
+    )
+    assert (4,) in found.clusters
