@@ -12,8 +12,8 @@ serialised graph by replacing bytes (`with_parts`), and a new expert is one new 
 
 `read` verifies every byte against the manifest before anything else may see it, in this order: the manifest (schema,
 version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header that
-describes exactly its data). Not checked: who made the manifest. Until releases are signed, a folder is as trustworthy
-as whoever may write to it.
+describes exactly its data). Who made the manifest is not its concern: a release's manifest is a signed target
+(`deploy.trust`); a folder on the device is as trustworthy as whoever may write to it.
 """
 
 from __future__ import annotations
@@ -103,11 +103,27 @@ class PoolInfo(_Part, frozen=True, kw_only=True):
     anchored: bool
 
 
+class Reference(_Part, frozen=True, kw_only=True):
+    """The mixture on the device's validation samples when it was written: the yardstick of drift and of outliers.
+
+    Free energy of a sample: -sum_k alpha_k e_k, with the weights and standardised energies that the graph puts out;
+    gate entropy: -sum_k alpha_k log alpha_k, in nats.
+    """
+
+    n: Annotated[int, Meta(ge=2)]
+    free_energy_mean: float
+    free_energy_std: NonNegative
+    gate_entropy_mean: NonNegative
+    gate_entropy_std: NonNegative
+    outlier_above: float  # a sample of larger free energy is flagged as out of distribution
+    accuracy: Share | None
+
+
 class Manifest(_Part, frozen=True, kw_only=True):
     """Everything about a bundle but the numbers of its models.
 
     `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime when the bundle was
-    written. `expires`, `key_id` and `signature` are reserved for signed releases.
+    written.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -119,11 +135,9 @@ class Manifest(_Part, frozen=True, kw_only=True):
     candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=MAX_POOL)]
     fusion: Fusion
     pool: PoolInfo | UnsetType = UNSET  # left out of the manifests of mixtures
+    reference: Reference | UnsetType = UNSET  # left out with fewer than 2 validation samples
     metrics: dict[str, float]
     max_abs_diff: NonNegative
-    expires: None = None
-    key_id: None = None
-    signature: None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -540,9 +540,75 @@ class Want(_Message, frozen=True, kw_only=True, tag="want"):
     listening: Count = 0  # drawn with each subscription, and when chunks on their way may be lost; 0: it does not say
 
 
-Message = Status | Context | Order | Report | Ack | Want
+# ------------------------------------------------------------------------------------------------------- rollouts
 
-M = TypeVar("M", Status, Context, Order, Report, Ack, Want)
+
+class RolloutState(StrEnum):
+    """Where a rollout stands; devices install while it is running."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    ABORTED = "aborted"  # devices that run the new release go back to the one before
+    DONE = "done"
+
+
+class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
+    """Which release how much of the fleet shall run; retained. That it is genuine the signed metadata say, not this.
+
+    A device takes part if it is one of `canaries`, or if its place (`fedge.rollout.place`, in [0, 1)) is below `share`.
+    """
+
+    id: Id
+    state: RolloutState
+    target: Text  # of the signed metadata: the path of the bundle's manifest
+    release: Count
+    canaries: Annotated[tuple[Id, ...], Meta(max_length=256)] = ()
+    share: Share
+    metadata: Annotated[dict[Text, BlobRef], Meta(max_length=128)]  # files of the signed repository by name
+
+
+class Phase(StrEnum):
+    """What a device's runtime does with the release of a rollout."""
+
+    SERVING = "serving"  # it answers; `reason` is empty
+    FETCHING = "fetching"
+    TRIAL = "trial"  # it answers, the old one is ready
+    REFUSED = "refused"  # never switched to it
+    ROLLED_BACK = "rolled_back"  # switched, then went back
+    FAILED = "failed"  # could not be fetched or stored; will be tried again
+
+
+class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A bundle on one device's own samples; None where nothing was measured."""
+
+    n: Count  # validation samples
+    accuracy: Share | None = None  # on labelled validation samples
+    gate_entropy: NonNegative | None = None  # mean over samples, nats
+    free_energy: float | None = None  # mean over samples (`deploy.statistics`)
+    latency_ms: NonNegative | None = None  # median of single samples
+
+
+class Health(_Message, frozen=True, kw_only=True, tag="health"):
+    """How a device's runtime is; retained, published at each change and now and then."""
+
+    device_id: Id
+    at: NonNegative  # seconds since the epoch, by the device's clock
+    phase: Phase
+    release: Count  # of the bundle that answers; 0: none
+    bundle_digest: Digest | None = None
+    rollout: Id | None = None  # the last one that it took part in
+    reason: Text = ""
+    before: Quality | None = None  # the bundle that answered when the rollout's came
+    now: Quality | None = None  # the rollout's
+    temperature_c: float | None = None
+    n_predictions: Count = 0  # since the start of the process
+    n_failed: Count = 0
+    drift: bool = False  # energies or gate have left the bundle's reference
+
+
+Message = Status | Context | Order | Report | Ack | Want | Rollout | Health
+
+M = TypeVar("M", Status, Context, Order, Report, Ack, Want, Rollout, Health)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])

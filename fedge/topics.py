@@ -7,6 +7,10 @@ fedge/1/{federation}/agents/{id}/reports           Report                       
 fedge/1/{federation}/agents/{id}/acks              Ack                              coordinator -> agent
 fedge/1/{federation}/agents/{id}/wants             Want                             agent -> coordinator
 fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
+fedge/1/{federation}/agents/{id}/health            Health, retained                 runtime -> all
+fedge/1/{federation}/agents/{id}/release-wants     Want                             runtime -> rollout
+fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
+fedge/1/{federation}/rollout                       Rollout, retained                rollout -> all
 fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
 fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
 """
@@ -30,8 +34,13 @@ class Topics:
         return f"{ROOT}/{self.federation}"
 
     def agent(self, device_id: str, leaf: str) -> str:
-        """Topic of one device; leaf: status, context, orders, reports, acks or wants."""
+        """Topic of one device; `leaf`: the last level in the list above."""
         return f"{self.prefix}/agents/{device_id}/{leaf}"
+
+    @property
+    def rollout(self) -> str:
+        """Where the fleet's rollout stands."""
+        return f"{self.prefix}/rollout"
 
     def coordinator_wants(self, device_id: str) -> str:
         """Where the coordinator asks a device for the bytes of an update."""

@@ -91,6 +91,16 @@ MESSAGES: list[dict[str, Any]] = [
     *[REPORT | {"result": result} for result in RESULTS],
     {"type": "ack", "order_id": "r.1.train.cam1", "device_id": "cam1", "accepted": True},
     {"type": "want", "device_id": "cam1", "digest": DIGEST, "ranges": [[0, 10]]},
+    {
+        "type": "rollout",
+        "id": "r5",
+        "state": "running",
+        "target": "5/manifest.json",
+        "release": 5,
+        "share": 0.1,
+        "metadata": {"timestamp.json": REF},
+    },
+    {"type": "health", "device_id": "cam1", "at": 1e9, "phase": "trial", "release": 5, "now": {"n": 20}},
 ]
 
 

@@ -1,0 +1,18 @@
+"""Who takes part in a stage of a rollout: decided by each device for itself, the same way everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fedge.messages import Rollout
+
+
+def place(rollout_id: str, device_id: str) -> float:
+    """A device's place in the order of a rollout, in [0, 1): uniform over devices, other for each rollout."""
+    digest = hashlib.sha256(f"{rollout_id}/{device_id}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+def takes_part(rollout: Rollout, device_id: str) -> bool:
+    """Whether the device belongs to the stage at which the rollout is."""
+    return device_id in rollout.canaries or place(rollout.id, device_id) < rollout.share
