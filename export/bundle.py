@@ -27,9 +27,11 @@ from fedge.bundle import (
     Manifest,
     Part,
     PoolInfo,
+    Reference,
     encode,
     with_parts,
 )
+from fedge.energies import reference
 from fedge.errors import StoreError
 from fedge.files import replace_folder, write_atomically
 from fedge.messages import Role
@@ -95,8 +97,8 @@ def write_bundle(
             for part, data in zip(names, parts, strict=True):
                 _put(unfinished / part.file_name, data, part)
             write_atomically(unfinished / SKELETON, graph)
-            difference = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
-            manifest = encode(_manifest(task, mixture, names, graph, release, method, metrics, difference))
+            difference, yardstick = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
+            manifest = encode(_manifest(task, mixture, names, graph, release, method, metrics, difference, yardstick))
             write_atomically(unfinished / MANIFEST, manifest)
             replace_folder(folder, unfinished)
         finally:
@@ -148,12 +150,15 @@ def _parity(
     graph: bytes,
     folder: Path,
     validation: NDArray[np.floating],
-) -> float:
+) -> tuple[float, Reference | None]:
+    """Largest difference to torch, and what the outputs are like on the validation samples."""
     x = parity.samples(task, validation)
-    found = parity.run(graph, str(folder), x)[0]
+    probabilities, weights, energies = parity.run(graph, str(folder), x)
     if isinstance(mixture, Pool):
-        return parity.check(found, expected(task, layout, mixture, x))
-    return parity.check(found, parity.expected(task, layout, mixture, x)[0])
+        wanted = expected(task, layout, mixture, x)
+    else:
+        wanted = parity.expected(task, layout, mixture, x)[0]
+    return parity.check(probabilities, wanted), reference(weights, energies) if len(validation) else None
 
 
 def _manifest(
@@ -165,6 +170,7 @@ def _manifest(
     method: str,
     metrics: Mapping[str, float],
     difference: float,
+    yardstick: Reference | None,
 ) -> Manifest:
     candidates, fusion, pool = (
         _described_pool(mixture, parts) if isinstance(mixture, Pool) else _described(mixture, parts)
@@ -178,6 +184,7 @@ def _manifest(
         candidates=candidates,
         fusion=fusion,
         pool=pool or UNSET,
+        reference=yardstick or UNSET,
         metrics={name: float(value) for name, value in metrics.items()},
         max_abs_diff=difference,
     )

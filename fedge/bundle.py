@@ -116,7 +116,6 @@ class Reference(_Part, frozen=True, kw_only=True):
     gate_entropy_mean: NonNegative
     gate_entropy_std: NonNegative
     outlier_above: float  # a sample of larger free energy is flagged as out of distribution
-    accuracy: Share | None
 
 
 class Manifest(_Part, frozen=True, kw_only=True):

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 import deploy
 import export.parity
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from fedge.bundle import MANIFEST, SKELETON, decode
+from fedge.energies import reference
 from fedge.errors import UpdateRejected
 from fedge.messages import Role
 from fedge.models import initial
@@ -62,6 +64,19 @@ def test_images_through_gate_pooling_and_convolutions(tmp_path):
     np.testing.assert_allclose(found.probabilities, p, atol=1e-6)
     np.testing.assert_allclose(found.weights, weights, atol=1e-5)
     assert weights.std(axis=0).min() > 1e-3  # the gate sees the images
+
+
+def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path):
+    layout, mixture = image_mixture()
+    x = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32)
+    write_images(tmp_path / "1", layout, mixture, x)
+    write_images(tmp_path / "2", layout, mixture, x[:0])
+    runtime = deploy.load(tmp_path / "1")
+    found = runtime.predict(x)
+
+    assert runtime.manifest.reference == reference(found.weights, found.energies)
+    assert runtime.manifest.reference.n == 12
+    assert deploy.load(tmp_path / "2").manifest.reference is UNSET
 
 
 def test_the_manifest_says_what_was_written(tmp_path):
