@@ -43,7 +43,7 @@ METHODS = {
     "CFIC per tensor 0.9 / 0.2": "cfic:norm=tensor",
     "CFIC relative 0.9 / 0.2": "cfic:scale=relative:beta=0.2",
     "CFIC relative 0.9 / 0.5": "cfic:scale=relative",
-    "CFIC relative 0.9 / 0.2, no cluster sampling": "cfic:scale=relative:beta=0.2:cluster_sampling=false",
+    "CFIC relative 0.9 / 0.2, no cluster sampling": "cfic:scale=relative:beta=0.2:selection=uniform",
     "FedAvg + server momentum 0.5": "fedavgm:gamma=0.5",
     "FedAvg + server momentum 0.9": "fedavgm:gamma=0.9",
 }

@@ -155,7 +155,7 @@ def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
         if name not in known:
             raise ConfigError(f"the method has no option {name!r}; {nearest(name, list(known), 'it has')}")
         if isinstance(value, str) and known[name] and value not in known[name]:
-            raise ConfigError(f"option {name} of the method cannot be {value!r}; {nearest(value, known[name])}")
+            raise ConfigError(f"option of the method: {name} cannot be {value!r}; {nearest(value, known[name])}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
     try:

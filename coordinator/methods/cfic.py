@@ -4,12 +4,15 @@ Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction",
 Algorithm 1; sections are those of our specification of it. Departures (section 9): the label feature is that of the
 signed deviation (`psi="abs"` is the printed form) and is told before training (`registration="lazy"`: with the first
 model, as printed). Local work is counted in SGD steps; integer buffers are averaged by maximum as everywhere.
-The gain comes from the momentum rather than from the clusters: `cluster_sampling` and `correction` switch them off.
+The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
+off. Clusters of profiles instead of label features are made after a third of the rounds, when the model can tell data
+apart (FedEPC section 9.10); until then no device has one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,6 +22,7 @@ from msgspec import Meta, Struct
 
 from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.correction import correction_step
+from coordinator.clustering import aidc
 from coordinator.fleet import Device, Fleet
 from coordinator.methods import (
     MethodSettings,
@@ -31,9 +35,21 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
+from coordinator.methods.grouping import arm, newly_profiled, observed, of_profiles
 from coordinator.methods.silence import HearingState, ask, awake, results
-from coordinator.selection import cohort_size, stratified, uniform
-from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Start, Train, Trained
+from coordinator.selection import Selection, ccmab, choose, cohort_size, stratified, uniform
+from fedge.errors import ConfigError
+from fedge.messages import (
+    Action,
+    BlobRef,
+    DescribeLabels,
+    LabelsDescribed,
+    Profile,
+    Profiled,
+    Start,
+    Train,
+    Trained,
+)
 from fedge.tensors import Layout, Model, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -45,7 +61,11 @@ LONG_ROUNDS = 10  # ... for so many rounds in a row means that beta is too large
 
 
 class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section 7. `beta` None: 0.2, or 0.5 with scale="relative". `epsilon`: randomised response, section 10."""
+    """Section 7. `beta` None: 0.2, or 0.5 with scale="relative". `psi`, `epsilon`: of labels; the latter, section 10.
+
+    `clustering`: of label features, or of ReLU-sparsity profiles (`n_clusters` as in FedEPC). `selection` stratified:
+    section 5; uniform: without clusters; ccmab, fastest: the quota of each cluster under FedEPC's deadline.
+    """
 
     alpha: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta: Annotated[float, Meta(ge=0)] | None = None
@@ -53,7 +73,9 @@ class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     registration: Literal["eager", "lazy"] = "eager"
     norm: Literal["flat", "tensor"] = "flat"
     scale: Literal["absolute", "relative"] = "absolute"
-    cluster_sampling: bool = True
+    clustering: Literal["labels", "aidc", "k-means", "agglomerative"] = "labels"
+    n_clusters: Annotated[int, Meta(ge=1)] | None = None
+    selection: Selection = "stratified"
     correction: bool = True
     epsilon: Annotated[float, Meta(gt=0)] | None = None
 
@@ -64,7 +86,10 @@ class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """L_k, and what the device was when it was asked: with other data it is asked again."""
+    """L_k, or the number of its cluster of profiles, and what the device was when it was asked.
+
+    With other data it is asked again.
+    """
 
     feature: int
     n_samples: int
@@ -72,12 +97,18 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 class CficState(HearingState, frozen=True, kw_only=True):
-    """`model`: w; `memory`: h, none is 0; `visits`: by label feature the last round in which a member was drawn."""
+    """`model`: w; `memory`: h, none is 0; `visits`: by cluster the last round in which a member was drawn.
+
+    `extractor`, `profiles`: of clusters of profiles; `bandits`: by cluster, of the selections that have a deadline.
+    """
 
     model: BlobRef
     memory: BlobRef | None = None
     described: dict[str, Description] = {}
     visits: dict[str, int] = {}  # the keys of a state are text
+    extractor: BlobRef | None = None
+    profiles: dict[str, Profiled] = {}
+    bandits: dict[str, ccmab.State] = {}
     long_rounds: int = 0  # in a row, up to now
 
 
@@ -90,6 +121,12 @@ class Cfic:
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
         self.options = options_of(settings, CficOptions)
+        self._by_label = self.options.clustering == "labels"
+        if self.options.epsilon is not None and not self._by_label:
+            raise ConfigError("option of the method: epsilon protects label features; leave it out, or clustering")
+        self._unknown = 0 if self._by_label else settings.rounds // 3  # rounds in which no device has a cluster
+        everybody = settings.participation == 1
+        self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
     def initial(self, layout: Layout, model: BlobRef) -> CficState:
         """The state before round 1."""
@@ -106,10 +143,20 @@ class Cfic:
         r = state.round + 1
         if self.options.registration == "eager":
             state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
-        cohort = self._select(state, awake(state, fleet, r), r)
-        start = Start(model=state.model)
-        order = Train(starts=(start,), sgd=self.settings.sgd, codec=self.settings.codec, measure=False)
+        devices = awake(state, fleet, r)
+        choices = self._choose(state, devices, r)
+        cohort = sorted(i for selection, _ in choices.values() for i in selection.ids) or self._draw(state, devices, r)
+        order = Train(
+            starts=(Start(model=state.model),),
+            sgd=self.settings.sgd,
+            codec=self.settings.codec,
+            measure=bool(choices),
+        )
         state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
+        learned = {
+            str(k - 1): observed(bandit, selection, answers, self._bandit) for k, (selection, bandit) in choices.items()
+        }
+        state = msgspec.structs.replace(state, bandits=state.bandits | learned)
         updates = accepted(answers)
         trained = {device.id: device for device in fleet.devices() if device.id in updates}
         state = await self._describe(state, fleet, "describe-trained", trained)
@@ -126,26 +173,70 @@ class Cfic:
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
         """Section 4: those of the devices whose label feature is unknown, or of other data, tell it."""
         asked = {i: device for i, device in devices.items() if is_news(state, device)}
-        if not asked or not (self.options.cluster_sampling or self.options.correction):
+        needed = self.options.selection != "uniform" or self.options.correction
+        if not asked or not needed or state.round < self._unknown:
             return state
-        order = DescribeLabels(mode=self.options.psi, epsilon=self.options.epsilon)
+        if self._by_label:
+            order: Action = DescribeLabels(mode=self.options.psi, epsilon=self.options.epsilon)
+        else:
+            extractor = state.extractor or state.model
+            state, order = msgspec.structs.replace(state, extractor=extractor), Profile(extractor=extractor)
         state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
-        told = {
-            i: Description(feature=result.feature, n_samples=asked[i].n_samples, births=asked[i].births)
-            for i, result in results(answers, LabelsDescribed).items()
-        }
+        if not self._by_label:
+            return self._clustered(state, asked, newly_profiled(answers, asked, state.profiles))
+        told = {i: described(asked[i], result.feature) for i, result in results(answers, LabelsDescribed).items()}
         return msgspec.structs.replace(state, described=dict(sorted((state.described | told).items())))
 
-    def _select(self, state: CficState, devices: Mapping[str, Device], r: int) -> list[str]:
-        """Section 5: round 1 uniformly, then about equally many from each cluster."""
-        ids = [i for i, d in devices.items() if d.n_samples > 0 and feature_of(state, i) != NO_SAMPLES]
+    def _clustered(self, state: CficState, asked: Mapping[str, Device], new: dict[str, Profiled]) -> CficState:
+        """All clusters of profiles anew; each inherits the bandit of the one that it overlaps most (FedEPC 4.6)."""
+        if not new:
+            return state
+        profiles = dict(sorted((state.profiles | new).items()))
+        ids = list(profiles)
+        old = {NO_FEATURE: [i for i in new if i not in state.described]} | clusters(state, state.described)
+        found = of_profiles(
+            self.options.clustering,
+            list(profiles.values()),
+            rng=np.random.default_rng(self.settings.seed),
+            n_clusters=self.options.n_clusters,
+        )
+        heirs = (
+            aidc.inherit([[ids.index(i) for i in members] for members in old.values()], found).bandits if old else ()
+        )
+        kept = {str(k): str(list(old)[heir]) for k, heir in enumerate(heirs) if heir is not None}
+        told = state.described | {i: described(asked[i], 0) for i in new}
+        numbers = {ids[p]: k for k, members in enumerate(found) for p in members}
+        return msgspec.structs.replace(
+            state,
+            profiles=profiles,
+            described={i: msgspec.structs.replace(told[i], feature=numbers[i]) for i in ids},
+            visits={k: state.visits[heir] for k, heir in kept.items() if heir in state.visits},
+            bandits={k: state.bandits[heir] for k, heir in kept.items() if heir in state.bandits},
+        )
+
+    def _draw(self, state: CficState, devices: Mapping[str, Device], r: int) -> list[str]:
+        """Section 5: uniformly in round 1, or without clusters; then about equally many from each cluster."""
+        ids = available(state, devices)
         n = cohort_size(len(ids), self.settings.participation)
         rng = round_rng(self.settings, r)
-        if r == 1 or not self.options.cluster_sampling:
+        if r == 1 or self.options.selection != "stratified":
             return uniform(ids, n, rng)
         unlabelled = [i for i in ids if feature_of(state, i) is None]
         visits = {int(key): last for key, last in state.visits.items()}
         return stratified(clusters(state, ids), n, rng, others=unlabelled, last_visit=visits)
+
+    def _choose(
+        self, state: CficState, devices: Mapping[str, Device], r: int
+    ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+        """FedEPC section 5 in each cluster k, under k + 1, from round 2 on; nothing where the clusters alone decide."""
+        if r == 1 or self.options.selection in {"uniform", "stratified"}:
+            return {}
+        ids = available(state, devices)
+        members = clusters(state, ids) | {NO_FEATURE: [i for i in ids if feature_of(state, i) is None]}
+        arms = {k + 1: [arm(devices[i], self.settings.sgd) for i in of_cluster] for k, of_cluster in members.items()}
+        bandits = {k + 1: state.bandits.get(str(k), ccmab.State()) for k in members}
+        seed = (self.settings.seed, r)
+        return choose(self.options.selection, arms, bandits, self._bandit, seed=seed, last_visit={})
 
     def _step(self, state: CficState, updates: Mapping[str, Trained], fleet: Fleet) -> CficState:
         """Section 6 on the answers of the round."""
@@ -202,6 +293,16 @@ def feature_of(state: CficState, device_id: str) -> int | None:
     """L_k; None: not known."""
     description = state.described.get(device_id)
     return None if description is None else description.feature
+
+
+def described(device: Device, feature: int) -> Description:
+    """What a device told."""
+    return Description(feature=feature, n_samples=device.n_samples, births=device.births)
+
+
+def available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
+    """The devices that can be drawn: those with samples."""
+    return [i for i, d in devices.items() if d.n_samples > 0 and feature_of(state, i) != NO_SAMPLES]
 
 
 def is_news(state: CficState, device: Device) -> bool:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
-from coordinator.clustering import aidc, mctc
+from coordinator.clustering import Clustering, Directions, aidc, find_clusters, mctc
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
@@ -36,11 +36,10 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
-from coordinator.methods.grouping import arm, observed, of_one_length
+from coordinator.methods.grouping import arm, newly_profiled, observed
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
-from coordinator.selection import ccmab
-from coordinator.selection.uniform import cohort_size, uniform
+from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import (
     BlobRef,
@@ -86,11 +85,13 @@ ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be exchanged or switched off. `mode` shift: for devices whose class shares move (section 15.6).
 
-    `selection` uniform: without bandit and deadline, within the groups as the bandit. `split` never: no trial, no
-    experts; always: experts wherever there is more than one cluster, whatever the trial says.
+    `selection` within the AIDC groups: ccmab, fastest, stratified under the bandit's deadline; uniform without.
+    `clustering` makes the experts: of the updates, or aidc: the groups. `split` never: no trial, no experts; always:
+    experts wherever there is more than one cluster, whatever the trial says.
     """
 
-    selection: Literal["ccmab", "uniform"] = "ccmab"
+    selection: Selection = "ccmab"
+    clustering: Literal["mctc", "k-means", "agglomerative", "aidc"] = "mctc"
     split: Literal["trial", "never", "always"] = "trial"
     mode: Literal["mixture", "shift"] = "mixture"
     final_fit: bool = True
@@ -185,16 +186,16 @@ class Fedge:
         if r > WARM_UP:
             state = await profile(state, fleet, r)
         present = awake(state, fleet, r)
-        selections, bandits = self._select(state, present)
-        cohort = self._cohort(state, selections, present, r)
-        orders = {i: self._order(state, i, r, measure=bool(selections)) for i in cohort}
+        choices = self._select(state, present, r)
+        cohort = self._cohort(state, choices, present, r)
+        orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
-        state = self._observe(state, selections, bandits, answers)
+        state = self._observe(state, choices, answers)
         if len(updates) >= self.settings.min_reports:
             state = train_experts(state, updates, fleet) if state.experts else train_shared(state, updates, fleet)
         if not state.experts and r == round(RHO * self.settings.rounds):
-            state = await split(state, fleet, r, self.options.split)
+            state = await split(state, fleet, r, self.options, round_rng(self.settings, r))
         return msgspec.structs.replace(
             state,
             round=r,
@@ -204,23 +205,33 @@ class Fedge:
         )
 
     def _select(
-        self, state: FedgeState, present: Mapping[str, Device]
-    ) -> tuple[list[ccmab.Selection], list[ccmab.State]]:
-        """FedEPC section 5, in each group; nothing before there are groups, or without the bandit."""
+        self, state: FedgeState, present: Mapping[str, Device], r: int
+    ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+        """FedEPC section 5, in each group; nothing before there are groups, or without the bandit's deadline."""
         if self.options.selection == "uniform":
-            return [], []
-        choices = [
-            ccmab.select(bandit, [arm(present[i], self.settings.sgd) for i in members if i in present], self._bandit)
-            for members, bandit in zip(state.groups, state.bandits, strict=True)
-        ]
-        return [selection for selection, _ in choices], [bandit for _, bandit in choices]
+            return {}
+        return choose(
+            self.options.selection,
+            {
+                k: [arm(present[i], self.settings.sgd) for i in group if i in present]
+                for k, group in enumerate(state.groups)
+            },
+            dict(enumerate(state.bandits)),
+            self._bandit,
+            seed=(self.settings.seed, r),
+            last_visit={k: bandit.selections for k, bandit in enumerate(state.bandits)},
+        )
 
     def _cohort(
-        self, state: FedgeState, selections: Sequence[ccmab.Selection], present: Mapping[str, Device], r: int
+        self,
+        state: FedgeState,
+        choices: Mapping[int, tuple[ccmab.Selection, ccmab.State]],
+        present: Mapping[str, Device],
+        r: int,
     ) -> list[str]:
-        """Whom the bandits chose; without them a draw within each group; everybody before there are groups."""
-        if self.options.selection == "ccmab":
-            return sorted(i for s in selections for i in s.ids) if selections else list(present)
+        """Whom `choose` chose; without it a draw within each group; everybody before there are groups."""
+        if self.options.selection != "uniform":
+            return sorted(i for s, _ in choices.values() for i in s.ids) if choices else list(present)
         rng, share = round_rng(self.settings, r), self.settings.participation
         groups = [[i for i in group if i in present] for group in state.groups] or [list(present)]
         size = (lambda n: cohort_size(n, share)) if state.groups else (lambda n: n)
@@ -229,18 +240,14 @@ class Fedge:
     def _observe(
         self,
         state: FedgeState,
-        selections: Sequence[ccmab.Selection],
-        bandits: Sequence[ccmab.State],
+        choices: Mapping[int, tuple[ccmab.Selection, ccmab.State]],
         answers: Mapping[str, Answer],
     ) -> FedgeState:
-        """What each bandit learns of those that it chose."""
-        if not selections:
-            return state
-        learned = tuple(
-            observed(bandit, selection, answers, self._bandit)
-            for bandit, selection in zip(bandits, selections, strict=True)
-        )
-        return msgspec.structs.replace(state, bandits=learned)
+        """What each bandit learns of those that were chosen in its group."""
+        bandits = list(state.bandits)
+        for k, (selection, bandit) in choices.items():
+            bandits[k] = observed(bandit, selection, answers, self._bandit)
+        return msgspec.structs.replace(state, bandits=tuple(bandits))
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
         """`measure`: for the bandits alone."""
@@ -280,12 +287,7 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     extractor = state.extractor or state.shared.model
     due = {i: device for i, device in awake(state, fleet, r).items() if is_due(state.profiles.get(i), device)}
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
-    new = {
-        i: msgspec.structs.replace(profiled, n_samples=due[i].n_samples)
-        for i, profiled in results(answers, Profiled).items()
-    }
-    fit = of_one_length({i: p.profile for i, p in new.items()}, {i: p.profile for i, p in state.profiles.items()})
-    new = {i: profiled for i, profiled in new.items() if i in fit}
+    new = newly_profiled(answers, due, state.profiles)
     state = msgspec.structs.replace(state, extractor=extractor)
     return group(state, new) if new else state
 
@@ -390,26 +392,32 @@ def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
 # -------------------------------------------------------------------------------------- step 3: trial and split
 
 
-async def split(state: FedgeState, fleet: Fleet, r: int, when: str) -> FedgeState:
+async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: np.random.Generator) -> FedgeState:
     """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""
     if state.directions is None:
         return state
     directions = dict(sorted(fleet.get_tensors(state.directions).items()))
     ids = tuple(directions)
     z = mctc.embedding(np.stack(list(directions.values())))
-    clustering = mctc.mctc(z, n_clusters=MAX_CLUSTERS)
-    separability = clustering.separability or 0.0
-    clusters = tuple(tuple(ids[i] for i in members) for members in clustering.partition.members)
+    how: Clustering = "mctc" if options.clustering == "aidc" else options.clustering
+    found = find_clusters(how, Directions(vectors=z, n_clusters=MAX_CLUSTERS), rng=rng)
+    tau, separability = found.tau or 0.0, found.separability or 0.0
+    clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
+    if options.clustering == "aidc":
+        state = state if state.groups else await profile(state, fleet, r)
+        groups = (tuple(i for i in group if i in directions) for group in state.groups)
+        clusters = tuple(group for group in groups if group)
     deltas: dict[str, float] = {}
     if len(clusters) > 1:
         state, deltas = await try_clusters(state, fleet, clusters, r)
     statistic = trial_statistic(list(deltas.values()))
-    wanted = wants_split(statistic, separability, len(ids)) if when == "trial" else when == "always"
+    by_trial = options.split == "trial"
+    wanted = wants_split(statistic, separability, len(ids)) if by_trial else options.split == "always"
     splits = len(clusters) > 1 and wanted
     trial = TrialOutcome(
         ids=ids,
         clusters=clusters,
-        tau=clustering.tau,
+        tau=tau,
         separability=separability,
         statistic=statistic,
         deltas=deltas,

@@ -1,4 +1,4 @@
-"""Profiles that can be compared; devices as arms of their group's bandit; what the bandit learns (FedEPC section 5)."""
+"""Profiles that can be compared, and clusters of them; devices as arms of their group's bandit (FedEPC section 5)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
+import numpy as np
+
+from coordinator.clustering import Clustering, Profiles, aidc, find_clusters
+from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device
 from coordinator.methods import declined
+from coordinator.methods.silence import results
 from coordinator.selection import ccmab
-from fedge.messages import Context, Sgd, Trained
+from fedge.messages import Context, Profiled, Sgd, Trained
 
 log = logging.getLogger("fedge.method")
 
@@ -21,6 +27,31 @@ def of_one_length(new: Mapping[str, Sequence[float]], known: Mapping[str, Sequen
     for i in (i for i, profile in new.items() if len(profile) != q):
         log.warning("event=profile_refused device=%s its length differs from that of the others", i)
     return frozenset(i for i, profile in new.items() if len(profile) == q)
+
+
+def newly_profiled(
+    answers: Mapping[str, Answer], asked: Mapping[str, Device], known: Mapping[str, Profiled]
+) -> dict[str, Profiled]:
+    """The profiles that came in, as far as they can be compared; `n_samples`: what a device had when it was asked."""
+    new = {
+        i: msgspec.structs.replace(profiled, n_samples=asked[i].n_samples)
+        for i, profiled in results(answers, Profiled).items()
+    }
+    fit = of_one_length({i: p.profile for i, p in new.items()}, {i: p.profile for i, p in known.items()})
+    return {i: profiled for i, profiled in new.items() if i in fit}
+
+
+def of_profiles(
+    how: Clustering, profiled: Sequence[Profiled], *, rng: np.random.Generator, n_clusters: int | None = None
+) -> Clusters:
+    """Clusters of N >= 1 profiles, D_ref from their split halves; one where the extractor tells no devices apart."""
+    try:
+        unit = aidc.split_half_unit([p.halves for p in profiled if p.halves is not None])
+    except ValueError:
+        log.warning("event=one_group the extractor tells no devices apart, so all form one group")
+        return (tuple(range(len(profiled))),)
+    seen = Profiles(vectors=np.array([p.profile for p in profiled]), unit=unit)
+    return find_clusters(how, seen, rng=rng, n_clusters=n_clusters).clusters
 
 
 def arm(device: Device, sgd: Sgd) -> ccmab.Arm:

@@ -36,7 +36,7 @@ def choose(
     Args:
         how: `ccmab`, `uniform` and `fastest` choose the quota of every cluster; `stratified` draws about as many
             devices from each as from every other, the quota of all together (CFIC section 5).
-        arms: the devices of each cluster that can be reached, by its number.
+        arms: the devices of each cluster that can be reached, by its number >= 0.
         bandits: of each cluster; rivals use nothing of it but what it knows of times and waiting.
         settings: of the bandits.
         seed: of the round; every cluster has random numbers of its own.

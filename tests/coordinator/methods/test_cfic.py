@@ -58,7 +58,7 @@ async def test_lazy_devices_tell_it_with_their_first_model(tmp_path) -> None:
 
 async def test_without_correction_and_clusters_it_is_fedavg_bit_for_bit(tmp_path) -> None:
     models = []
-    for name, options in (("cfic", {"cluster_sampling": False, "correction": False}), ("fedavg", {})):
+    for name, options in (("cfic", {"selection": "uniform", "correction": False}), ("fedavg", {})):
         fleet, layout, first = skewed(tmp_path / name)
         method = make(name, MethodSettings(rounds=3, participation=0.5, **EXACT, options=options))
         models.append((await run(method, method.initial(layout, first), fleet)).model)
@@ -222,3 +222,71 @@ def test_clusters_are_those_with_a_feature_in_ascending_order() -> None:
     method = make("cfic", MethodSettings())
     state = msgspec.structs.replace(method.initial(None, None), described=described)
     assert list(clusters(state, ["e", "d", "c", "b", "a", "z"]).items()) == [(1, ["c"]), (4, ["a", "e"])]
+
+
+# ------------------------------------------------------------------------------ parts that are exchanged for others
+
+
+def cfic(rounds: int = 6, participation: float = 0.5, **options: object):
+    return make("cfic", MethodSettings(rounds=rounds, participation=participation, **EXACT, options=options))
+
+
+@pytest.mark.parametrize("clustering", ["aidc", "k-means", "agglomerative"])
+async def test_clusters_of_profiles_are_made_after_a_third_of_the_rounds(clustering, tmp_path) -> None:
+    fleet, layout, first, groups = digits(tmp_path, n=12, groups="labels", n_groups=2, alpha=100.0)
+    options = {"clustering": clustering} | ({"n_clusters": 2} if clustering == "k-means" else {})
+    method = cfic(rounds=30, **options)
+    state = await rounds(method, method.initial(layout, first), fleet, 10)
+    assert not state.described
+    state = await rounds(method, state, fleet, 2)
+    assert [(n, i) for n, step, i in fleet.asked if step == "describe"] == [(11, i) for i in sorted(groups)]
+    found = clusters(state, state.described)
+    for members in found.values():
+        assert len({groups[i] for i in members}) == 1, "no cluster has devices of both groups"
+    assert set(state.visits) <= set(map(str, found))
+    assert msgspec.structs.asdict(load(dump(state), CficState)) == msgspec.structs.asdict(state)
+
+
+@pytest.mark.parametrize("selection", ["ccmab", "fastest"])
+async def test_the_selections_of_fedepc_choose_in_each_cluster(selection, tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=10, groups="labels", n_groups=2, alpha=100.0)
+    method = cfic(selection=selection)
+    state = await rounds(method, method.initial(layout, first), fleet, 6)
+    assert state.history[-1].loss is not None, "the bandits need the losses"
+    found = clusters(state, state.described)
+    for k, members in found.items():
+        known = set(state.bandits[str(k)].participations)
+        assert known <= set(members)
+    asked = [[i for n, step, i in fleet.asked if step == "train" and n == r] for r in range(2, 7)]
+    assert all(asked)
+    if selection == "fastest":  # the deadline keeps the slowest out of every cluster of several
+        clocks = {device.id: device.context.cpu_ghz for device in fleet.devices()}
+        slowest = {min(members, key=clocks.get) for members in found.values() if len(members) > 1}
+        assert slowest
+        assert not slowest & set(asked[0])
+
+
+async def test_newcomers_and_changed_data_make_the_clusters_of_profiles_anew(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=8, groups="labels", n_groups=2, alpha=100.0)
+    method = cfic(rounds=9, participation=1.0, clustering="aidc", selection="ccmab")
+    fleet.absent = frozenset({"d07"})
+    before = await rounds(method, method.initial(layout, first), fleet, 5)
+    assert "d07" not in before.described
+    assert before.bandits
+    fleet.absent = frozenset()
+    after = await rounds(method, before, fleet, 1)
+    assert set(after.described) == set(fleet.workers)
+    for key, bandit in after.bandits.items():
+        if key in before.bandits and set(bandit.participations) & set(before.bandits[key].participations):
+            break
+    else:
+        pytest.fail("no bandit went along")
+
+
+def test_a_profile_is_not_what_epsilon_protects() -> None:
+    with pytest.raises(ConfigError, match="epsilon"):
+        cfic(clustering="aidc", epsilon=1.0)
+    with pytest.raises(ConfigError, match="did you mean 'k-means'"):
+        cfic(clustering="kmeans")
+    with pytest.raises(ConfigError, match="it is one of labels, aidc"):
+        cfic(clustering="mctc")

@@ -467,3 +467,37 @@ async def test_final_fit_and_guard_can_be_switched_off(tmp_path, option) -> None
         if not on and option == "guard":
             assert not any(result.guarded for result in state.installed.values())
     assert option == "guard" or digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("selection", ["fastest", "stratified"])
+async def test_other_selections_keep_to_the_groups_and_the_quota(selection, tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=12, groups="labels", n_groups=2, alpha=100.0)
+    method = with_options(rounds=24, participation=0.5, selection=selection)
+    state = await rounds(method, method.initial(layout, first), fleet, 9)
+    asked = [[i for n, step, i in fleet.asked if step == "train" and n == r] for r in (7, 8, 9)]
+    if selection == "fastest":
+        quotas = [len(members) - len(members) // 2 for members in state.groups]
+        assert all(
+            len(set(members) & set(cohort)) <= quota
+            for cohort in asked
+            for members, quota in zip(state.groups, quotas, strict=True)
+        )
+    assert all(0 < len(cohort) <= 7 for cohort in asked)
+
+
+@pytest.mark.parametrize("clustering", ["k-means", "agglomerative", "aidc"])
+async def test_other_clusterings_make_the_experts(clustering, tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=9, n_groups=3)
+    method = with_options(rounds=8, clustering=clustering, split="always")
+    state = await rounds(method, method.initial(layout, first), fleet, 4)
+    assert state.trial is not None
+    own = with_options(rounds=8, split="always")
+    fleet.asked = []
+    mctc = await rounds(own, own.initial(layout, first), fleet, 4)
+    members = sorted(i for cluster in state.trial.clusters for i in cluster)
+    assert members == sorted(fleet.workers), "each device in one cluster"
+    if clustering == "aidc":
+        assert state.trial.clusters == state.groups
+    else:
+        assert len(state.trial.clusters) == len(mctc.trial.clusters)
+    assert state.trial.separability == mctc.trial.separability
