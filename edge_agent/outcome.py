@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from fedge.errors import FedgeError
 from fedge.messages import BlobRef, Failed, Installed, Result, Role
+from fedge.tensors import Layout, Model
 
 if TYPE_CHECKING:
     from export import BundleInfo
@@ -22,11 +23,20 @@ Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
+class Unpacked:
+    """An update that has not become bytes: what their decoding would give, read-only (`edge_agent.sending`)."""
+
+    model: Model
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an order. `blobs`: digest -> bytes of what the result refers to."""
+    """What came of an order: by digest, what the result refers to. `unpacked`: only where no device is (`sending`)."""
 
     result: Result
     blobs: dict[str, bytes]
+    unpacked: dict[str, Unpacked] = field(default_factory=dict)
 
 
 class FailedError(Exception):

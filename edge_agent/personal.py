@@ -82,7 +82,8 @@ def train(worker: Worker, action: Train, fetch: Fetch, order: Order, stop: Stop)
     if action.measure:
         worker.network.load(_over(shared, keep, mine, worker.network.layout))
         loss_after = mean_loss(worker.network, *worker.data.shared)
-    outcome = worker.trained(action, chosen, before, loss_after, start, shared)
+    update = Model(shared.params - start.params, shared.buffers, shared.counters)
+    outcome = worker.trained(order, action, chosen, before, loss_after, update)
     _write(worker.home, order, Kept(keep=keep, tensors=to_bytes(mine)))
     return outcome
 

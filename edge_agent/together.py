@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -147,20 +147,26 @@ def _train(group: Sequence[_Ready]) -> dict[int, Outcome]:
     Trainer(stack, x, y, action.sgd, drawn).run(action.sgd.steps)
     if everything:
         losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
+    updates = stack.changes([one.start for one in group])
     return {
         one.number: one.worker.guarded(
-            partial(one.worker.trained, one.action, one.chosen, look, loss_after, one.start, model)
+            partial(one.worker.trained, one.job.order, one.action, one.chosen, look, loss_after, update)
         )
-        for one, look, loss_after, model in zip(group, looks, losses_after, stack.dump(), strict=True)
+        for one, look, loss_after, update in zip(group, looks, losses_after, updates, strict=True)
     }
 
 
 def _in_threads(jobs: Sequence[Job]) -> list[Outcome]:
     if not jobs:
         return []
-    n = min(len(os.sched_getaffinity(0)), len(jobs))
-    with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(lambda job, context: context.run(job.alone), jobs, [copy_context() for _ in jobs]))
+    pool = _threads(len(os.sched_getaffinity(0)))
+    return list(pool.map(lambda job, context: context.run(job.alone), jobs, [copy_context() for _ in jobs]))
+
+
+@lru_cache(maxsize=1)
+def _threads(n: int) -> ThreadPoolExecutor:
+    """Kept from one step to the next, for each of them keeps a network (`shared_network`)."""
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
 
 
 @contextmanager

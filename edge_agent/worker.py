@@ -28,10 +28,11 @@ from edge_agent import cold_start, gate, mixture, personal, private_model, shari
 from edge_agent.install import install
 from edge_agent.labels import describe_labels
 from edge_agent.mixture import BETAS, PLAIN, Array
-from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, failed, installed
+from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, Unpacked, failed, installed
 from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
 from edge_agent.scmoe import fit_mixture
+from edge_agent.sending import sent
 from edge_agent.sparsity import sparsity_profile
 from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, Pool, write_bundle
 from fedge import codec
@@ -82,7 +83,7 @@ from fedge.models.training import (
 )
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
+from fedge.tensors import Model, flatten, from_bytes, to_bytes, unflatten
 
 T = TypeVar("T")
 
@@ -260,9 +261,9 @@ class Worker:
         before = self.look(start, measure=action.measure)
         x, y = self.data.shared
         Trainer(self.network, x, y, action.sgd, np.random.default_rng(order.seed)).run(action.sgd.steps, stop)
-        trained = self.network.dump()
+        update = self.network.change(start)
         loss_after = mean_loss(self.network, x, y) if action.measure else None
-        return self.trained(action, chosen, before, loss_after, start, trained)
+        return self.trained(order, action, chosen, before, loss_after, update)
 
     def look(self, model: Model, *, measure: bool = True) -> Look:
         """How a model does on the validation samples, and on D_L, n >= 1. The network is left with its weights."""
@@ -271,21 +272,17 @@ class Worker:
         return Look(accuracy, *(loss_and_gradient_norm(self.network, *self.data.shared) if measure else ()))
 
     def trained(
-        self, action: Train, chosen: Start, before: Look, loss_after: float | None, start: Model, trained: Model
+        self, order: Order, action: Train, chosen: Start, before: Look, loss_after: float | None, update: Model
     ) -> Outcome:
-        """The report of a training that led from `start` to `trained`: the change of the part that travels.
+        """The report of a training: the part that travels of the change that it made to its start.
 
         `before`, `loss_after`: of the model that the device would use.
         """
         measured = (before.loss, before.gradient_norm, loss_after)
         if not all(math.isfinite(number) for number in measured if number is not None):
             raise FailedError("training diverged")
-        update = Model(trained.params - start.params, trained.buffers, trained.counters)
-        layout = self.network.layout.part(action.part)
-        tensors = unflatten(update, self.network.layout)
-        exact = {info.name for info in layout.of_kind("buffer")}
-        data = codec.encode({info.name: tensors[info.name] for info in layout.tensors}, action.codec, exact)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
+        layout = self.network.layout
+        ref, data = sent(update, layout, layout.part(action.part), action.codec, order)
         result = Trained(
             update=ref,
             n_samples=self.data.n_shared,
@@ -295,6 +292,8 @@ class Worker:
             gradient_norm=before.gradient_norm,
             val_accuracy=before.accuracy,
         )
+        if isinstance(data, Unpacked):
+            return Outcome(result, {}, {ref.digest: data})
         return Outcome(result, {ref.digest: data})
 
     def best_start(self, starts: tuple[Start, ...], fetch: Fetch, choose: Choice = "loss") -> tuple[Model, Start]:

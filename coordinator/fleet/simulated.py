@@ -19,7 +19,8 @@ from coordinator.fleet.devices import Hardware
 from coordinator.methods import Method, S
 from edge_agent import together
 from edge_agent.cold_start import InferenceWorker
-from edge_agent.outcome import Outcome
+from edge_agent.outcome import Outcome, Unpacked
+from edge_agent.sending import in_one_process
 from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
@@ -27,7 +28,7 @@ from fedge.files import volatile
 from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes
+from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
 
 GIVEN_UP_S: Final = 60.0
 """What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
@@ -78,7 +79,7 @@ class SimulatedFleet:
         self._timed = hardware is not None
         self._deadline_s = deadline_s
         self._execute = execute
-        self._blobs: dict[str, bytes] = {}
+        self._blobs: dict[str, bytes | Unpacked] = {}
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
 
@@ -122,8 +123,9 @@ class SimulatedFleet:
 
         def fetch_for(device_id: str) -> Callable[[BlobRef], bytes]:
             def fetch(ref: BlobRef) -> bytes:
-                received[device_id] += len(self._blobs[ref.digest])
-                return self._blobs[ref.digest]
+                data = self._bytes(ref)
+                received[device_id] += len(data)
+                return data
 
             return fetch
 
@@ -137,12 +139,12 @@ class SimulatedFleet:
             )
             for i in reached
         ]
-        with volatile():
+        with volatile(), in_one_process():
             outcomes = dict(zip(reached, self._execute(jobs), strict=True))
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in outcomes:
-                answers[i] = self._answer(step, i, actions[i], outcomes[i], received[i])
+                answers[i] = self._answer(step, i, actions[i], outcomes.pop(i), received[i])
             else:
                 answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
         self.bytes_down += received.total()
@@ -156,12 +158,13 @@ class SimulatedFleet:
 
     def _answer(self, step: str, device_id: str, action: Action, outcome: Outcome, bytes_down: int) -> Answer:
         """The answer as it comes in, or none if it is late; what a late device sent is not kept."""
-        bytes_up = sum(len(data) for data in outcome.blobs.values())
+        bytes_up = sum(ref.size_bytes for ref in blobs_of(outcome.result))
         self.bytes_up += bytes_up
         taken = self._seconds(step, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
         if self._deadline_s is not None and taken > self._deadline_s:
             return Answer(device_id, None, self._deadline_s)
         self._blobs |= outcome.blobs
+        self._blobs |= outcome.unpacked
         return Answer(device_id, outcome.result, taken)
 
     def _seconds(self, step: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
@@ -196,14 +199,21 @@ class SimulatedFleet:
         return ref
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model or an update."""
-        if ref.digest not in self._blobs:
+        """A model or an update; its arrays may be read-only."""
+        found = self._blobs.get(ref.digest)
+        if found is None:
             raise ProtocolError("unknown-blob", ref.digest)
-        return codec.decode(self._blobs[ref.digest], ref.codec, layout)
+        if isinstance(found, Unpacked) and found.layout == layout:
+            return found.model
+        return codec.decode(self._bytes(ref), ref.codec, layout)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""
-        return from_bytes(self._blobs[ref.digest])
+        return from_bytes(self._bytes(ref))
+
+    def _bytes(self, ref: BlobRef) -> bytes:
+        found = self._blobs[ref.digest]
+        return codec.encode(unflatten(found.model, found.layout), ref.codec) if isinstance(found, Unpacked) else found
 
     def keep_only(self, digests: Collection[str]) -> None:
         """Forget all other tensors."""

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from coordinator.fleet import Answer, clock
+from coordinator.fleet import Answer, clock, order_for
 from coordinator.fleet.devices import PI_4, Hardware, mixed
-from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, run
+from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, one_by_one, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
+from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Codec, Declined, Sgd, Start, Train, Trained
+from fedge.messages import Codec, Declined, Part, Sgd, Start, Train, Trained
 from tests.support.simulation import digits
 
 
@@ -33,6 +34,24 @@ async def test_answers_are_the_workers_and_their_updates_can_be_read(tmp_path) -
     assert fleet.bytes_down == 2 * first.size_bytes
     again = await fleet.run("train", {"d00": order})
     assert again["d00"].result == answers["d00"].result
+
+
+@pytest.mark.parametrize("codec_", list(Codec))
+async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=2)
+    order = Train(starts=(Start(model=first),), sgd=Sgd(steps=2), codec=codec_)
+    alone = SimulatedFleet(fleet._task, layout, fleet.workers, seed=0, execute=one_by_one)
+    alone.put(fleet.get_tensors(first))
+    answers = await alone.run("train", {"d01": order})
+    sent = order_for("simulation", 0, 0, "train", "d01", fleet._task, order, deadline=0.0)
+    outcome = fleet.workers["d01"].execute(sent, alone._bytes)
+    (data,) = outcome.blobs.values()
+    device, update = codec.decode(data, codec_, layout), answers["d01"].result.update
+    np.testing.assert_array_equal(alone.get(update, layout).params, device.params)
+    assert update.size_bytes == len(data) == alone.bytes_up
+    assert codec_ is not Codec.FLOAT32 or alone._bytes(update) == data
+    with pytest.raises(ProtocolError, match="layout"):
+        alone.get(update, layout.part(Part.HEAD))
 
 
 async def test_tensors_that_nobody_needs_are_forgotten(tmp_path) -> None:

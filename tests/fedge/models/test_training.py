@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from fedge import models
+from fedge.errors import ProtocolError
 from fedge.messages import Part, Sgd
 from fedge.models.training import (
     PADDING,
@@ -133,6 +134,23 @@ def test_features_are_what_the_head_sees(monkeypatch):
     np.testing.assert_allclose(net.features(START, X), features, atol=1e-6)
 
 
+def test_a_change_is_the_difference_of_weights_with_buffers_as_they_are():
+    task = msgspec.structs.replace(TASK, model="tests.support.networks:normed", model_options={})
+    net = Network(task)
+    _, start = models.initial(task, 3)
+    net.load(start)
+    Trainer(net, X, Y, Sgd(), np.random.default_rng(0)).run(3)
+    trained, change = net.dump(), net.change(start)
+    np.testing.assert_array_equal(change.params, trained.params - start.params)
+    np.testing.assert_array_equal(change.buffers, trained.buffers)
+    np.testing.assert_array_equal(change.counters, trained.counters)
+    assert change.buffers.dtype == np.float32
+    assert change.counters.tolist() == [3]
+    Trainer(net, 1e30 * X, Y, Sgd(learning_rate=1e9), np.random.default_rng(0)).run(3)
+    with pytest.raises(ProtocolError, match="not-finite"):
+        net.change(start)
+
+
 def test_stop_is_asked_before_every_step():
     net = network()
     answers = iter([False, False, True])
@@ -159,12 +177,12 @@ def test_a_stack_takes_the_steps_of_its_models(mu, decay):
     sizes = (50, 3, 20, 1)
     drawn = side_by_side(sizes, 16, [np.random.default_rng(k) for k in range(4)])
     Trainer(stack, *joined([(X[:n], Y[:n]) for n in sizes]), sgd, drawn).run(12)
-    for k, (n, start, model) in enumerate(zip(sizes, starts, stack.dump(), strict=True)):
+    for k, (n, start, change) in enumerate(zip(sizes, starts, stack.changes(starts), strict=True)):
         net = network()
         net.load(start)
         Trainer(net, X[:n], Y[:n], sgd, np.random.default_rng(k)).run(12)
-        assert model.params == pytest.approx(net.dump().params, abs=2e-6)
-        assert len(model.buffers) == len(model.counters) == 0
+        assert change.params == pytest.approx(net.change(start).params, abs=2e-6)
+        assert len(change.buffers) == len(change.counters) == 0
 
 
 def test_batches_side_by_side_are_those_of_each_client_filled_up_with_the_sample_that_counts_not():
