@@ -29,12 +29,12 @@ class MeanRegularised:
     """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), r = 0 at first.
 
     The gradient flows through the batch's mean alone, not through the r of the batches before. Context manager: inside
-    it, the module's head adds P to the features.
+    it, the head adds P to the features.
     """
 
-    def __init__(self, module: nn.Module, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
+    def __init__(self, head: nn.Linear, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
         self._offset, self._goal, self._momentum, self._kappa = offset, goal, momentum, kappa
-        self._head = models.head_of(module)
+        self._head = head
         self._features = self._running = torch.zeros_like(goal)
 
     def __enter__(self) -> Self:
@@ -95,7 +95,8 @@ def learn(
 
     offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
     g = torch.from_numpy(goal)
-    with MeanRegularised(network.module, offset, g, momentum=keep.momentum, kappa=keep.kappa) as loss:
+    head = models.head_of(network.module, network.layout)
+    with MeanRegularised(head, offset, g, momentum=keep.momentum, kappa=keep.kappa) as loss:
         Trainer(network, *shared, sgd, rng, loss=loss).run(sgd.steps, stop)
     return network.dump(), {OFFSET: offset.detach().numpy()}
 

@@ -73,7 +73,7 @@ def learn(
     for _, batch in zip(range(sgd.steps), batches(len(y), sgd.batch_size, rngs[1]), strict=False):
         trainer.run(1, stop)
         with torch.no_grad():
-            f, logits = models.features_and_logits(network.module, x[batch])
+            f, logits = models.features_and_logits(network.module, x[batch], network.layout)
             f = functional.pad(f, (0, 1), value=1.0)
             # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
             excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]

@@ -34,7 +34,7 @@ def learn(
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
-        ConfigError: the network has no linear layer as its last one.
+        ConfigError: the network has no head.
     """
     network.load(start)
     if keep.head_steps:

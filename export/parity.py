@@ -56,7 +56,7 @@ def features_of(task: TaskSpec, layout: Layout, model: Model, x: NDArray[np.floa
     module = build(task).eval()
     load(module, model, layout)
     with torch.inference_mode():
-        f, logits = features_and_logits(module, torch.from_numpy(x))
+        f, logits = features_and_logits(module, torch.from_numpy(x), layout)
     return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
 
 

@@ -58,25 +58,32 @@ class TensorInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Names, shapes and order of all tensors of a model; equal on all machines of a federation."""
+    """Names, shapes and order of all tensors of a model; equal on all machines of a federation.
+
+    `has_head`: whether the last parameters are the head (`fedge.models.head_name`), where they look like one.
+    """
 
     tensors: Annotated[tuple[TensorInfo, ...], Meta(min_length=1)]
+    has_head: bool = True
 
     def of_kind(self, kind: str) -> tuple[TensorInfo, ...]:
         """The tensors of one kind, in order."""
         return tuple(t for t in self.tensors if t.kind == kind)
 
     def part(self, part: Part) -> Layout:
-        """The tensors of a part. The head is the last layer that was registered: its weight (C, D) and bias (C).
+        """The tensors of a part. The head comes last among the parameters: its weight (C, D) and bias (C).
 
         Raises:
-            ConfigError: the last parameters are no linear layer.
+            ConfigError: the network has no head.
         """
         if part is Part.ALL:
             return self
-        weight, bias = self.of_kind("param")[-2:] if len(self.of_kind("param")) > 2 else (None, None)
+        weight, bias = self.of_kind("param")[-2:] if self.has_head and len(self.of_kind("param")) > 2 else (None, None)
         if weight is None or bias is None or len(weight.shape) != 2 or bias.shape != weight.shape[:1]:
-            raise ConfigError("the network cannot be split: its last layer must be linear, with weight and bias")
+            raise ConfigError(
+                "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
+                "output the logits; change the network, or choose a method that keeps no part of it, such as fedavg"
+            )
         head = (weight.name, bias.name)
         return Layout(tensors=tuple(t for t in self.tensors if (t.name in head) == (part is Part.HEAD)))
 
@@ -84,7 +91,7 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """The tensors that a device keeps for itself: those of a part, a whole model, a second head, or "offset" (D,).
 
         Raises:
-            ConfigError: the last parameters are no linear layer.
+            ConfigError: the network has no head.
         """
         match keep:
             case KeepPart(private=part):

@@ -48,7 +48,7 @@ class Keeping(Generic[K]):
         """The state before round 1.
 
         Raises:
-            ConfigError: the network has no linear layer as its last one, so it has no head.
+            ConfigError: the network has no head.
         """
         if self.splits:
             layout.part(Part.HEAD)

@@ -1,7 +1,8 @@
 """Networks, and the way between a network and the vectors of `fedge.tensors`.
 
-A layout lists the parameters in the order of `named_parameters`, then the persistent buffers: float32 ones (running
-statistics and frozen parameters: "buffer") and int64 ones ("counter"). A tensor that two layers share counts once.
+A layout lists the parameters in the order of `named_parameters`, but those of the head last, then the persistent
+buffers: float32 ones (running statistics and frozen parameters: "buffer") and int64 ones ("counter"). A tensor that two
+layers share counts once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from fedge.errors import ConfigError
 from fedge.loading import load_object
+from fedge.messages import Part
 from fedge.models import torchvision_ops
 from fedge.models.networks import NETWORKS
 from fedge.task import TaskSpec
@@ -46,26 +48,71 @@ def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = build(task)
-    layout = layout_of(module)
+    layout = layout_of(module, head_name(module, task))
     return layout, dump(module, layout)
 
 
-def head_of(module: nn.Module) -> nn.Linear:
-    """The last layer, as `Layout.part` sees it: its input are the features (n, D), its output the logits (n, C).
+def head_name(module: nn.Module, task: TaskSpec) -> str | None:
+    """The head: the linear layer that turns features (n, D) into the network's logits (n, C), wherever it stands.
+
+    It is found by what it does: random numbers in place of its output must come out of the network as they are. None:
+    there is no such layer with weight and bias of its own, trainable, and used once. The network is left as it was.
 
     Raises:
-        ConfigError: it is no linear layer.
+        ConfigError: the network does not take inputs of the task's shape.
     """
-    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
-    if not layers or not isinstance(layers[-1], nn.Linear):
-        raise ConfigError("the network cannot be split: its last layer must be linear, with weight and bias")
-    return layers[-1]
+    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name, layer in module.named_modules():
+        own = {f"{name}.weight", f"{name}.bias"}
+        if isinstance(layer, nn.Linear) and own <= trainable and _gives_the_logits(layer, module, task):
+            return str(name)
+    return None
 
 
-def features_and_logits(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What goes into the head, (n, D), and what comes out of the network, (n, C); both have gradients."""
+def _gives_the_logits(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bool:
+    if layer.out_features != task.n_classes:
+        return False
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.random((4, *task.input_shape), np.float32))
+    wanted = torch.from_numpy(rng.standard_normal((4, task.n_classes), np.float32))
+    seen: list[tuple[int, ...]] = []
+
+    def replace(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(inputs[0].shape))
+        return wanted if output.shape == wanted.shape else output
+
+    training, hook = module.training, layer.register_forward_hook(replace)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            found = module.eval()(x)
+    except Exception as error:
+        raise ConfigError(f"{task.model} does not take inputs (n, *{task.input_shape}): {error}") from error
+    finally:
+        hook.remove()
+        module.train(training)
+    return seen == [(4, layer.in_features)] and torch.equal(found, wanted)
+
+
+def head_of(module: nn.Module, layout: Layout) -> nn.Linear:
+    """The head of a network of this layout: its input are the features (n, D), its output the logits (n, C).
+
+    Raises:
+        ConfigError: the network has none.
+    """
+    weight, _ = layout.part(Part.HEAD).tensors
+    head = module.get_submodule(weight.name.rpartition(".")[0])
+    assert isinstance(head, nn.Linear)
+    return head
+
+
+def features_and_logits(module: nn.Module, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """What goes into the head, (n, D), and what comes out of the network, (n, C); both have gradients.
+
+    Raises:
+        ConfigError: the network has no head.
+    """
     seen: list[torch.Tensor] = []
-    hook = head_of(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = head_of(module, layout).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
         logits: torch.Tensor = module(x)
     finally:
@@ -73,13 +120,17 @@ def features_and_logits(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tenso
     return seen[-1], logits
 
 
-def layout_of(module: nn.Module) -> Layout:
-    """Names, shapes and kinds of all tensors that make up the state of a module.
+def layout_of(module: nn.Module, head: str | None = None) -> Layout:
+    """Names, shapes and kinds of all tensors that make up the state of a module; `head`: as `head_name` gives it.
 
     Raises:
         ConfigError: a tensor is neither float32 nor an int64 buffer.
     """
-    return Layout(tensors=tuple(_info(name, tensor) for name, tensor in state(module)))
+    tensors = [_info(name, tensor) for name, tensor in state(module)]
+    last = {f"{head}.weight", f"{head}.bias"}
+    buffers = [info for info in tensors if info.kind != "param"]
+    params = sorted((info for info in tensors if info.kind == "param"), key=lambda info: info.name in last)
+    return Layout(tensors=(*params, *buffers), has_head=head is not None)
 
 
 def load(module: nn.Module, model: Model, layout: Layout) -> None:

@@ -58,8 +58,9 @@ class Network:
         self.task = task
         with torch.random.fork_rng(devices=[]):
             self.module = models.build(task)
-        self.layout: Layout = models.layout_of(self.module)
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        self.layout: Layout = models.layout_of(self.module, models.head_name(self.module, task))
+        parameters = dict(self.module.named_parameters())
+        trainable = [parameters[info.name] for info in self.layout.of_kind("param")]
         self.weights = torch.cat([p.detach().reshape(-1) for p in trainable])
         self.gradient = torch.zeros_like(self.weights)
         start = 0
@@ -86,7 +87,7 @@ class Network:
         """Where the trainable tensors of a part lie among `weights`: the head comes last.
 
         Raises:
-            ConfigError: the network has no linear layer as its last one.
+            ConfigError: the network has no head.
         """
         if part is Part.ALL:
             return slice(None)
@@ -141,11 +142,14 @@ class Network:
         """What a model's head sees of n >= 1 inputs, (n, D), in evaluation mode.
 
         Raises:
-            ConfigError: the network has no linear layer as its last one.
+            ConfigError: the network has no head.
         """
         self.load(model)
         with torch.inference_mode():
-            parts = [models.features_and_logits(self.module, chunk)[0] for chunk in torch.split(tensor(x), CHUNK)]
+            parts = [
+                models.features_and_logits(self.module, chunk, self.layout)[0]
+                for chunk in torch.split(tensor(x), CHUNK)
+            ]
         return np.asarray(torch.cat(parts).numpy(), np.float64)
 
 

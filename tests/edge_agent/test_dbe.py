@@ -37,7 +37,9 @@ def test_the_loss_as_the_paper_writes_it(momentum: float) -> None:
     network = Network(TASK)
     network.load(INITIAL)
     offset, goal = torch.tensor(P), torch.tensor(GOAL)
-    loss = dbe.MeanRegularised(network.module, offset, goal, momentum=momentum, kappa=2.5)
+    loss = dbe.MeanRegularised(
+        models.head_of(network.module, network.layout), offset, goal, momentum=momentum, kappa=2.5
+    )
     tensors = part_of(INITIAL, Part.HEAD)
     r = np.zeros(D)
     for batch in (slice(0, 8), slice(8, 16)):
@@ -65,7 +67,7 @@ def test_the_gradient_flows_through_the_batchs_mean_alone() -> None:
             return self.head(x)
 
     module, y = Features(), torch.tensor([0, 1, 2, 0])
-    with dbe.MeanRegularised(module, torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3) as loss:
+    with dbe.MeanRegularised(module.head, torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3) as loss:
         loss(module, torch.ones(4, D), y)  # r = 0.25
         loss(module, f, y).backward()
     r = 0.75 * 0.25 + 0.25 * f.detach().mean(dim=0)
@@ -79,10 +81,10 @@ def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
     models.load(module, INITIAL, LAYOUT)
     offset = torch.tensor(P).requires_grad_()
     optimiser = torch.optim.SGD([*module.parameters(), offset], lr=SGD.learning_rate, momentum=SGD.momentum)
-    head = models.head_of(module)
+    head = models.head_of(module, LAYOUT)
     x, y = map(torch.from_numpy, DATA)
     for batch in itertools.islice(batches(20, 8, np.random.default_rng(3)), SGD.steps):
-        f, _ = models.features_and_logits(module, x[batch])
+        f, _ = models.features_and_logits(module, x[batch], LAYOUT)
         regulariser = (0.5 * (f.mean(dim=0) - torch.tensor(GOAL)) ** 2).mean()
         optimiser.zero_grad()
         (functional.cross_entropy(head(f + offset), y[batch]) + 1.5 * regulariser).backward()

@@ -72,7 +72,7 @@ def test_the_second_head_learns_what_is_left_by_steps_of_torch_sgd() -> None:
     x, y = map(torch.from_numpy, EVERYTHING)
     for batch in itertools.islice(batches(32, 8, np.random.default_rng(4)), SGD.steps):
         trainer.run(1)
-        f, logits = (t.detach() for t in models.features_and_logits(network.module, x[batch]))
+        f, logits = (t.detach() for t in models.features_and_logits(network.module, x[batch], LAYOUT))
         optimiser.zero_grad()
         functional.cross_entropy(logits + f @ w.T + b, y[batch]).backward()
         optimiser.step()

@@ -1,3 +1,5 @@
+import sys
+import types
 from collections import OrderedDict
 from pathlib import Path
 
@@ -9,8 +11,10 @@ from torch import nn
 
 from fedge import models
 from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import Part, Sgd
+from fedge.models.training import Network, Trainer
 from fedge.task import TaskSpec
-from fedge.tensors import Model, TensorInfo
+from fedge.tensors import Model, TensorInfo, unflatten
 
 TASK = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp")
 
@@ -39,6 +43,89 @@ def test_a_frozen_parameter_is_a_buffer_and_a_shared_one_counts_once() -> None:
     assert [t.kind for t in models.layout_of(module).tensors] == ["param"]
     module[0].weight.requires_grad_(False)
     assert [t.kind for t in models.layout_of(module).tensors] == ["buffer"]
+
+
+class Early(nn.Module):
+    """Registers its head first; `after`: what becomes of the head's output."""
+
+    def __init__(self, after: nn.Module | None = None, *, bias: bool = True) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3, bias=bias)
+        self.body = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4))
+        self.after = after or nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.head(self.body(x)))
+
+
+class Twice(Early):
+    """Its head is no last layer alone: the features have passed it, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(nn.functional.pad(self.head(self.body(x)), (0, 3))))
+
+
+class Skipping(Early):
+    """Something is added to what the head gives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)) + x[:, :3]
+
+
+TOY = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="networks_of_a_user:net")
+
+
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("networks_of_a_user")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(user: types.ModuleType) -> None:
+    user.net = lambda _: Early()
+    layout, first = models.initial(TOY, 3)
+    assert [info.name for info in layout.part(Part.HEAD).tensors] == ["head.weight", "head.bias"]
+    network = Network(TOY)
+    assert network.layout == layout
+    x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+    f, logits = network.features(first, x), network.logits(first, x)
+    tensors = unflatten(first, layout)
+    weight, bias = (tensors[info.name].astype(np.float64) for info in layout.part(Part.HEAD).tensors)
+    np.testing.assert_allclose(f @ weight.T + bias, logits, atol=1e-6)
+    head = network.slice_of(Part.HEAD)
+    np.testing.assert_array_equal(network.weights[head].numpy(), first.params[head])
+    assert network.weights[head].numel() == 4 * 3 + 3
+    Trainer(network, x, np.arange(5) % 3, Sgd(), np.random.default_rng(0), moves=Part.HEAD).run(3)
+    moved = {n for n, t in unflatten(network.dump(), layout).items() if (t != tensors[n]).any()}
+    assert moved == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Early(nn.LogSoftmax(dim=1)),
+        Early(nn.ReLU()),
+        Early(nn.Linear(3, 3, bias=False)),
+        Early(bias=False),
+        Twice(),
+        Skipping(),
+    ],
+)
+def test_a_network_without_such_a_layer_is_not_split_at_another_one(net: nn.Module, user: types.ModuleType) -> None:
+    user.net = lambda _: net
+    layout, first = models.initial(TOY, 3)
+    with pytest.raises(ConfigError, match="its output the logits; change the network, or choose a method"):
+        layout.part(Part.HEAD)
+    with pytest.raises(ConfigError, match="cannot be split"):
+        Network(TOY).features(first, np.zeros((2, 6), np.float32))
+    assert layout.part(Part.ALL) == layout
+
+
+def test_a_network_that_does_not_take_the_tasks_inputs_is_refused_before_anything_runs(user: types.ModuleType) -> None:
+    user.net = lambda _: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    with pytest.raises(ConfigError, match=r"networks_of_a_user:net does not take inputs \(n, \*\(6,\)\)"):
+        models.initial(TOY, 3)
 
 
 def test_load_after_dump_gives_an_equal_network_with_its_statistics() -> None:
@@ -124,8 +211,10 @@ def test_the_users_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert layout.n_params == 650
     with pytest.raises(ConfigError, match="NoneType"):
         models.build(msgspec.structs.replace(TASK, model="my_factories:nothing"))
-    layout, _ = models.initial(msgspec.structs.replace(TASK, model="my_factories:mobile"), seed=0)
+    mobile = msgspec.structs.replace(TASK, model="my_factories:mobile", input_shape=(3, 32, 32))
+    layout, _ = models.initial(mobile, seed=0)
     assert layout.of_kind("counter")
+    assert [info.name for info in layout.part(Part.HEAD).tensors] == ["classifier.3.weight", "classifier.3.bias"]
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
