@@ -35,6 +35,7 @@ from coordinator.fleet.orders import (
     verdict,
 )
 from coordinator.fleet.orders import Action as DeskAction
+from coordinator.fleet.proportion import without_outliers
 from coordinator.registry import Registry
 from coordinator.store import Entry, Store
 from coordinator.store import Status as OrderStatus
@@ -223,8 +224,12 @@ class MqttFleet:
         while not self._desk.done:
             await self._wait(self._desk.next_wakeup())
             self._decide(Tick())
-        answers = (_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items())
-        return {answer.device_id: self._of_our_network(answer) for answer in self._with_profile_length(list(answers))}
+        found = [_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()]
+        answers = {answer.device_id: self._of_our_network(answer) for answer in self._with_profile_length(found)}
+        answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self.get)
+        for device, error in refused.items():
+            self._refuse(error, self._topics.agent(device, "reports"), device)
+        return answers
 
     async def _wait(self, until: float | None) -> None:
         """Until something happens, or that time (seconds since the epoch)."""

@@ -7,6 +7,7 @@ clock. Not durable on purpose: a simulation that dies is started again. Everythi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, clock, order_for
 from coordinator.fleet.devices import Hardware
+from coordinator.fleet.proportion import without_outliers
 from coordinator.methods import Method, S
 from edge_agent import together
 from edge_agent.cold_start import InferenceWorker
@@ -29,6 +31,8 @@ from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
+
+log = logging.getLogger("fedge.coordinator")
 
 GIVEN_UP_S: Final = 60.0
 """What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
@@ -148,6 +152,9 @@ class SimulatedFleet:
             else:
                 answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
         self.bytes_down += received.total()
+        answers, refused = without_outliers(answers, actions, self._layout, self.get)
+        for i, error in refused.items():
+            log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
         self.seconds += max((answer.seconds for answer in answers.values()), default=0.0)
         await asyncio.sleep(0)  # lets Ctrl-C in
         return answers

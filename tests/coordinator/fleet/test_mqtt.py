@@ -427,6 +427,22 @@ async def test_a_profile_of_another_network_is_no_answer(
     assert fleet.take_counts()["refused.profile-length"] == 2
 
 
+async def test_an_update_out_of_all_proportion_is_no_answer_also_after_a_restart(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    """It is known when the step is over, so the device is told that its report has come."""
+    fleet, devices = await federation(stack, one_broker, store, "a", "b", "c")
+    actions = dict.fromkeys("abc", train(fleet))
+    running = asyncio.create_task(fleet.run("train", actions))
+    for device, value, n in zip(devices, (1e6, 0.5, 0.5), (5, 5, 2**40), strict=True):
+        await device.report(await device.order("train"), device.trained(value, n_samples=n))
+        assert (await device.ack(f"r.1.train.{device.id}")).accepted
+    answers = await running
+    assert [a.result and a.result.n_samples for a in answers.values()] == [None, 5, 500]
+    assert fleet.take_counts()["refused.out-of-proportion"] == 1
+    assert await fleet.run("train", actions) == answers  # all of it is in the store
+
+
 async def test_a_device_gets_the_models_of_the_step_and_nobody_elses_update(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:

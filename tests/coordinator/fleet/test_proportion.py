@@ -1,0 +1,109 @@
+"""What one device alone could spoil a mean with."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.fleet import Answer
+from coordinator.fleet.proportion import FACTOR, Norms, in_proportion, norms_of
+from coordinator.methods import MethodSettings
+from coordinator.methods.fedavg import FedAvg
+from edge_agent.outcome import Outcome
+from edge_agent.together import execute
+from fedge import codec
+from fedge.messages import BlobRef, Codec, Declined, Sgd, Trained
+from fedge.tensors import Model, digest_of, unflatten
+from tests.support.simulation import digits
+
+REF = BlobRef(digest="0" * 64, size_bytes=1)
+
+
+def answers(*sizes: int) -> dict[str, Answer]:
+    return {f"d{k}": Answer(f"d{k}", Trained(update=REF, n_samples=n), 2.0) for k, n in enumerate(sizes)}
+
+
+def norms(*values: float, buffers: float = 0.0) -> dict[str, Norms]:
+    return {f"d{k}": (value, buffers) for k, value in enumerate(values)}
+
+
+def test_norms_are_those_of_parameters_and_of_buffers_also_where_squares_overflow() -> None:
+    update = Model(np.float32([3e30, 4e30]), np.float32([6.0, 8.0]), np.zeros(0, np.int64))
+    assert norms_of(update) == pytest.approx((5e30, 10.0))
+
+
+def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> None:
+    found, refused = in_proportion(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 100 * 2.5))
+    assert not refused  # the bound itself is believed
+    found, refused = in_proportion(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 251.0))
+    assert found == answers(5, 5, 5, 5) | {"d3": Answer("d3", None, 2.0)}
+    assert list(refused) == ["d3"]
+    assert refused["d3"].name == "out-of-proportion"
+    assert "norms 251, 0" in str(refused["d3"])
+    assert "at most 250" in str(refused["d3"])
+
+
+def test_buffers_are_measured_by_themselves() -> None:
+    found, refused = in_proportion(answers(5, 5, 5), norms(1, 1, 1, buffers=7.0) | {"d1": (1.0, 701.0)})
+    assert list(refused) == ["d1"]
+    assert found["d1"].result is None
+
+
+def test_a_claim_counts_as_a_hundred_medians_at_most() -> None:
+    found, refused = in_proportion(answers(10, 30, 50, 2**53), norms(1, 1, 1, 1))
+    assert not refused
+    assert [a.result.n_samples for a in found.values() if isinstance(a.result, Trained)] == [10, 30, 50, 4000]
+
+
+def test_two_say_nothing_of_each_other_but_nonsense_is_nonsense() -> None:
+    two = answers(1, 2**53)
+    assert in_proportion(two, norms(1e-6, 1e6)) == (two, {})
+    assert list(in_proportion(two, norms(1.0, 1e30))[1]) == ["d1"]
+    assert in_proportion({}, {}) == ({}, {})
+
+
+def test_updates_of_zero_and_other_answers_are_no_measure() -> None:
+    others = {"x": Answer("x", Declined(reason="cold")), "y": Answer("y", None)}
+    found, refused = in_proportion(answers(5, 5, 5) | others, norms(0.0, 0.0, 1.0))
+    assert (found, refused) == (answers(5, 5, 5) | others, {})
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.floats(1e-3, 1e-1)), max_size=9))
+def test_whoever_is_within_a_hundred_of_everybody_is_never_touched(reports: list[tuple[int, float]]) -> None:
+    told = answers(*(n for n, _ in reports))
+    assert in_proportion(told, norms(*(norm for _, norm in reports))) == (told, {})
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=3, max_size=9), st.integers(1, 2**53))
+def test_no_claim_weighs_more_than_a_hundred_medians(honest: list[int], claim: int) -> None:
+    found, _ = in_proportion(answers(*honest, claim), norms(*[1.0] * (len(honest) + 1)))
+    assert found[f"d{len(honest)}"].result.n_samples <= FACTOR * np.median([*honest, claim])  # type: ignore[union-attr]
+
+
+async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_over(
+    tmp_path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest of them as if the first had not answered; the second with the weight of a hundred."""
+    fleet, layout, first, _ = digits(tmp_path, n=6)
+
+    def spoiled(jobs) -> list[Outcome]:
+        outcomes = execute(jobs)
+        vast = np.full(layout.n_params, 1e30, np.float32)
+        update = Model(vast, np.zeros(0, np.float32), np.zeros(0, np.int64))
+        data = codec.encode(unflatten(update, layout), Codec.FLOAT32)
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.FLOAT32)
+        outcomes[1] = Outcome(Trained(update=ref, n_samples=40), {ref.digest: data})
+        return outcomes
+
+    fleet._execute = spoiled
+    method = FedAvg(MethodSettings(rounds=1, sgd=Sgd(steps=2), codec=Codec.FLOAT32))
+    with caplog.at_level(logging.WARNING):
+        state = await method.round(method.initial(layout, first), fleet)
+    assert state.history[0].answered == 5
+    assert "name=out-of-proportion device=d01" in caplog.text
+    moved = fleet.get(state.model, layout).params - fleet.get(first, layout).params
+    assert 0 < np.abs(moved).max() < 1
