@@ -115,15 +115,15 @@ def idx_images(data: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     return x[:, None], read("labels-idx1", 8).astype(np.int64)
 
 
-def cifar(data: Path, _: str) -> tuple[np.ndarray, np.ndarray]:
-    """CIFAR-10 (JPEG), mean-pooled to (n, 3, 8, 8) in [0, 1], a tenth of the images of each class, and labels."""
+def cifar(data: Path, _: str = "", *, pooled: int = 4, every: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """Every tenth image of CIFAR-10 (JPEG), mean-pooled to (n, 3, 32 / pooled, 32 / pooled) in [0, 1], and labels."""
     from PIL import Image
 
     with zipfile.ZipFile(data / "cifar10-jpeg.zip") as archive:
-        names = sorted(n for n in archive.namelist() if n.endswith(".jpg"))[::10]
+        names = sorted(n for n in archive.namelist() if n.endswith(".jpg"))[::every]
         classes = sorted({n.split("/")[-2] for n in names})
         raw = np.stack([np.asarray(Image.open(io.BytesIO(archive.read(n)))) for n in names]).astype(np.float32)
-    x = raw.reshape(-1, 8, 4, 8, 4, 3).mean(axis=(2, 4)).transpose(0, 3, 1, 2) / 255
+    x = raw.reshape(-1, 32 // pooled, pooled, 32 // pooled, pooled, 3).mean(axis=(2, 4)).transpose(0, 3, 1, 2) / 255
     return x, np.array([classes.index(n.split("/")[-2]) for n in names])
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.simulation.compare import compare
+from coordinator.simulation.compare import Comparison, compare
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
 from fedge.messages import Codec
@@ -53,6 +53,14 @@ def chosen(settings: Mapping[str, Any], arguments: argparse.Namespace) -> list[s
 
 
 def measure(label: str, methods: Sequence[str], fields: Mapping[str, object], arguments: argparse.Namespace) -> Runs:
+    """The runs of `compared`, by method."""
+    found = compared(label, methods, fields, arguments)
+    return {method: [run for run in found.runs if run.method == method] for method in methods}
+
+
+def compared(
+    label: str, methods: Sequence[str], fields: Mapping[str, object], arguments: argparse.Namespace
+) -> Comparison:
     """All methods on one setting: `fields` are those of `Scenario`, but `set`, the data set, stands for its data."""
     fields = dict(fields)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -78,8 +86,7 @@ def measure(label: str, methods: Sequence[str], fields: Mapping[str, object], ar
         line = f"{label}: {done}/{of}, {last.method} {last.accuracy:.3f} in {last.wall_s:.0f} s"
         print(line, file=sys.stderr, flush=True)
 
-    found = compare(settings, arguments.out, watch)
-    return {method: [run for run in found.runs if run.method == method] for method in methods}
+    return compare(settings, arguments.out, watch)
 
 
 def over_seeds(runs: Sequence[RunOutcome], figure: Callable[[RunOutcome], float]) -> NDArray[np.float64]:

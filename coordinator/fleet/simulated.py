@@ -57,6 +57,7 @@ class SimulatedFleet:
         seed: of orders and of the clock.
         hardware: what each device is; those not named, and without it all, take no time and are always there.
         deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
+        arrives: the first round in which a device is there; those not named are there from the beginning.
         execute: how the orders of a step are carried out; `one_by_one` gives what devices give to the last bit.
     """
 
@@ -69,6 +70,7 @@ class SimulatedFleet:
         seed: int,
         hardware: Mapping[str, Hardware] | None = None,
         deadline_s: float | None = None,
+        arrives: Mapping[str, int] | None = None,
         execute: Callable[[Sequence[together.Job]], list[Outcome]] = together.execute,
     ) -> None:
         self.round = 0
@@ -82,6 +84,7 @@ class SimulatedFleet:
         self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
         self._timed = hardware is not None
         self._deadline_s = deadline_s
+        self._arrives = dict(arrives or {})
         self._execute = execute
         self._blobs: dict[str, bytes | Unpacked] = {}
         self._there = dict[str, bool]()
@@ -119,7 +122,10 @@ class SimulatedFleet:
                 for i, own in self._hardware.items()
             }
         self._there_in = self.round
-        return {i: worker for i, worker in self.workers.items() if self._there[i]}
+        return {i: worker for i, worker in self.workers.items() if self._there[i] and self._arrived(i)}
+
+    def _arrived(self, device_id: str) -> bool:
+        return self.round >= self._arrives.get(device_id, 0)
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""

@@ -45,6 +45,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
 
     `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, picked in hindsight, which
     flatters it. `cost`: means over the seeds of what the target had cost, None unless every seed reached it.
+    `cold_start`: of the newcomers. `details`: the method's own numbers that every seed has.
     """
 
     method: str
@@ -62,6 +63,8 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     wall_s: Spread
     evaluation_s: Spread
     cost: Cost | None
+    cold_start: Spread | None = None
+    details: dict[str, Spread] = {}
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -85,7 +88,10 @@ class _Run(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Names its file: two runs of different settings never share one."""
-        digest = hashlib.sha256(msgspec.json.encode(self, enc_hook=str, order="deterministic")).hexdigest()
+        settings = msgspec.to_builtins(self, enc_hook=str)
+        if not self.scenario.newcomers:
+            del settings["scenario"]["newcomers"]  # folders from before there were any go on being of use
+        digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
 
 
@@ -229,6 +235,8 @@ def together(
         others = [other for other in methods if other != method]
         best = max(others, key=lambda other: float(accuracy[other].mean()), default=None)
         reached = [run.global_accuracy for run in own if run.global_accuracy is not None]
+        cold = [run.cold_start for run in own if run.cold_start is not None]
+        told = set.intersection(*(set(run.details) for run in own))
         outcomes.append(
             MethodOutcome(
                 method=method,
@@ -246,6 +254,8 @@ def together(
                 wall_s=spread([run.wall_s for run in own]),
                 evaluation_s=spread([run.evaluation_s for run in own]),
                 cost=_mean_cost([cost_of(run.curve, goal) for run in own]),
+                cold_start=spread(cold) if cold else None,
+                details={name: spread([run.details[name] for run in own]) for name in sorted(told)},
             )
         )
     return Comparison(

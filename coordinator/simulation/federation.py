@@ -16,6 +16,7 @@ from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.simulation.settings import Groups, Hardware, Partition, Scenario
 from edge_agent.worker import Worker
 from fedge import preprocess
+from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.models import initial
 from fedge.task import TaskSpec
@@ -25,6 +26,7 @@ from fedge.tensors import Layout, Model, unflatten
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
+_LOT = 77  # keeps the draw of the newcomers apart from the other uses of the seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Federation:
     """Equal for all methods of a comparison that have the same seed.
 
     shares: what each device has, by id. global_test: model inputs and labels, of all devices' distributions together,
-    or None. reserved: those that the server may learn from, or None.
+    or None. reserved: those that the server may learn from, or None. newcomers: ids of the devices that come late.
     """
 
     task: TaskSpec
@@ -41,6 +43,7 @@ class Federation:
     reserved: Samples | None
     layout: Layout
     first: Model
+    newcomers: frozenset[str] = frozenset()
 
 
 def deal(scenario: Scenario, seed: int) -> Federation:
@@ -73,6 +76,9 @@ def deal(scenario: Scenario, seed: int) -> Federation:
     )
     width = len(str(n_devices - 1))
     layout, first = initial(samples.spec, seed)
+    if scenario.newcomers >= n_devices:
+        raise ConfigError(f"of {n_devices} devices {scenario.newcomers} cannot come when training is over")
+    late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.newcomers]
     return Federation(
         task=samples.spec,
         shares={f"device-{i:0{width}}": share for i, share in enumerate(shares)},
@@ -80,6 +86,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         reserved=_inputs(reserved),
         layout=layout,
         first=first,
+        newcomers=frozenset(f"device-{i:0{width}}" for i in late),
     )
 
 
@@ -98,6 +105,7 @@ def gather(
         seed=seed,
         hardware=machines(scenario.hardware, workers, seed),
         deadline_s=scenario.deadline_s,
+        arrives=dict.fromkeys(federation.newcomers, scenario.rounds + 1),
     )
     return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers
 

@@ -22,7 +22,10 @@ class Score(Struct, frozen=True, kw_only=True):
 
 
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
-    """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served."""
+    """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
+
+    `newcomer`: it came when training was over.
+    """
 
     id: str
     group: int
@@ -30,6 +33,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     score: Score
     trained: int
     bundle: bool
+    newcomer: bool = False
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -58,10 +62,10 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     """A method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
 
     `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
-    bundle in ONNX Runtime. `global_accuracy`: mean over the devices of the model that each is served, on the global
-    test set. `max_abs_diff`: largest difference of a probability between torch and ONNX Runtime. `details`: numbers of
-    the method's own summary, such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that
-    measuring took.
+    bundle in ONNX Runtime. `cold_start`: the same accuracy over the newcomers, whom all other figures leave out.
+    `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
+    largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
+    such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that measuring took.
     """
 
     method: str
@@ -88,6 +92,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     wall_s: float
     evaluation_s: float
     details: dict[str, float] = {}
+    cold_start: float | None = None
 
 
 def score(predicted: Ints, y: Ints) -> Score:

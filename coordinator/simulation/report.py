@@ -77,6 +77,7 @@ def headings(comparison: Comparison) -> tuple[str, ...]:
     """Of the table, on the page and in the terminal."""
     return (
         *("Method", "Accuracy", f"− {comparison.baseline}", "− best other", "Worst 10 %", "Macro F1", "Global"),
+        *(["Newcomers"] if comparison.scenario.newcomers else []),
         *("Traffic", f"Cost of {100 * comparison.target:.1f} %", "s / run"),
     )
 
@@ -91,6 +92,7 @@ def row(method: MethodOutcome) -> tuple[str, ...]:
         percent(method.worst_decile),
         percent(method.macro_f1),
         NOTHING if method.global_accuracy is None else percent(method.global_accuracy),
+        *([] if method.cold_start is None else [percent(method.cold_start)]),
         megabytes(round(method.bytes_up.mean + method.bytes_down.mean)),
         cost(method.cost),
         f"{method.wall_s.mean:.1f}",
@@ -127,7 +129,8 @@ def table_of(comparison: Comparison) -> Table:
     """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
     found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     found.add_column("method", overflow="fold")
-    for heading in ("accuracy", "− base", "− best", "worst", "F1", "global", "MB", "r", "s"):
+    new = ["new"] if comparison.scenario.newcomers else []
+    for heading in ("accuracy", "− base", "− best", "worst", "F1", "global", *new, "MB", "r", "s"):
         found.add_column(heading, justify="right", no_wrap=True)
     best = max(method.accuracy.mean for method in comparison.methods)
     for method in comparison.methods:
@@ -139,6 +142,7 @@ def table_of(comparison: Comparison) -> Table:
             f"{100 * method.worst_decile.mean:.1f}",
             f"{100 * method.macro_f1.mean:.1f}",
             NOTHING if method.global_accuracy is None else f"{100 * method.global_accuracy.mean:.1f}",
+            *([] if method.cold_start is None else [f"{100 * method.cold_start.mean:.1f}"]),
             f"{(method.bytes_up.mean + method.bytes_down.mean) / 1e6:.1f}",
             NOTHING if method.cost is None else str(method.cost.round),
             NOTHING if method.cost is None else f"{method.cost.seconds:.1f}",
@@ -155,14 +159,18 @@ def legend_of(comparison: Comparison) -> str:
         "worst: lowest tenth of the devices; global: served model on the global test set; MB: up and down",
         f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
     ]
+    if comparison.scenario.newcomers:
+        lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
     return "\n".join(lines)
 
 
 def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:
     """A single run for a terminal: names and figures."""
     experts = f"{len(outcome.clusters)} clusters" if outcome.split else "one shared model"
+    n_newcomers = sum(device.newcomer for device in outcome.devices)
+    n_measured = len(outcome.devices) - n_newcomers
     lines = [
-        ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {len(outcome.devices)} devices"),
+        ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {n_measured} devices"),
         ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
         ("macro F1", f"{100 * outcome.macro_f1:.1f} %"),
         ("global accuracy", NOTHING if outcome.global_accuracy is None else f"{100 * outcome.global_accuracy:.1f} %"),
@@ -172,6 +180,8 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
         ("bundles", f"{outcome.bundles} of {len(outcome.devices)}, torch − ONNX Runtime <= {outcome.max_abs_diff:.0e}"),
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]
+    if outcome.cold_start is not None:
+        lines.insert(4, ("newcomers", f"{100 * outcome.cold_start:.1f} %  over {n_newcomers} devices"))
     if goal is not None:
         lines.append((f"until {100 * goal:.1f} %", cost(target)))
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +72,17 @@ async def _run(
 
     def on_round(state: State) -> None:
         if not method.done(state) and state.round % scenario.spacing == 0:
-            measure(state, state.round, _mean(evaluation.now(method, state, fleet)))
+            measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.newcomers))
 
     state = method.initial(federation.layout, first)
     on_round(state)
     state = await simulated.run(method, state, fleet, on_round)
     final = evaluation.finally_(method, state, fleet)
-    measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}))
-    devices = _devices(federation, state, final)
+    measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.newcomers))
+    everybody = _devices(federation, state, final)
+    devices = [device for device in everybody if not device.newcomer]
     accuracies = [device.score.accuracy for device in devices]
+    cold = [device.score.accuracy for device in everybody if device.newcomer]
     summary = method.summary(state)
     return RunOutcome(
         method=label,
@@ -98,15 +100,16 @@ async def _run(
         bytes_up=fleet.bytes_up,
         bytes_down=fleet.bytes_down,
         seconds=fleet.seconds,
-        bundles=sum(device.bundle for device in devices),
+        bundles=sum(device.bundle for device in everybody),
         max_abs_diff=max((done.max_abs_diff for done in state.installed.values()), default=0.0),
         split=bool(summary["split"]),
         clusters={str(k): tuple(members) for k, members in summary["clusters"].items()},
         curve=tuple(curve),
-        devices=devices,
+        devices=everybody,
         wall_s=round(time.perf_counter() - began, 3),
         evaluation_s=round(evaluation.seconds, 3),
         details={name: value for name, value in summary.items() if isinstance(value, float)},
+        cold_start=float(np.mean(cold)) if cold else None,
     )
 
 
@@ -119,10 +122,11 @@ def _devices(federation: Federation, state: State, final: dict[str, Final]) -> t
             score=final[i].score,
             trained=state.participations.get(i, 0),
             bundle=final[i].bundle,
+            newcomer=i in federation.newcomers,
         )
         for i, share in federation.shares.items()
     )
 
 
-def _mean(scores: dict[str, Score]) -> float:
-    return float(np.mean([score.accuracy for score in scores.values()]))
+def _mean(scores: dict[str, Score], without: Collection[str]) -> float:
+    return float(np.mean([score.accuracy for i, score in scores.items() if i not in without]))

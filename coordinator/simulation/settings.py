@@ -84,6 +84,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
     ] = 0.5
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
+    newcomers: Annotated[
+        int, Meta(ge=0, description="Devices that come when training is over, drawn by lot: measured apart.")
+    ] = 0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
     local_steps: Annotated[int, Meta(ge=1, description="SGD steps per participation.")] = 10
     batch_size: Annotated[int, Meta(ge=1, description="Samples per step.")] = 32

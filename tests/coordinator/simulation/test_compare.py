@@ -56,6 +56,13 @@ def test_one_seed_has_no_spread() -> None:
     assert spread([0.5, 0.7]).std == pytest.approx(0.1 * 2**0.5)
 
 
+def test_a_methods_own_numbers_are_those_that_every_seed_has() -> None:
+    runs = [a_run("m", seed, details={"silhouette": 0.2 * seed} | ({"odd": 1.0} if seed else {})) for seed in (0, 1)]
+    (found,) = together(Scenario(), runs, ["m"], (0, 1), "m", None).methods
+    assert {name: own.seeds for name, own in found.details.items()} == {"silhouette": (0.0, 0.2)}
+    assert found.cold_start is None
+
+
 def test_methods_and_seeds_are_read_once_each() -> None:
     settings = CompareSettings(methods=" fedavg, fedavg+ft ,fedavg,fedepc:clustering=k-means", seeds="2, 0,2")
     assert methods_of(settings) == ("fedavg", "fedavg+ft", "fedepc:clustering=k-means")

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from coordinator.simulation.compare import together
 from coordinator.simulation.outcome import Cost
 from coordinator.simulation.report import (
     cost,
+    headings,
     lead,
     legend_of,
     lines_of,
@@ -32,6 +34,17 @@ def test_a_row_has_means_spreads_and_signs() -> None:
     assert seed_row(second) == ("m1", "82.0", "83.0")
     assert cost(None) == "not reached"
     assert cost(Cost(round=3, bytes=2_000_000, seconds=9.4)) == "3 r, 2.0 MB, 9.4 s"
+
+
+def test_newcomers_have_a_column_where_there_are_any() -> None:
+    runs = [a_run("m", seed, cold_start=0.6 + 0.1 * seed) for seed in (0, 1)]
+    some = together(Scenario(newcomers=1), runs, ["m"], (0, 1), "m", None)
+    assert row(some.methods[0])[6:8] == ("70.0 ±0.0", "65.0 ±7.1")
+    assert headings(some)[7] == "Newcomers"
+    assert [column.header for column in table_of(some).columns][7] == "new"
+    assert "training was over" in legend_of(some)
+    assert ("newcomers", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)
+    assert len(headings(a_comparison())) == len(row(a_comparison().methods[0])) == len(headings(some)) - 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coordinator.methods import METHODS
+from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import RunOutcome, worst_decile
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Hardware, Partition, Scenario
@@ -80,3 +82,25 @@ def test_the_server_has_samples_of_its_own_where_a_method_needs_them(tmp_path: P
 
 def test_without_a_clock_nothing_takes_time(tmp_path: Path) -> None:
     assert outcome(tmp_path, scenario=msgspec.structs.replace(SCENARIO, hardware=Hardware.NONE)).seconds == 0
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_newcomers_come_when_training_is_over_and_are_measured_apart(tmp_path: Path, method: str) -> None:
+    scenario = msgspec.structs.replace(SCENARIO, devices=5, samples=600, rounds=2, global_test=0.3, newcomers=2)
+    found = outcome(tmp_path, method, scenario)
+    late, others = ([d for d in found.devices if d.newcomer is flag] for flag in (True, False))
+    assert (len(late), len(others)) == (2, 3)
+    assert found.cold_start == pytest.approx(sum(d.score.accuracy for d in late) / 2)
+    assert found.accuracy == pytest.approx(sum(d.score.accuracy for d in others) / 3)
+    assert [d.trained for d in late] == [0, 0]
+    assert found.bundles == (3 if method == "local" else 5)  # nobody asks a newcomer to train alone
+
+
+def test_who_comes_late_is_drawn_by_the_seed_and_not_all_can(tmp_path: Path) -> None:
+    scenario = msgspec.structs.replace(SCENARIO, devices=8, rounds=0, newcomers=3)
+    drawn = {seed: deal(scenario, seed).newcomers for seed in range(4)}
+    assert {len(ids) for ids in drawn.values()} == {3}
+    assert len(set(drawn.values())) > 1
+    assert outcome(tmp_path).cold_start is None
+    with pytest.raises(ConfigError, match="8 devices 8"):
+        deal(msgspec.structs.replace(scenario, newcomers=8), 0)

@@ -1,0 +1,103 @@
+"""Every paper's method on data that people made: UCI HAR by subject, spoken digits by speaker.
+
+The papers deal out one pool of samples by a random draw; here a device is a person. HAR: 30 people, 6 of whom come when
+training is over; speech: 6 speakers, one of whom comes then. Who, is drawn by the seed. 30 rounds of 10 steps; everyone
+takes part; a tenth of all samples is a global test set and FedCoE's reserved set, half each; devices are Raspberry Pis
+and Jetsons that are always there.
+
+Columns, mean over the seeds (± standard deviation over the seeds): accuracy over the devices, its standard deviation
+over the devices, mean of the worst tenth of them, macro F1, global accuracy, accuracy of the newcomers, and rounds,
+megabytes and simulated seconds until the target was seen (95 % of the best method's accuracy). Newcomers: with fedavg,
+fedcoe and cfic without any training of theirs; the methods that end with a step on the device (+ft, ditto, scmoe-pfl,
+pm-moe, fedge) take that step. Silhouettes of overlapping clusters stand below.
+
+Runs that are done are kept in --out; the same command goes on where it was.
+
+Examples:
+    python benchmarks/papers/natural.py --data ../shared/data --quick
+    python benchmarks/papers/natural.py --data ../shared/data --seeds 0,1,2,3,4 --json natural.json
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from table import chosen, claim, compared, parser_of, show, write
+
+from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
+from coordinator.simulation.settings import Hardware
+
+PLAIN = ("local", "fedavg", "fedavg+ft", "ditto")
+PAPERS = ("fedepc", "scmoe-pfl", "cfic", "pm-moe", "fedcoe")
+METHODS = (*PLAIN, *PAPERS, "fedge")
+COMMON = {
+    "partition": "natural", "rounds": 30, "global_test": 0.1, "reserved": 0.5, "hardware": Hardware.STEADY,
+    "evaluate_every": 3,
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "HAR, 30 people": COMMON | {"set": "uci-har", "newcomers": 6},
+    "spoken digits, 6 speakers": COMMON | {"set": "spoken-digits", "newcomers": 1},
+}
+COLUMNS = ("accuracy", "over devices", "worst tenth", "macro F1", "global", "newcomers", "rounds", "MB", "seconds")
+
+
+def percent(figure: Spread | None) -> str:
+    return "-" if figure is None else f"{100 * figure.mean:.1f} ± {100 * figure.std:.1f}"
+
+
+def cells(own: MethodOutcome) -> list[str]:
+    """A method's line."""
+    cost = own.cost
+    untrained = own.method == "local"  # its newcomers have nothing but the first model
+    return [
+        percent(own.accuracy),
+        f"{100 * own.std.mean:.1f}",
+        f"{100 * own.worst_decile.mean:.1f}",
+        f"{100 * own.macro_f1.mean:.1f}",
+        percent(own.global_accuracy),
+        "-" if untrained else percent(own.cold_start),
+        *(["-"] * 3 if cost is None else [str(cost.round), f"{cost.bytes / 1e6:.1f}", f"{cost.seconds:.0f}"]),
+    ]
+
+
+def judge(name: str, found: Comparison) -> list[dict[str, Any]]:
+    """The papers' claims that personalisation by theirs beats the plain methods, and the specifications' answers."""
+    of = {own.method: own for own in found.methods}
+    simple = max(of[method].accuracy.mean for method in PLAIN)
+    papers = {method: of[method].accuracy.mean - simple for method in PAPERS}
+    seen = ", ".join(f"{method} {100 * value:+.1f}" for method, value in papers.items())
+    cold = {method: of[method].cold_start for method in ("fedcoe", "fedavg")}
+    one, other = cold["fedcoe"], cold["fedavg"]
+    assert one is not None
+    assert other is not None
+    gain = one.mean - other.mean
+    return [
+        claim(f"{name}; papers: each is above local, FedAvg, FedAvg + FT and Ditto", min(papers.values()) > 0, seen),
+        claim(
+            f"{name}; fedge is at least as good as the best of local, FedAvg, FedAvg + FT and Ditto",
+            of["fedge"].accuracy.mean >= simple,
+            f"{100 * (of['fedge'].accuracy.mean - simple):+.1f}",
+        ),
+        claim(
+            f"{name}; FedCoE's assembled model is better for newcomers than FedAvg's", gain > 0, f"{100 * gain:+.1f}"
+        ),
+    ]
+
+
+def main() -> None:
+    arguments = parser_of(__doc__, "natural").parse_args()
+    figures, claims = [], []
+    for name in chosen(SETTINGS, arguments):
+        found = compared(name, METHODS, SETTINGS[name], arguments)
+        show(f"{name}; target {100 * found.target:.1f} %", COLUMNS, {own.method: cells(own) for own in found.methods})
+        for own in found.methods:
+            if "silhouette" in own.details:
+                print(f"silhouette of {own.method}: {own.details['silhouette'].mean:.2f}", flush=True)
+        claims += judge(name, found)
+        figures.append({"setting": name, "target": found.target, "methods": msgspec.to_builtins(found.methods)})
+    write(arguments, figures, claims)
+
+
+if __name__ == "__main__":
+    main()
