@@ -1,0 +1,194 @@
+"""Bytes from anywhere in, a trusted manifest out: the client side of The Update Framework, by python-tuf.
+
+The device holds HOME/root.json, the root of trust that was installed with it, and HOME/trust, the newest metadata that
+it has verified. Everything that comes over the wire is untrusted: the signed roles decide which manifest is genuine,
+current and not older than what was seen before, and the manifest's digests decide about everything below it.
+
+What is refused: unsigned or forged metadata, too few or revoked keys (forgery); older versions than those seen
+(rollback); what has expired (freeze); files of different releases together (mix and match); more bytes than announced
+(endless data); a target of another digest or size (alteration).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
+
+from fedge.errors import ConfigError, StoreError, UpdateRejected
+from fedge.files import make_folder, sync_folder, write_atomically
+
+if TYPE_CHECKING:
+    from tuf.api.exceptions import RepositoryError
+    from tuf.ngclient import FetcherInterface
+
+MAX_METADATA_BYTES: Final = 1 << 20
+"""Of one file of the repository; no device fetches a larger one."""
+CLOCK_SLACK_S: Final = 3600.0
+"""How far the clock may lie before the last verification: a clock that was lost cannot tell what has expired."""
+
+_METADATA: Final = "fedge:metadata/"
+_TARGETS: Final = "fedge:targets/"
+
+
+class Trust:
+    """What this device has verified of the signed repository. One process at a time."""
+
+    def __init__(self, home: Path) -> None:
+        """Open the folder of a device that has its root of trust.
+
+        Raises:
+            ConfigError: HOME/root.json is not there.
+        """
+        self._root = home / "root.json"
+        self._folder = home / "trust"
+        if not self._root.is_file():
+            raise ConfigError(f"no root of trust: copy the repository's 1.root.json to {self._root}")
+
+    def manifest(self, files: Mapping[str, bytes], target: str) -> bytes:
+        """Verify the newest metadata, and with them one target.
+
+        Args:
+            files: what was received, by name: the metadata ("2.root.json", "timestamp.json", "3.snapshot.json",
+                "3.targets.json") and the target ("5/<sha256>.manifest.json").
+            target: path of the target, such as "5/manifest.json".
+
+        Returns:
+            The target's bytes, verified.
+
+        Raises:
+            UpdateRejected: the metadata or the target are not to be trusted; the text names the reason. What was
+                verified before is still what counts.
+            StoreError: the disk is full or broken.
+        """
+        from tuf.api.exceptions import DownloadError, RepositoryError
+        from tuf.ngclient import Updater, UpdaterConfig
+
+        self._check_clock()
+        make_folder(self._folder)
+        self._remove_torn()
+        try:
+            with tempfile.TemporaryDirectory(prefix="fedge-target-") as folder:
+                updater = Updater(
+                    str(self._folder),
+                    _METADATA,
+                    target_dir=folder,
+                    target_base_url=_TARGETS,
+                    fetcher=_given(files),
+                    config=UpdaterConfig(
+                        max_root_rotations=64,
+                        root_max_length=MAX_METADATA_BYTES,
+                        timestamp_max_length=16 << 10,
+                        snapshot_max_length=MAX_METADATA_BYTES,
+                        targets_max_length=MAX_METADATA_BYTES,
+                    ),
+                    bootstrap=self._root.read_bytes(),
+                )
+                try:
+                    updater.refresh()
+                    found = updater.get_targetinfo(target)
+                    if found is None:
+                        raise UpdateRejected(f"unknown: {target} is not among the signed targets")
+                    if found.length > MAX_METADATA_BYTES:
+                        raise UpdateRejected(f"endless-data: {target} has {found.length} bytes")
+                    return Path(updater.download_target(found)).read_bytes()
+                finally:
+                    self._force_to_disk()
+        except RepositoryError as error:
+            raise UpdateRejected(f"{_name_of(error)}: {error}") from error
+        except DownloadError as error:
+            name = "endless-data" if "exceeding" in str(error) else "missing"
+            raise UpdateRejected(f"{name}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise UpdateRejected(f"malformed: {error}") from error
+        except OSError as error:
+            raise StoreError(f"cannot write {self._folder}: {error}") from error
+
+    def _check_clock(self) -> None:
+        """A clock behind the last verification makes expired metadata look fresh."""
+        try:
+            last = (self._folder / "timestamp.json").stat().st_mtime
+        except FileNotFoundError:
+            return
+        if time.time() < last - CLOCK_SLACK_S:
+            raise UpdateRejected("clock: it shows a time before the last verification; set the device's clock first")
+
+    def _remove_torn(self) -> None:
+        """Files that a power cut left empty or half written are as good as not there; they are fetched again."""
+        for path in (*self._folder.glob("*.json"), *self._folder.glob("root_history/*.json")):
+            try:
+                json.loads(path.read_bytes())
+            except (ValueError, OSError):
+                path.unlink(missing_ok=True)
+        for path in self._folder.glob("tmp*"):
+            path.unlink(missing_ok=True)
+
+    def _force_to_disk(self) -> None:
+        """python-tuf renames files into place without forcing them to the disk."""
+        history = self._folder / "root_history"
+        for path in (*self._folder.glob("*.json"), *history.glob("*.json")):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        for folder in (history, self._folder):
+            if folder.is_dir():
+                sync_folder(folder)
+
+
+def install_root(home: Path, root: bytes) -> None:
+    """Give a device its root of trust; one that is there is replaced, and what was verified under it forgotten.
+
+    Raises:
+        ConfigError: it is no root metadata that its own keys have signed.
+        StoreError: the disk is full or broken.
+    """
+    from tuf.api.exceptions import RepositoryError
+    from tuf.api.metadata import Metadata, Root
+
+    try:
+        metadata = Metadata[Root].from_bytes(root)
+        genuine = isinstance(metadata.signed, Root)
+        if genuine:
+            metadata.signed.verify_delegate(Root.type, metadata.signed_bytes, metadata.signatures)
+    except (RepositoryError, ValueError) as error:
+        raise ConfigError(f"this is no root of trust: {error}") from error
+    if not genuine:
+        raise ConfigError("this is no root of trust but other metadata: take 1.root.json")
+    shutil.rmtree(home / "trust", ignore_errors=True)
+    write_atomically(home / "root.json", root)
+
+
+def _given(files: Mapping[str, bytes]) -> FetcherInterface:
+    """A fetcher that finds everything among the files that were received."""
+    from tuf.api.exceptions import DownloadHTTPError
+    from tuf.ngclient import FetcherInterface
+
+    class Given(FetcherInterface):
+        def _fetch(self, url: str) -> Iterator[bytes]:
+            name = unquote(url.removeprefix(_METADATA).removeprefix(_TARGETS))
+            if name not in files:
+                raise DownloadHTTPError(f"{name} was not sent", 404)
+            return iter((files[name],))
+
+    return Given()
+
+
+def _name_of(error: RepositoryError) -> str:
+    """One word for logs and reports."""
+    from tuf.api import exceptions
+
+    names = {
+        exceptions.ExpiredMetadataError: "expired",
+        exceptions.UnsignedMetadataError: "forged",
+        exceptions.LengthOrHashMismatchError: "altered",
+        exceptions.BadVersionNumberError: "rollback",
+    }
+    return next((name for kind, name in names.items() if isinstance(error, kind)), "malformed")

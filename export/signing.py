@@ -1,0 +1,242 @@
+"""The signed repository of releases: the server side of The Update Framework, by python-tuf.
+
+    REPO/keys/{role}.{key}.pem     private keys, mode 0600; those of root and targets can be kept off line
+    REPO/metadata/N.root.json, timestamp.json, N.snapshot.json, N.targets.json
+    REPO/targets/{release}/{sha256}.manifest.json    the manifests of the released bundles
+    REPO/parts/{sha256}            skeletons and parts, each once
+
+`root` says which keys sign what, `targets` which manifests are genuine, `snapshot` which versions belong together, and
+`timestamp`, which expires soonest, that this is the newest state. A device holds the first root and follows the chain.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from securesystemslib.signer import CryptoSigner, SSlibKey
+from tuf.api.exceptions import RepositoryError
+from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
+
+from fedge.bundle import MANIFEST, SKELETON, read
+from fedge.errors import ConfigError, StoreError
+from fedge.files import BlobFolder, write_atomically
+from fedge.tensors import digest_of
+
+ROLES: Final = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
+LIFETIMES: Final = {
+    Root.type: timedelta(days=3650),
+    Targets.type: timedelta(days=365),
+    Snapshot.type: timedelta(days=90),
+    Timestamp.type: timedelta(days=30),
+}
+"""How long a role's signature is good. A fleet that hears nothing new for that long refuses updates until `renew`."""
+
+S = TypeVar("S", Root, Targets, Snapshot, Timestamp)
+
+
+class Repository:
+    """A repository on the disk; every change is signed at once. One process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open it.
+
+        Raises:
+            ConfigError: there is none; make one with `create`.
+        """
+        self._folder = folder
+        if not (folder / "metadata" / "1.root.json").is_file():
+            raise ConfigError(f"no repository at {folder}: make one with `fedge release init {folder}`")
+        self.parts = BlobFolder(folder / "parts")
+
+    @classmethod
+    def create(cls, folder: Path) -> Repository:
+        """Make keys and an empty repository.
+
+        Raises:
+            ConfigError: the folder is not empty.
+            StoreError: it cannot be written.
+        """
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty: name a new folder")
+        root = Root(consistent_snapshot=True, expires=_expiry(Root.type))
+        for role in ROLES:
+            root.add_key(_new_key(folder, role), role)
+        _write(folder, "1.root.json", root, [_signer(folder, Root.type, root)])
+        (folder / "parts").mkdir()
+        repository = cls(folder)
+        repository._publish(Targets(expires=_expiry(Targets.type)), version=1)
+        return repository
+
+    # ------------------------------------------------------------------------------------------------- releasing
+
+    def add(self, bundle: Path, name: str = "manifest") -> str:
+        """Release a bundle: its manifest becomes a target, its files are kept for devices to fetch.
+
+        Args:
+            bundle: a folder that `write_bundle` wrote.
+            name: tells bundles of one release apart.
+
+        Returns:
+            The path of the target, such as "5/manifest.json".
+
+        Raises:
+            UpdateRejected: the bundle is not what its manifest says.
+            ConfigError: that target exists with another content: releases are never changed, count up.
+            StoreError: the disk is full or broken.
+        """
+        manifest = read(bundle).manifest
+        data = (bundle / MANIFEST).read_bytes()
+        path = f"{manifest.release}/{name}.json"
+        targets = self._current(Targets)
+        found = TargetFile.from_data(path, data, ["sha256"])
+        if path in targets.targets and targets.targets[path].hashes != found.hashes:
+            raise ConfigError(f"{path} is released already with another content: count the release up")
+        try:
+            for digest, source in (
+                (manifest.skeleton.digest, bundle / SKELETON),
+                *((part.digest, bundle / part.file_name) for part in manifest.parts),
+            ):
+                if digest not in self.parts:
+                    self.parts.put(source.read_bytes())
+        except OSError as error:
+            raise StoreError(f"cannot read {bundle}: {error}") from error
+        write_atomically(self._target(path, digest_of(data)), data)
+        targets.targets[path] = found
+        self._publish(targets, version=targets.version + 1)
+        return path
+
+    def renew(self) -> None:
+        """Sign the newest state again, so that it does not expire. Run it well within the lifetimes."""
+        root = self._current(Root)
+        if root.expires - datetime.now(UTC) < LIFETIMES[Root.type] / 2:
+            self._publish_root(root, old=root)
+        targets = self._current(Targets)
+        self._publish(targets, version=targets.version + 1)
+
+    def rotate(self, role: str) -> None:
+        """Replace a role's key, because it was lost, leaked or is old; devices follow by the new root.
+
+        A new root key is signed for by the old one: without that, devices need a new root of trust by hand.
+
+        Raises:
+            ConfigError: there is no such role.
+        """
+        if role not in ROLES:
+            raise ConfigError(f"no role {role!r}: one of {', '.join(ROLES)}")
+        old = self._current(Root)
+        new = self._current(Root)
+        for keyid in old.roles[role].keyids:
+            new.revoke_key(keyid, role)
+        new.add_key(_new_key(self._folder, role), role)
+        self._publish_root(new, old=old)
+        targets = self._current(Targets)
+        self._publish(targets, version=targets.version + 1)
+
+    # ------------------------------------------------------------------------------------------------- serving
+
+    def root(self) -> bytes:
+        """The first root, to be installed on devices."""
+        return (self._folder / "metadata" / "1.root.json").read_bytes()
+
+    def files(self, target: str) -> dict[str, Path]:
+        """What a device needs to trust a target: metadata and manifest by the names that `deploy.trust` asks for.
+
+        Raises:
+            ConfigError: there is no such target.
+        """
+        targets = self._current(Targets)
+        if target not in targets.targets:
+            known = ", ".join(sorted(targets.targets)) or "none"
+            raise ConfigError(f"no target {target}: there are {known}")
+        metadata = self._folder / "metadata"
+        digest = targets.targets[target].hashes["sha256"]
+        path = self._target(target, digest)
+        names = [f"{version}.root.json" for version in range(1, self._current(Root).version + 1)]
+        names += [f"{self._current(Snapshot).version}.snapshot.json", f"{targets.version}.targets.json"]
+        files = {name: metadata / name for name in (*names, "timestamp.json")}
+        return files | {path.relative_to(self._folder / "targets").as_posix(): path}
+
+    def targets(self) -> list[str]:
+        """Paths of all releases."""
+        return sorted(self._current(Targets).targets)
+
+    # ------------------------------------------------------------------------------------------------- within
+
+    def _current(self, kind: type[S]) -> S:
+        """The newest published state of a role, to be read or changed."""
+        folder = self._folder / "metadata"
+        if kind is Root:
+            version = max(int(path.name.split(".")[0]) for path in folder.glob("*.root.json"))
+            path = folder / f"{version}.root.json"
+        elif kind is Timestamp:
+            path = folder / "timestamp.json"
+        else:
+            path = folder / f"{self._current(Timestamp).version}.{kind.type}.json"
+        try:
+            metadata = Metadata[S].from_file(str(path))
+        except (RepositoryError, OSError, ValueError) as error:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        assert isinstance(metadata.signed, kind)
+        return metadata.signed
+
+    def _publish(self, targets: Targets, version: int) -> None:
+        """Write targets, then snapshot, then timestamp: until the last is written nothing has changed."""
+        root = self._current(Root)
+        n = version
+        targets.version, targets.expires = n, _expiry(Targets.type)
+        snapshot = Snapshot(version=n, expires=_expiry(Snapshot.type), meta={"targets.json": MetaFile(n)})
+        timestamp = Timestamp(version=n, expires=_expiry(Timestamp.type), snapshot_meta=MetaFile(n))
+        for name, signed in (
+            (f"{n}.targets.json", targets),
+            (f"{n}.snapshot.json", snapshot),
+            ("timestamp.json", timestamp),
+        ):
+            _write(self._folder, name, signed, [_signer(self._folder, signed.type, root)])
+
+    def _publish_root(self, new: Root, *, old: Root) -> None:
+        """Signed by the old root's key, which devices know, and by its own."""
+        new.version, new.expires = old.version + 1, _expiry(Root.type)
+        signers = {root.roles[Root.type].keyids[0]: _signer(self._folder, Root.type, root) for root in (old, new)}
+        _write(self._folder, f"{new.version}.root.json", new, list(signers.values()))
+
+    def _target(self, path: str, digest: str) -> Path:
+        folder, _, name = path.rpartition("/")
+        return self._folder / "targets" / folder / f"{digest}.{name}"
+
+
+def _expiry(role: str) -> datetime:
+    return (datetime.now(UTC) + LIFETIMES[role]).replace(microsecond=0)
+
+
+def _new_key(folder: Path, role: str) -> SSlibKey:
+    signer = CryptoSigner.generate_ed25519()
+    path = _key_file(folder, role, signer.public_key.keyid)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_atomically(path, signer.private_bytes)  # mode 0600, as all files written so
+    return signer.public_key
+
+
+def _key_file(folder: Path, role: str, keyid: str) -> Path:
+    return folder / "keys" / f"{role}.{keyid[:16]}.pem"
+
+
+def _signer(folder: Path, role: str, root: Root) -> CryptoSigner:
+    """The signer that `root` names for a role, if its private key is here."""
+    (keyid,) = root.roles[role].keyids
+    path = _key_file(folder, role, keyid)
+    public = root.keys[keyid]
+    assert isinstance(public, SSlibKey)
+    try:
+        return CryptoSigner(load_pem_private_key(path.read_bytes(), None), public)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the key of role {role} is not at {path}; bring it and try again ({error})") from error
+
+
+def _write(folder: Path, name: str, signed: Root | Targets | Snapshot | Timestamp, signers: list[CryptoSigner]) -> None:
+    metadata: Metadata[Any] = Metadata(signed)
+    for signer in signers:
+        metadata.sign(signer, append=True)
+    write_atomically(folder / "metadata" / name, metadata.to_bytes())

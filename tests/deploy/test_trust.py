@@ -1,0 +1,487 @@
+"""The cases of tuf-conformance that do not concern delegations, by their names there, and power cuts.
+
+Each asserts what the device trusts afterwards: a refused state leaves the one before in force.
+"""
+
+import json
+import os
+import time
+
+import pytest
+from tuf.api.metadata import Metadata
+
+from deploy.trust import MAX_METADATA_BYTES, Trust, install_root
+from fedge.errors import ConfigError, UpdateRejected
+
+from .repository import PAST, Simulator
+
+pytestmark = pytest.mark.torch_free
+
+
+@pytest.fixture
+def server():
+    simulator = Simulator()
+    simulator.release(1)
+    return simulator
+
+
+@pytest.fixture
+def home(tmp_path, server):
+    install_root(tmp_path, server.files["1.root.json"])
+    return tmp_path
+
+
+def versions(home):
+    """What the device trusts now: version by role."""
+    found = {}
+    for role in ("root", "timestamp", "snapshot", "targets"):
+        path = home / "trust" / f"{role}.json"
+        if path.exists():
+            found[role] = json.loads(path.read_bytes())["signed"]["version"]
+    return found
+
+
+def get(home, server, target="1/manifest.json"):
+    return Trust(home).manifest(server.files, target)
+
+
+def refused(home, server, name, target="1/manifest.json", *, changes=False):
+    """The state is refused for this reason; what the device trusts stays as it was unless `changes`."""
+    before = versions(home)
+    with pytest.raises(UpdateRejected, match=f"^{name}: "):
+        get(home, server, target)
+    if not changes:
+        assert versions(home) == before
+
+
+# ------------------------------------------------------------------------------------------------------ test_basic
+
+
+def test_basic_refresh_trusted_data(home, server):
+    assert get(home, server) == b"release 1"
+    assert versions(home) == {"root": 1, "timestamp": 2, "snapshot": 2, "targets": 2}
+
+
+def test_basic_refresh_requests(home, server):
+    get(home, server)
+    needed = {"timestamp.json"} | {name for name in server.files if name.startswith("1/")}
+    assert Trust(home).manifest({name: server.files[name] for name in needed}, "1/manifest.json") == b"release 1"
+
+
+def test_invalid_initial_root(tmp_path, server):
+    for junk in (b"", b"{}", b"[", server.files["timestamp.json"], b'{"signed": {}, "signatures": []}'):
+        with pytest.raises(ConfigError, match="no root of trust"):
+            install_root(tmp_path, junk)
+    with pytest.raises(ConfigError, match=r"1\.root\.json"):
+        Trust(tmp_path)
+
+
+def test_unsigned_initial_root(tmp_path, server):
+    with pytest.raises(ConfigError, match="no root of trust"):
+        install_root(tmp_path, server.signed(server.root, []))
+
+
+@pytest.mark.parametrize("role", ["timestamp", "snapshot", "targets"])
+def test_unsigned_metadata(home, server, role):
+    get(home, server)
+    server.signers[role] = []
+    server.release(2)
+    refused(home, server, "forged", "2/manifest.json", changes=role != "timestamp")
+    assert versions(home)[role] == 2
+
+
+@pytest.mark.parametrize("role", ["root", "snapshot", "targets"])
+def test_url_and_metadata_version_mismatch(home, server, role):
+    get(home, server)
+    server.release(2)
+    if role == "root":
+        server.files["2.root.json"] = server.files["1.root.json"]
+    else:
+        server.files[f"3.{role}.json"] = server.files[f"2.{role}.json"]
+    refused(home, server, "rollback", "2/manifest.json", changes=True)
+    assert versions(home).get(role) in {1, 2}
+
+
+def test_timestamp_content_changes(home, server):
+    get(home, server)
+    server.add("2/manifest.json", b"release 2")
+    server.publish(bump=("targets", "snapshot"))  # the timestamp keeps its number
+    refused(home, server, "unknown", "2/manifest.json")
+
+
+def test_basic_metadata_hash_support(home, server):
+    server.publish(hashes=True)
+    assert get(home, server) == b"release 1"
+
+
+@pytest.mark.parametrize("role", ["snapshot", "targets"])
+def test_snapshot_and_targets_hash_mismatch(home, server, role):
+    get(home, server)
+    server.publish(hashes=True)
+    name = f"3.{role}.json"
+    server.files[name] = server.files[name].replace(b'"_type"', b' "_type"')
+    refused(home, server, "endless-data|altered", changes=True)
+    assert versions(home)[role] == 2
+
+
+def test_metadata_bytes_match(home, server):
+    server.files["timestamp.json"] = json.dumps(json.loads(server.files["timestamp.json"]), indent=7).encode()
+    get(home, server)
+    assert (home / "trust" / "timestamp.json").read_bytes() == server.files["timestamp.json"]
+
+
+def test_custom_fields(home, server):
+    server.timestamp.unrecognized_fields["x"] = {"y": 1}
+    server.release(2)
+    assert get(home, server, "2/manifest.json") == b"release 2"
+
+
+@pytest.mark.parametrize("name", ["timestamp.json", "3.snapshot.json", "3.targets.json"])
+def test_timestamp_snapshot_targets_404(home, server, name):
+    get(home, server)
+    server.release(2)
+    del server.files[name]
+    refused(home, server, "missing", "2/manifest.json", changes=True)
+
+
+@pytest.mark.parametrize("role", ["timestamp", "snapshot", "targets"])
+def test_incorrect_metadata_type(home, server, role):
+    get(home, server)
+    server.release(2)
+    name = "timestamp.json" if role == "timestamp" else f"3.{role}.json"
+    server.files[name] = server.signed(server.root, server.signers[role])
+    refused(home, server, "malformed", "2/manifest.json", changes=True)
+    assert versions(home)[role] == 2
+
+
+# ------------------------------------------------------------------------------------------------- test_expiration
+
+
+def test_root_expired(home, server):
+    get(home, server)
+    server.root.expires = PAST
+    server.next_root()
+    server.release(2)
+    refused(home, server, "expired", "2/manifest.json", changes=True)
+    assert versions(home) == {"root": 2, "timestamp": 2, "snapshot": 2, "targets": 2}
+
+
+@pytest.mark.parametrize("role", ["timestamp", "snapshot", "targets"])
+def test_timestamp_snapshot_targets_expired(home, server, role):
+    get(home, server)
+    getattr(server, role).expires = PAST
+    server.release(2)
+    refused(home, server, "expired", "2/manifest.json", changes=True)
+    assert versions(home)[role] == 2
+
+
+def test_expired_local_root(home, server):
+    server.root.expires = PAST
+    server.next_root()
+    server.root.expires = server.targets.expires
+    server.next_root()
+    assert get(home, server) == b"release 1"
+    assert versions(home)["root"] == 3
+
+
+def test_expired_local_timestamp(home, server):
+    get(home, server)
+    path = home / "trust" / "timestamp.json"
+    server.timestamp.expires = PAST
+    path.write_bytes(server.signed(server.timestamp))
+    server.timestamp.expires = server.targets.expires
+    server.release(2)
+    assert get(home, server, "2/manifest.json") == b"release 2"
+
+
+# --------------------------------------------------------------------------------------------- test_file_download
+
+
+def test_repository_substitutes_target_file(home, server):
+    server.release(2)
+    first, second = (next(n for n in server.files if n.startswith(f"{k}/")) for k in (1, 2))
+    server.files[first], server.files[second] = server.files[second], server.files[first]
+    refused(home, server, "altered", "1/manifest.json", changes=True)
+
+
+def test_multiple_changes_to_target(home, server):
+    assert get(home, server) == b"release 1"
+    name = next(n for n in server.files if n.startswith("1/"))
+    server.files[name] = b"RELEASE 1"
+    refused(home, server, "altered")
+    server.files[name] = b"release 1"
+    assert get(home, server) == b"release 1"
+
+
+def test_endless_data(home, server):
+    get(home, server)
+    name = next(n for n in server.files if n.startswith("1/"))
+    server.files[name] = b"release 1" * 10_000
+    refused(home, server, "endless-data")
+    server.files["timestamp.json"] += b" " * MAX_METADATA_BYTES
+    refused(home, server, "endless-data")
+
+
+def test_download_with_unknown_hash_algorithm(home, server):
+    server.targets.targets["1/manifest.json"].hashes = {"sha999": "ab"}
+    server.files["3.targets.json"] = _bumped(server, "targets")
+    server.files["3.snapshot.json"] = _bumped(server, "snapshot")
+    server.timestamp.snapshot_meta.version = 3
+    server.files["timestamp.json"] = _bumped(server, "timestamp")
+    server.files["1/ab.manifest.json"] = b"release 1"
+    refused(home, server, "altered|malformed", changes=True)
+
+
+def _bumped(server, role):
+    signed = getattr(server, role)
+    signed.version += 1
+    if role == "snapshot":
+        signed.meta["targets.json"].version = server.targets.version
+    return server.signed(signed)
+
+
+def test_a_target_that_nobody_signed(home, server):
+    refused(home, server, "unknown", "7/manifest.json", changes=True)
+
+
+# ------------------------------------------------------------------------------------------------------- test_keys
+
+
+def test_snapshot_does_not_meet_threshold(home, server):
+    get(home, server)
+    server.new_key("snapshot")
+    server.root.roles["snapshot"].threshold = 2
+    server.next_root()
+    server.signers["snapshot"].pop()
+    server.release(2)
+    refused(home, server, "forged", "2/manifest.json", changes=True)
+    assert versions(home)["snapshot"] == 2
+
+
+def test_snapshot_has_too_few_keys(home, server):
+    get(home, server)
+    server.root.roles["snapshot"].threshold = 2
+    server.next_root()
+    server.release(2)
+    refused(home, server, "forged", "2/manifest.json", changes=True)
+
+
+def test_duplicate_sig_keyids(home, server):
+    get(home, server)
+    server.new_key("timestamp")
+    server.root.roles["timestamp"].threshold = 2
+    server.next_root()
+    server.release(2)
+    message = json.loads(server.files["timestamp.json"])
+    message["signatures"] = [message["signatures"][0]] * 2
+    server.files["timestamp.json"] = json.dumps(message).encode()
+    refused(home, server, "malformed|forged", "2/manifest.json", changes=True)
+    assert versions(home)["timestamp"] == 2
+
+
+@pytest.mark.parametrize("field", ["keytype", "scheme"])
+def test_keytype_and_scheme(tmp_path, server, field):
+    root = json.loads(server.files["1.root.json"])
+    for key in root["signed"]["keys"].values():
+        key[field] = "nonsense"
+    with pytest.raises(ConfigError, match="no root of trust"):
+        install_root(tmp_path, json.dumps(root).encode())
+
+
+def test_invalid_sig_in_valid_metadata(home, server):
+    message = json.loads(server.files["timestamp.json"])
+    message["signatures"].append({"keyid": "ab" * 32, "sig": "00" * 64})  # of nobody we know: it does no harm
+    server.files["timestamp.json"] = json.dumps(message).encode()
+    assert get(home, server) == b"release 1"
+
+
+# --------------------------------------------------------------------------------------------------- test_rollback
+
+
+def test_new_timestamp_version_rollback(home, server):
+    old = dict(server.files)
+    server.release(2)
+    get(home, server, "2/manifest.json")
+    server.files = old
+    refused(home, server, "rollback")
+
+
+def test_snapshot_rollback(home, server):
+    server.release(2)
+    get(home, server, "2/manifest.json")
+    server.snapshot.version = 1
+    server.publish(bump=("timestamp",))
+    refused(home, server, "rollback", "2/manifest.json")
+
+
+def test_targets_rollback(home, server):
+    server.release(2)
+    get(home, server, "2/manifest.json")
+    server.targets.version = 1
+    server.publish(bump=("snapshot", "timestamp"))
+    refused(home, server, "rollback", "2/manifest.json", changes=True)
+    assert versions(home)["targets"] == 3
+
+
+def test_targets_role_removal(home, server):
+    get(home, server)
+    server.publish()
+    meta = server.snapshot.meta.pop("targets.json")
+    server.files["3.snapshot.json"] = server.signed(server.snapshot)
+    assert meta is not None
+    refused(home, server, "malformed", changes=True)
+    assert versions(home)["snapshot"] == 2
+
+
+@pytest.mark.parametrize("role", ["targets", "snapshot", "timestamp"])
+def test_targets_snapshot_timestamp_fast_forward_recovery(home, server, role):
+    get(home, server)
+    getattr(server, role).version = 99_999  # whoever had the key
+    server.publish(bump=tuple(r for r in ("targets", "snapshot", "timestamp") if r != role))
+    get(home, server)
+    assert versions(home)[role] == 99_999
+
+    for changed in ("snapshot", "timestamp") if role != "timestamp" else ("timestamp",):
+        server.drop_keys(changed)
+        server.new_key(changed)
+    server.next_root()
+    getattr(server, role).version = 4
+    server.publish(bump=tuple(r for r in ("targets", "snapshot", "timestamp") if r != role))
+    get(home, server)
+    assert versions(home)[role] == 4
+
+
+def test_mix_and_match(home, server):
+    """Files of different releases, each genuine, do not belong together."""
+    server.publish(hashes=True)
+    get(home, server)
+    old = server.files["3.targets.json"]
+    server.add("2/manifest.json", b"release 2")
+    server.publish(hashes=True)
+    server.files["4.targets.json"] = old
+    refused(home, server, "altered|rollback|endless-data", "2/manifest.json", changes=True)
+    assert versions(home)["targets"] == 3
+
+
+# -------------------------------------------------------------------------------------- test_updater_key_rotations
+
+
+def test_root_rotation(home, server):
+    old = server.drop_keys("root")
+    server.new_key("root")
+    server.next_root(*old)
+    get(home, server)
+    assert versions(home)["root"] == 2
+
+
+def test_root_rotation_that_the_old_key_has_not_signed(home, server):
+    get(home, server)
+    server.drop_keys("root")
+    server.new_key("root")
+    server.next_root()
+    refused(home, server, "forged")
+
+
+def test_root_rotation_by_a_key_that_was_revoked(home, server):
+    old = server.drop_keys("root")
+    server.new_key("root")
+    server.next_root(*old)
+    get(home, server)
+    server.signers["root"] = old
+    server.next_root()
+    refused(home, server, "forged")
+
+
+@pytest.mark.parametrize("role", ["timestamp", "snapshot", "targets"])
+def test_non_root_rotations(home, server, role):
+    get(home, server)
+    old = server.drop_keys(role)
+    server.new_key(role)
+    server.next_root()
+    server.release(2)
+    assert get(home, server, "2/manifest.json") == b"release 2"
+
+    server.signers[role] = old  # whoever has the old key
+    server.release(3)
+    refused(home, server, "forged", "3/manifest.json", changes=True)
+    assert versions(home)[role] == 3
+
+
+# -------------------------------------------------------------------------------------------------- beyond the list
+
+
+@pytest.mark.parametrize("name", ["timestamp.json", "snapshot.json", "targets.json", "root_history/1.root.json"])
+@pytest.mark.parametrize("damage", [b"", b'{"signed": {"_ty'])
+def test_a_power_cut_may_empty_any_file(home, server, name, damage):
+    get(home, server)
+    (home / "trust" / name).write_bytes(damage)
+    server.release(2)
+
+    assert get(home, server, "2/manifest.json") == b"release 2"
+    assert versions(home) == {"root": 1, "timestamp": 3, "snapshot": 3, "targets": 3}
+
+
+def test_everything_is_on_the_disk_when_the_manifest_is_handed_out(home, server, monkeypatch):
+    forced = set()
+    fsync = os.fsync
+
+    def record(handle):
+        forced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    get(home, server)
+
+    trust = home / "trust"
+    assert {p.stat().st_ino for p in (trust, *trust.rglob("*.json"))} <= forced
+
+
+def test_a_clock_that_was_lost_cannot_tell_what_has_expired(home, server):
+    get(home, server)
+    ahead = time.time() + 7200
+    os.utime(home / "trust" / "timestamp.json", (ahead, ahead))
+    refused(home, server, "clock")
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff" * 100, b"[" * 100_000, b'{"signed": 1, "signatures": {}}', b"null"])
+@pytest.mark.parametrize("name", ["timestamp.json", "3.snapshot.json", "3.targets.json", "2.root.json"])
+def test_junk_is_refused_and_changes_nothing_that_is_trusted(home, server, name, junk):
+    get(home, server)
+    server.release(2)
+    server.files[name] = junk
+    with pytest.raises(UpdateRejected):
+        get(home, server, "2/manifest.json")
+    role = name.split(".")[-2]
+    assert versions(home)[role] in {1, 2}
+    assert get_again(home, server, name) == b"release 2"
+
+
+def get_again(home, server, name):
+    """Once the junk is gone, everything goes on."""
+    if name == "2.root.json":
+        del server.files[name]
+    else:
+        server.publish(bump=("targets", "snapshot", "timestamp"))
+    return get(home, server, "2/manifest.json")
+
+
+def test_another_repository_is_another_trust(home, server):
+    get(home, server)
+    other = Simulator()
+    other.release(1, b"forged")
+    refused(home, other, "forged")
+
+
+def test_a_new_root_of_trust_forgets_the_old(home, server):
+    get(home, server)
+    other = Simulator()
+    other.release(1, b"theirs")
+
+    install_root(home, other.files["1.root.json"])
+
+    assert get(home, other) == b"theirs"
+    refused(home, server, "forged|rollback")
+
+
+def test_metadata_are_what_the_library_reads(server):
+    assert Metadata.from_bytes(server.files["timestamp.json"]).signed.version == 2
