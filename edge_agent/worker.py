@@ -151,6 +151,9 @@ class Worker:
         data: the device's samples; they stay here.
         shares_private: whether the device's owner allows PM-MoE's upload of the private module.
         home: durable folder; `candidates` and `bundles` are the worker's.
+
+    Raises:
+        ConfigError: a sample has a label that the task does not have.
     """
 
     def __init__(
@@ -162,6 +165,7 @@ class Worker:
         self.data = data
         self.home = home
         self.fingerprint = task.fingerprint()
+        data.require_labels_of(task)
         self.prior = mixture.log_prior(data.class_counts(task.n_classes))
 
     @property

@@ -41,6 +41,7 @@ from fedge.messages import (
     Tried,
     WeightsFitted,
 )
+from fedge.task import TaskSpec
 
 ANSWERS: Mapping[type[Action], type[Result]] = {
     Train: Trained,
@@ -61,8 +62,8 @@ ANSWERS: Mapping[type[Action], type[Result]] = {
 }
 
 
-def check(action: Action, result: Result) -> None:
-    """Refuse a result that does not answer the action.
+def check(action: Action, result: Result, task: TaskSpec) -> None:  # noqa: PLR0912 - one branch per action
+    """Refuse a result that does not answer the action in this task.
 
     Raises:
         ProtocolError: `wrong-result`, or `no-samples`.
@@ -96,6 +97,8 @@ def check(action: Action, result: Result) -> None:
             _require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")
         case FitGate(), Installed():
             _require(set(result.roles) <= set(action.pooled), "a bundle of candidates that are not in the pool")
+        case DescribeLabels(), LabelsDescribed():
+            _require(result.feature < task.n_classes, f"label {result.feature} of {task.n_classes} classes")
         case InstallBundle(), Installed():
             manifest = action.files.get(MANIFEST)
             _require(manifest is None or manifest.digest == result.bundle_digest, "another bundle than the one sent")

@@ -406,7 +406,7 @@ class MqttFleet:
         """Fetch the update that a report names, and see that it is one."""
         error = None
         try:
-            check(order.action, report.result)
+            check(order.action, report.result, self._task)
             if isinstance(report.result, Profiled):
                 self._check_length(report.result)
             match order.action, report.result:

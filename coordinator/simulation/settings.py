@@ -71,7 +71,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2
     iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples dealt evenly before shards.")] = 0.0
     sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = Sizes.EQUAL
-    size_spread: Annotated[float, Meta(ge=0, description="Its sigma, or the power law's exponent.")] = 1.0
+    size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
     samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
     sensitive: Annotated[
         float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")

@@ -38,6 +38,7 @@ PADDING: Final = -100
 """Label of a sample that is not there: it counts in no loss and no gradient."""
 MOST_STACKED: Final = 2**15
 """Weights of the largest network of which several are trained side by side (see `can_stack`)."""
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SHARED: Final = 4
 """Networks that are kept in a thread, and for which it is remembered what was found out about them."""
 
@@ -354,6 +355,9 @@ class Trainer:
     `loss`: default cross-entropy; `moves`: the part of the weights that learns, the rest stays as it is; `anchor`: (d,)
     the weights that the proximal term draws to, by default the present ones.
 
+    Batches of one sample have no spread to normalise by: batch normalisation then uses its running statistics, which
+    stay as they are.
+
     `rng`: of the batches; for a stack the batches themselves (`side_by_side`), positions (n, b) among `x` and `y`.
     Of a stack the loss must leave out samples of the label `PADDING`, as cross-entropy does.
     """
@@ -375,6 +379,7 @@ class Trainer:
         self._moves = network.slice_of(moves)
         self._x, self._y, self._sgd = tensor(x), tensor(y), sgd
         self._batches = batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
+        self._of_one = not isinstance(network, Stack) and min(len(y), sgd.batch_size) == 1
         self._velocity: Tensor | None = None  # at rest
         self._anchor = None
         if sgd.proximal_mu:
@@ -392,6 +397,9 @@ class Trainer:
             network.module.eval()
             return
         network.module.train()
+        if self._of_one:
+            for layer in network.module.modules():
+                layer.train(not isinstance(layer, _BATCH_NORMS) and layer.training)
         if self._velocity is None:
             network.gradient.zero_()
         else:

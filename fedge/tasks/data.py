@@ -35,6 +35,17 @@ class DeviceData:
                 "there must be one label and one mark per training sample, one label per validation sample"
             )
 
+    def require_labels_of(self, task: TaskSpec) -> None:
+        """Refuse labels that the task does not have.
+
+        Raises:
+            ConfigError: a label is not in 0..C-1.
+        """
+        labels, last = np.concatenate([self.y_train, self.y_val]), task.n_classes - 1
+        if len(labels) and (labels.min() < 0 or labels.max() > last):
+            found = f"labels from {labels.min()} to {labels.max()}"
+            raise ConfigError(f"{found} found, but the task has the classes 0..{last}")
+
     @property
     def n_train(self) -> int:
         """|D_i|, the number of training samples."""

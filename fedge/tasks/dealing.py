@@ -148,13 +148,15 @@ def filled_up(units: Units, owners: Ints, group_of: Ints, rng: np.random.Generat
     `group_of`: (N,) group of each device; units stay in their group.
 
     Raises:
-        ConfigError: units are so large that moving them does not help.
+        ConfigError: units are so large that moving them does not help, or a group has none.
     """
     owners, moved = owners.copy(), 0
     sizes = _sizes(units, owners, len(group_of))
     while sizes.min() < MIN_SAMPLES:
         smallest = int(sizes.argmin())
         largest = int(np.where(group_of == group_of[smallest], sizes, -1).argmax())
+        if not sizes[largest]:
+            raise ConfigError("a group gets no sample: use a smaller spread of sizes, or fewer groups")
         unit = rng.choice(np.flatnonzero(owners == largest))
         if sizes[largest] - units.size[unit] <= sizes[smallest]:
             raise ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")

@@ -30,7 +30,9 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         ConfigError: the source cannot be read or does not fit the task; the text says what is wrong.
     """
     if ":" in task.name:
-        return user_task(task.name).device_data(source, seed=seed)
+        own = user_task(task.name).device_data(source, seed=seed)
+        own.require_labels_of(task)
+        return own
     x, y, split, sensitive = _from_folder(task, source) if source.is_dir() else _from_arrays(task, source)
     if split is None:
         split = _hold_out(y, seed)

@@ -24,6 +24,7 @@ from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
+MOST_SPREAD: Final = 5.0  # beyond it one device has everything, and float64 soon ends
 _APART: Final = 1  # a stream of random numbers of its own
 
 How = Literal["groups", "dirichlet", "shards", "natural", "iid"]
@@ -79,7 +80,7 @@ def partition(
         shards: >= 1.
         iid_share: in [0, 1].
         sizes: quantity skew (`dealing.relative_sizes`), for dirichlet, groups and iid.
-        size_spread: >= 0, its strength.
+        size_spread: its strength, in [0, 5].
 
     Raises:
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
@@ -87,8 +88,8 @@ def partition(
     """
     if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or not 1 <= n_groups <= _most_groups(pool, groups):
         raise ConfigError("a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and 1 to 4 groups")
-    if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread < np.inf:
-        raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1] and a finite spread of sizes >= 0")
+    if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread <= MOST_SPREAD:
+        raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1], a spread of sizes in [0, 5]")
     if sizes != "equal" and how in {"shards", "natural"}:
         raise ConfigError(f"the sizes of {how} devices are given: quantity skew is for dirichlet, groups and iid")
     if len(pool.y) < MIN_SAMPLES * n_devices:

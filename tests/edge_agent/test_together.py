@@ -242,11 +242,22 @@ def test_a_network_that_raises_is_a_failure_of_that_device_alone(tmp_path, caplo
 
 def test_a_stack_that_raises_is_a_failure_of_one_device_alone(tmp_path, caplog):
     here, fine = Federation(MLP, tmp_path), Federation(MLP, tmp_path)
-    here.workers[0].data.y_train[0] = 9
+    here.workers[0].data.y_train[0] = 9  # a worker that is made with it refuses it
     outcomes = execute(here.jobs(here.train()))
     assert isinstance(outcomes[0].result, Failed)
     for mine, expected in zip(outcomes[1:6], execute(fine.jobs(fine.train()))[1:6], strict=True):
         assert here.update(mine) == pytest.approx(fine.update(expected), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [16, 1])
+def test_batch_normalisation_learns_from_one_sample_with_the_statistics_that_it_has(tmp_path, batch_size):
+    here = Federation(task_of("batch_norm"), tmp_path, ((1, 1), (40, 9)))
+    layout, first = models.initial(here.task, 1)
+    sgd = Sgd(steps=7, batch_size=batch_size)
+    for outcome, still in zip(execute(here.jobs(here.train(sgd=sgd))), (True, batch_size == 1), strict=True):
+        update = codec.decode(outcome.blobs[outcome.result.update.digest], Codec.FLOAT32, layout)
+        assert np.abs(update.params).max() > 0
+        assert (update.buffers == first.buffers).all() == still
 
 
 @pytest.mark.parametrize("model", ["cnn", "dropout", "batch_norm", "branching"])

@@ -9,6 +9,7 @@ import pytest
 from deploy import load
 from edge_agent.worker import Worker, remembering
 from fedge import codec, models
+from fedge.errors import ConfigError
 from fedge.messages import (
     BlobRef,
     Calibration,
@@ -321,6 +322,12 @@ def test_devices_with_little_data_get_a_mixture_of_what_they_have(tmp_path, blob
     installed = worker.execute(gate_order(), blobs).result
     assert isinstance(installed, Installed), installed
     assert set(installed.roles) == expected
+
+
+@pytest.mark.parametrize("field", ["y_train", "y_val"])
+def test_a_label_that_the_task_does_not_have_is_refused_at_the_start(tmp_path, field):
+    with pytest.raises(ConfigError, match=r"labels from \d to 3 found, but the task has the classes 0..2"):
+        Worker("d", TASK, replace(make_data(), **{field: getattr(make_data(), field) + 1}), tmp_path)
 
 
 def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(tmp_path, blobs):

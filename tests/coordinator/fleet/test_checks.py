@@ -13,6 +13,7 @@ from fedge.messages import (
     CandidatesFitted,
     Codec,
     Declined,
+    DescribeLabels,
     EnergyFitted,
     Failed,
     FitCandidates,
@@ -23,6 +24,7 @@ from fedge.messages import (
     InstallBundle,
     Installed,
     KeepHead,
+    LabelsDescribed,
     PrivateShared,
     Profile,
     Profiled,
@@ -39,7 +41,9 @@ from fedge.messages import (
     Tried,
     WeightsFitted,
 )
+from fedge.task import TaskSpec
 
+TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")
 REF = BlobRef(digest="0" * 64, size_bytes=1, codec=Codec.INT8)
 LOSSES = (1.0,) * 16
 CALIBRATION = {role: Calibration(temperature=1.0, kappa=0.0) for role in (Role.PRIVATE, Role.GLOBAL)}
@@ -82,6 +86,8 @@ GOOD: list[tuple[Action, Result]] = [
     (Install(global_model=REF, release=1, method="fedavg"), installed(Role.GLOBAL)),
     (Route(gate=REF), Routed(shares=(0.5, 0.5), n_samples=3)),
     (INSTALL_BUNDLE, installed(Role.GLOBAL)),
+    (DescribeLabels(), LabelsDescribed(feature=1, n_samples=3)),
+    (DescribeLabels(), LabelsDescribed(feature=-1, n_samples=0)),
     (SharePrivate(keep=KeepHead()), PrivateShared(module=BlobRef(digest="0" * 64, size_bytes=1))),
 ]
 
@@ -103,18 +109,19 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_GATE, installed(Role.LOCAL), "wrong-result"),
     (INSTALL_BUNDLE, Installed(bundle_digest="1" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0), "wrong-result"),
     (SharePrivate(keep=KeepHead()), PrivateShared(module=REF), "wrong-result"),
+    (DescribeLabels(), LabelsDescribed(feature=2, n_samples=3), "wrong-result"),
 ]
 
 
 @pytest.mark.parametrize(("action", "result"), GOOD)
 def test_an_answer_to_the_action_passes(action: Action, result: Result) -> None:
-    check(action, result)
+    check(action, result, TASK)
 
 
 @pytest.mark.parametrize(("action", "result", "name"), BAD)
 def test_what_the_action_did_not_ask_for_is_refused(action: Action, result: Result, name: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        check(action, result)
+        check(action, result, TASK)
     assert caught.value.name == name
 
 
@@ -123,13 +130,13 @@ def test_what_the_action_did_not_ask_for_is_refused(action: Action, result: Resu
 def test_no_type_of_result_answers_another_action(action: Action, right: Result, result: Result) -> None:
     if type(result) is not ANSWERS[type(action)]:
         with pytest.raises(ProtocolError, match="wrong-result"):
-            check(action, result)
+            check(action, result, TASK)
 
 
 @pytest.mark.parametrize("action", [action for action, _ in GOOD])
 def test_a_device_may_always_decline_or_fail(action: Action) -> None:
-    check(action, Declined(reason="hot"))
-    check(action, Failed(reason="broken"))
+    check(action, Declined(reason="hot"), TASK)
+    check(action, Failed(reason="broken"), TASK)
 
 
 def test_every_action_has_an_answer() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedge.errors import ConfigError
+from fedge.task import TaskSpec
 from fedge.tasks.data import DeviceData, user_task
 
 
@@ -28,6 +29,16 @@ def test_shared_samples_are_those_that_are_not_sensitive() -> None:
 def test_class_counts() -> None:
     assert data().class_counts(4).tolist() == [1, 1, 2, 0]
     assert data().class_counts(4, with_validation=True).tolist() == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize(("field", "label"), [("y_train", 3), ("y_val", 3), ("y_train", -1)])
+def test_labels_that_the_task_does_not_have_are_refused(field: str, label: int) -> None:
+    task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
+    data().require_labels_of(task)
+    labels = getattr(data(), field)
+    labels[0] = label
+    with pytest.raises(ConfigError, match=rf"{label}.* found, but the task has the classes 0\.\.2"):
+        data(**{field: labels}).require_labels_of(task)
 
 
 @pytest.mark.parametrize("field", ["y_train", "sensitive", "y_val"])

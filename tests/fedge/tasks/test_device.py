@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -112,3 +113,8 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     task = TaskSpec(name="my_sensor:Sensor", classes=("a", "b"), input_shape=(2,), model="mlp")
     assert device_data(task, tmp_path, seed=9).x_train.tolist() == [[9, 9]] * 3
     assert device_inputs(task, tmp_path).tolist() == [[0, 0]] * 3
+    code = (tmp_path / "my_sensor.py").read_text()
+    (tmp_path / "other_sensor.py").write_text(code.replace("np.zeros(3, np.int64)", "np.full(3, 2)"))
+    task = msgspec.structs.replace(task, name="other_sensor:Sensor")
+    with pytest.raises(ConfigError, match="labels from 2 to 2 found"):
+        device_data(task, tmp_path, seed=9)

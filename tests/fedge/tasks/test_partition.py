@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, task_spec, write_share
-from fedge.tasks.partition import MIN_SAMPLES
+from fedge.tasks.dealing import Sizes
+from fedge.tasks.partition import MIN_SAMPLES, How
 
 
 def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:
@@ -202,13 +203,24 @@ def test_samples_are_moved_only_when_draws_do_not_help_and_it_is_said(
         (2, {"n_groups": 5}, "1 to 4 groups"),
         (2, {"shards": 0}, "shards >= 1"),
         (2, {"iid_share": 1.1}, "equal share"),
-        (2, {"size_spread": float("inf")}, "spread of sizes"),
+        (2, {"size_spread": 1e9}, "spread of sizes in"),
+        (2, {"size_spread": float("nan")}, "spread of sizes in"),
         (2, {"how": "shards", "sizes": "power-law"}, "quantity skew is for"),
     ],
 )
 def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         deal(numbered(200), n_devices, **changes)
+
+
+@pytest.mark.parametrize("sizes", ["log-normal", "power-law"])
+@pytest.mark.parametrize("how", ["dirichlet", "iid"])
+def test_the_widest_spread_of_sizes_still_deals(sizes: Sizes, how: How) -> None:
+    shares = deal(numbered(600), 9, how=how, sizes=sizes, size_spread=5.0)
+    assert sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in shares) == 600
+    assert min(len(s.y_train) for s in shares) > 0
+    with pytest.raises(ConfigError, match=r"a group gets no sample|samples in \d+ blocks are too few"):
+        deal(numbered(600), 9, how="groups", sizes=sizes, size_spread=5.0)
 
 
 def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
