@@ -7,13 +7,15 @@ Methods see only this interface; it has two implementations: `coordinator.fleet.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.errors import ConfigError
 from fedge.messages import Action, BlobRef, Codec, Context, Order, Result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
@@ -67,6 +69,21 @@ def order_for(
         deadline=deadline,
         action=action,
     )
+
+
+def require_sendable(actions: Iterable[Action]) -> None:
+    """Refuse, before anybody is asked, what every device would refuse: options that no message can hold.
+
+    Raises:
+        ConfigError: a value is out of the range that the protocol has for it; the text names the field.
+    """
+    for action in {id(action): action for action in actions}.values():  # most of a step share one
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=Action)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"no order can say this: {error}; change the option of the method that sets it"
+            ) from error
 
 
 class Fleet(Protocol):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, order_for
+from coordinator.fleet import Answer, Device, order_for, require_sendable
 from coordinator.fleet.checks import check
 from coordinator.fleet.orders import (
     CLOSED,
@@ -208,6 +208,7 @@ class MqttFleet:
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadline."""
+        require_sendable(actions.values())
         deadline = time.time() + self._deadline_s
         entries = self._store.write_orders(
             order_for(self._run, self._seed, self._round, step, device, self._task, actions[device], deadline=deadline)

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, clock, order_for
+from coordinator.fleet import Answer, Device, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.proportion import without_outliers
 from coordinator.methods import Method, S
@@ -129,6 +129,7 @@ class SimulatedFleet:
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
+        require_sendable(actions.values())
         received: Counter[str] = Counter()
 
         def fetch_for(device_id: str) -> Callable[[BlobRef], bytes]:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -18,12 +18,15 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from coordinator.methods import make
 from coordinator.options import check, method_and_options
+from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
+from fedge.messages import BlobRef
 
 SHARE_OF_THE_BEST = 0.95
 """The target, unless one is given, in parts of the best method's accuracy."""
@@ -116,6 +119,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     for number, (_, outcome) in enumerate(found.items(), 1):
         watch(number, len(wanted), outcome)
     missing = [run for run in wanted if run not in found]
+    if missing:
+        begin(scenario, {run.method for run in missing}, seeds[0])
     make_folder(out / "runs")  # or it would be found out after the first run
     for run, outcome in _done(missing, settings.jobs or os.cpu_count() or 1):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
@@ -136,6 +141,22 @@ def methods_of(settings: CompareSettings) -> tuple[str, ...]:
     for method in methods:
         check(*method_and_options(method))
     return methods
+
+
+def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
+    """Make each method as its runs will, so that one that cannot be had ends the comparison before it begins.
+
+    Raises:
+        ConfigError: the data, an option, or the network does not suit a method; the text names it.
+    """
+    federation = deal(scenario, seed)
+    for text in sorted(methods):
+        name, options = method_and_options(text)
+        try:
+            method = make(name, scenario.for_method(seed, options), task=federation.task, reserved=federation.reserved)
+            method.initial(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
+        except ConfigError as error:
+            raise ConfigError(f"{text}: {error}") from error
 
 
 def seeds_of(settings: CompareSettings) -> tuple[int, ...]:

@@ -1,8 +1,15 @@
 """Orders have an identity and a seed of their own, the same after a restart."""
 
-from coordinator.fleet import order_for
-from fedge.messages import BlobRef, Install, Order, decode, encode
+import msgspec
+import pytest
+
+from coordinator.fleet import order_for, require_sendable
+from coordinator.methods import MethodSettings
+from coordinator.methods.fedavg import FedAvg
+from fedge.errors import ConfigError
+from fedge.messages import Action, BlobRef, FitMixture, Install, Order, Sgd, Start, Train, decode, encode
 from fedge.task import TaskSpec
+from tests.support.simulation import digits
 
 TASK = TaskSpec(name="toy", classes=("a", "b"), input_shape=(2,), model="mlp")
 ACTION = Install(global_model=BlobRef(digest="0" * 64, size_bytes=8), release=1, method="fedavg")
@@ -32,3 +39,29 @@ def test_the_seed_depends_on_the_federations_and_not_on_the_run() -> None:
 def test_the_longest_names_fit() -> None:
     longest = order_for("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK, ACTION, deadline=5.0)
     assert decode(encode(longest), Order) == longest
+
+
+REF = ACTION.global_model
+TRAIN = Train(starts=(Start(model=REF),), sgd=Sgd())
+
+
+@pytest.mark.parametrize(
+    ("action", "field"),
+    [
+        (msgspec.structs.replace(TRAIN, sgd=Sgd(learning_rate=1000.0)), "sgd.learning_rate"),
+        (msgspec.structs.replace(TRAIN, starts=TRAIN.starts * 65), "starts"),
+        (FitMixture(experts=(), initial_model=REF, sgd=Sgd(), top=65, release=1), "top"),
+    ],
+)
+def test_an_order_that_no_message_can_hold_is_the_users_error_by_field(action: Action, field: str) -> None:
+    require_sendable([TRAIN, ACTION])
+    with pytest.raises(ConfigError, match=rf"\$\.{field}"):
+        require_sendable([TRAIN, action])
+
+
+async def test_an_option_beyond_what_a_message_can_hold_ends_a_run_and_says_so(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    method = FedAvg(MethodSettings(sgd=Sgd(learning_rate=1000.0)))
+    with pytest.raises(ConfigError, match="learning_rate"):
+        await method.round(method.initial(layout, first), fleet)
+    assert fleet.bytes_down == 0
