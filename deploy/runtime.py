@@ -76,7 +76,14 @@ class Runtime:
             ConfigError: the samples have another shape than the task's.
         """
         begin = time.perf_counter()
-        probabilities, weights, energies = self._run(apply(self.task, self.as_batch(x)))
+        return self._predicted(apply(self.task, self.as_batch(x)), begin)
+
+    def predict_inputs(self, x: Floats) -> Prediction:
+        """Predict model inputs, (n, *input_shape) float32: samples that have been preprocessed already."""
+        return self._predicted(x, time.perf_counter())
+
+    def _predicted(self, x: Floats, begin: float) -> Prediction:
+        probabilities, weights, energies = self._run(x)
         index = probabilities.argmax(axis=1).astype(np.int64)
         return Prediction(
             class_index=index,

@@ -133,8 +133,10 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
 def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[], Works]]:
     """How many samples there are for updates, and how to make the worker that learns."""
     from fedge.tasks import device_data
+    from fedge.validation import Validation
 
     data = device_data(task, settings.data, seed=settings.seed)
+    Validation(data.x_val, data.y_val).save(settings.home)
 
     def make_worker() -> Works:
         """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""

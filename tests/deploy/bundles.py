@@ -5,7 +5,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 GOLDEN = Path(__file__).parent / "golden" / "bundle"
+CLASSES = len(json.loads((GOLDEN / "manifest.json").read_bytes())["task"]["classes"])
 
 
 def sha256(data):
@@ -35,6 +38,22 @@ def other_gate(data):
     for i in range(start + begin, start + end, 4):
         changed[i] ^= 1
     return bytes(changed)
+
+
+def poor_gate(data):
+    """Class priors so strong that one class is always the answer: a bundle that runs and is wrong."""
+    return _with(data, "prior", lambda n: np.tile(np.array([50.0] + [0.0] * (CLASSES - 1), np.float32), n // CLASSES))
+
+
+def broken_gate(data):
+    """A bundle that runs and puts out NaN."""
+    return _with(data, "prior", lambda n: np.full(n, np.nan, np.float32))
+
+
+def _with(data, tensor, values):
+    start = 8 + int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8:start])[tensor]["data_offsets"]
+    return data[: start + begin] + values((end - begin) // 4).tobytes() + data[start + end :]
 
 
 def digest(folder):

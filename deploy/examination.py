@@ -1,0 +1,114 @@
+"""Is a new bundle fit to answer on this device? Decided on the device's own samples, in a process of its own.
+
+A graph that brings ONNX Runtime down takes only that process with it. Both bundles are measured there, one after the
+other, so that their latencies are those of the same moment.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from deploy.quality import Measured, measure
+from deploy.runtime import load
+from fedge.errors import FedgeError
+from fedge.messages import NonNegative, Quality
+from fedge.validation import load_validation
+
+TIMEOUT_S: Final = 300.0
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a new bundle may cost, and how it has to prove itself when it answers."""
+
+    accuracy_drop: NonNegative = 0.02  # share of the validation samples; more if so few samples cannot tell
+    latency_ratio: Annotated[float, Meta(ge=1)] = 1.5  # to the running bundle's median of single samples
+    latency_slack_ms: NonNegative = 1.0  # on top, for bundles that take next to nothing
+    latency_ms: NonNegative | None = None  # whatever the running one takes
+    probation_predictions: Annotated[int, Meta(ge=1)] = 20
+    probation_s: NonNegative = 60.0
+
+
+class Examination(Struct, frozen=True, kw_only=True):
+    """reason: why the new bundle must not answer; empty: it may. before: None where nothing answered."""
+
+    reason: str
+    before: Quality | None = None
+    now: Quality | None = None
+
+
+def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
+    """Why the new bundle must not answer, or "".
+
+    Its accuracy may fall by `accuracy_drop`, or by one standard error of the difference where that is more (of the
+    differences per sample: the samples are the same); a single sample decides nothing.
+    """
+    if not now.finite:
+        return "not-finite: it puts out numbers that are not finite on this device's samples"
+    latency = now.quality.latency_ms or 0.0
+    if limits.latency_ms is not None and latency > limits.latency_ms:
+        return f"latency: {latency:.2f} ms a sample, at most {limits.latency_ms:.2f} ms allowed"
+    if before is None:
+        return ""
+    allowed = limits.latency_ratio * (before.quality.latency_ms or 0.0) + limits.latency_slack_ms
+    if latency > allowed:
+        return f"latency: {latency:.2f} ms a sample, at most {allowed:.2f} ms allowed by the running bundle's"
+    if before.correct is not None and now.correct is not None and len(now.correct):
+        difference = before.correct.astype(np.float64) - now.correct
+        error = float(difference.std() / np.sqrt(len(difference)))
+        if difference.sum() > 1 and difference.mean() > max(limits.accuracy_drop, error):
+            was, is_now = before.correct.mean(), now.correct.mean()
+            return f"accuracy: {is_now:.3f} on this device's samples, where the running bundle has {was:.3f}"
+    return ""
+
+
+def examine(running: Path | None, staged: Path, home: Path, limits: Limits) -> Examination:
+    """Measure and compare in a child process; whatever goes wrong there is a reason to refuse."""
+    request = msgspec.json.encode([None if running is None else str(running), str(staged), str(home), limits])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.examination"],
+            input=request,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Examination(reason=f"smoke-test: no answer within {TIMEOUT_S:.0f} s")
+    if done.returncode == 0:
+        return msgspec.json.decode(done.stdout, type=Examination)
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    cause = f"signal {-done.returncode}" if done.returncode < 0 else (said[-1] if said else f"exit {done.returncode}")
+    return Examination(reason=f"smoke-test: it cannot be run on this device ({cause})"[:500])
+
+
+def _examined(running: Path | None, staged: Path, home: Path, limits: Limits) -> Examination:
+    try:
+        new = load(staged)
+        validation = load_validation(home, new.task)
+        now = measure(new, validation)
+    except FedgeError as error:
+        return Examination(reason=f"smoke-test: {error}"[:500])
+    before = None
+    if running is not None:
+        try:
+            before = measure(load(running), validation)
+        except FedgeError:  # a running bundle that is broken is no yardstick
+            before = None
+    return Examination(
+        reason=verdict(before, now, limits), before=None if before is None else before.quality, now=now.quality
+    )
+
+
+if __name__ == "__main__":
+    old, new_one, at, allowed_costs = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=tuple[str | None, str, str, Limits]
+    )
+    found = _examined(None if old is None else Path(old), Path(new_one), Path(at), allowed_costs)
+    sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -1,0 +1,58 @@
+"""The device's own validation samples, kept beside its bundles: what a new one is measured on. They never leave it."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+from fedge.task import TaskSpec
+
+FILE: Final = "validation.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """x: (n, *input_shape) float32 model inputs; y: (n,) int64 class numbers, None without labels."""
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64] | None
+
+    def save(self, home: Path) -> None:
+        """Write HOME/validation.npz, readable by its owner alone.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        buffer = io.BytesIO()
+        if self.y is None:
+            np.savez(buffer, x=self.x)
+        else:
+            np.savez(buffer, x=self.x, y=self.y)
+        write_atomically(home / FILE, buffer.getvalue())
+
+
+def load_validation(home: Path, task: TaskSpec) -> Validation:
+    """Read HOME/validation.npz; without one there are no samples.
+
+    Raises:
+        ConfigError: it cannot be read, or holds samples of another task.
+    """
+    path = home / FILE
+    if not path.exists():
+        return Validation(np.zeros((0, *task.input_shape), np.float32), None)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            x, y = np.asarray(arrays["x"], np.float32), arrays.get("y")
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
+        raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
+    return Validation(x, y)

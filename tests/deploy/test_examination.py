@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+
+from deploy import load
+from deploy.examination import Limits, examine, verdict
+from deploy.quality import Measured
+from fedge.messages import Quality
+from fedge.preprocess import apply
+from fedge.validation import Validation
+
+from .bundles import GOLDEN, broken_gate, other_gate, poor_gate, variant
+
+pytestmark = pytest.mark.torch_free
+
+
+def measured(n_correct, n=100, *, latency=1.0, finite=True):
+    correct = np.arange(n) < n_correct
+    quality = Quality(n=n, accuracy=float(correct.mean()), latency_ms=latency)
+    return Measured(quality, np.zeros(n, np.int64), correct, finite)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reason"),
+    [
+        (measured(90), measured(90), ""),
+        (measured(90), measured(88), ""),
+        (measured(90), measured(80), "accuracy"),
+        (measured(9, 10), measured(8, 10), ""),  # one of ten: chance
+        (measured(9, 10), measured(5, 10), "accuracy"),
+        (measured(50), measured(99), ""),
+        (measured(90), measured(90, latency=2.4), ""),  # 1.5 x 1 ms and 1 ms
+        (measured(90), measured(90, latency=2.6), "latency"),
+        (measured(90), measured(90, finite=False), "not-finite"),
+        (None, measured(10), ""),
+        (None, measured(10, finite=False), "not-finite"),
+    ],
+)
+def test_verdict(before, now, reason):
+    assert verdict(before, now, Limits()).split(":")[0] == reason
+
+
+def test_an_absolute_limit_counts_also_for_the_first_bundle():
+    assert verdict(None, measured(90, latency=6.0), Limits(latency_ms=5.0)).startswith("latency")
+    assert verdict(None, measured(90, latency=4.0), Limits(latency_ms=5.0)) == ""
+
+
+def test_without_labels_accuracy_is_no_reason():
+    def unlabelled(measured):
+        return Measured(measured.quality, measured.predicted, None, finite=True)
+
+    assert verdict(unlabelled(measured(90)), unlabelled(measured(10)), Limits()) == ""
+
+
+# ------------------------------------------------------------------------------------- in a process of its own
+
+
+@pytest.fixture
+def home(tmp_path):
+    runtime = load(GOLDEN)
+    with np.load(GOLDEN.parent / "expected.npz") as arrays:
+        samples = np.tile(arrays["x"], (10, *[1] * (arrays["x"].ndim - 1)))
+    y = runtime.predict(samples).class_index
+    Validation(apply(runtime.task, runtime.as_batch(samples)), y).save(tmp_path)
+    return tmp_path
+
+
+LENIENT = Limits(latency_ratio=100.0, latency_slack_ms=1000.0)  # what is asserted here is not the time
+
+
+def test_a_bundle_that_is_as_good_may_answer(home):
+    found = examine(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
+
+    assert found.reason == ""
+    assert found.before.accuracy == found.now.accuracy == 1.0
+
+
+@pytest.mark.parametrize(("gate", "reason"), [(poor_gate, "accuracy"), (broken_gate, "not-finite")])
+def test_one_that_is_worse_may_not(home, gate, reason):
+    found = examine(GOLDEN, variant(home / "new", release=2, gate=gate), home, LENIENT)
+
+    assert found.reason.split(":")[0] == reason
+
+
+def test_one_that_cannot_be_run_is_refused_with_the_reason(home):
+    folder = variant(home / "new", release=2)
+    (folder / "skeleton.onnx").write_bytes(b"junk")
+
+    assert examine(GOLDEN, folder, home, LENIENT).reason.startswith("smoke-test: ")
+
+
+def test_one_that_brings_the_process_down_is_refused(home, monkeypatch):
+    killer = home / "python"
+    killer.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    killer.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(killer))
+
+    found = examine(GOLDEN, variant(home / "new", release=2), home, LENIENT)
+
+    assert "signal 11" in found.reason
+
+
+def test_a_running_bundle_that_is_broken_is_no_yardstick(home):
+    old = variant(home / "old", release=1)
+    next(old.glob("*.safetensors")).write_bytes(b"rotten")
+
+    found = examine(old, variant(home / "new", release=2), home, LENIENT)
+
+    assert found.reason == ""
+    assert found.before is None

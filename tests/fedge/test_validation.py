@@ -1,0 +1,40 @@
+import stat
+
+import numpy as np
+import pytest
+
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+from fedge.validation import FILE, Validation, load_validation
+
+TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(3,), model="mlp")
+
+
+@pytest.mark.parametrize("y", [None, np.array([0, 1])])
+def test_what_is_saved_is_loaded_and_for_the_owner_alone(tmp_path, y):
+    Validation(np.ones((2, 3), np.float32), y).save(tmp_path)
+
+    found = load_validation(tmp_path, TASK)
+
+    assert found.x.shape == (2, 3)
+    assert (found.y is None) == (y is None)
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+
+
+def test_without_a_file_there_are_no_samples(tmp_path):
+    assert load_validation(tmp_path, TASK).x.shape == (0, 3)
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x05\x06" + b"\0" * 18])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / FILE).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=FILE):
+        load_validation(tmp_path, TASK)
+
+
+def test_samples_of_another_task_are_refused(tmp_path):
+    Validation(np.ones((2, 4), np.float32), None).save(tmp_path)
+
+    with pytest.raises(ConfigError, match="shape"):
+        load_validation(tmp_path, TASK)
