@@ -134,12 +134,17 @@ SOURCES: dict[str, Callable[[Path, str], tuple[np.ndarray, np.ndarray]]] = {
 }
 
 
+WHOLE = {"mnist-28": "mnist", "fashion-mnist-28": "fashion-mnist"}  # as they are, 28 x 28
+
+
 def source_of(name: str, data: Path | None, out: Path) -> dict[str, object]:
     """Task and data of a set; pooled images are written once, beside the runs."""
     if name == "digits":
         return {"task": "digits"}
     if data is None:
         raise SystemExit(f"the setting needs {name}: say where the data sets are, with --data DIR")
+    if name in WHOLE:
+        return {"task": WHOLE[name], "data": data}
     if name not in SOURCES:
         folder = {"uci-har": "uci-har", "spoken-digits": "fsdd"}[name]
         return {"task": name, "data": data / folder}

@@ -155,7 +155,8 @@ def main() -> None:
     found, targets = {}, {}
     for name in names:
         targets[name] = TARGETS["digits" if arguments.table == "digits" else name.split(",")[0]]
-        found[name] = measure(name, [METHODS[row] for row in rows], settings[name] | full, arguments)
+        size = full | {"set": f"{settings[name]['set']}-28"} if full else {}
+        found[name] = measure(name, [METHODS[row] for row in rows], settings[name] | size, arguments)
     spec = {
         (row, name): SPEC[row][list(settings).index(name)] if arguments.table == "digits" and row in SPEC else None
         for row in rows
