@@ -7,8 +7,9 @@ and Jetsons that are always there.
 
 Columns, mean over the seeds (± standard deviation over the seeds): accuracy over the devices, its standard deviation
 over the devices, mean of the worst tenth of them, macro F1, global accuracy, accuracy of the newcomers, and rounds,
-megabytes and simulated seconds until the target was seen (95 % of the best method's accuracy). Newcomers:
-those of fedavg+ft, scmoe-pfl and fedge train when they install their bundle, all others have no training of theirs. Silhouettes of overlapping clusters stand below.
+megabytes and simulated seconds until the target was seen (95 % of the best method's accuracy). Newcomers: those of
+fedavg+ft, scmoe-pfl and fedge train when they install their bundle, all others have no training of theirs. Silhouettes
+of overlapping clusters stand below.
 
 Runs that are done are kept in --out; the same command goes on where it was.
 
