@@ -1,14 +1,18 @@
 """What AIDC and MCTC cost as the federation grows: time and memory against N, the number of devices.
 
-Synthetic devices in five planted groups: profiles (N, 64) of values in [0, 1] for AIDC; update directions (N, 256) for
-MCTC, whose embedding is part of the time. Each case runs in a process of its own, whose largest
-resident set, less that of the same process with N = 50, is the memory. Promised: AIDC O(N^2 q) time and 8 N^2 bytes up
+Synthetic devices in five planted groups: profiles (N, 64) of values in [0, 1] for AIDC, measured in the unit that their
+groups' centres give, so that two groups are about 1 apart; update directions (N, 256) for MCTC, whose embedding is part
+of the time. Each case runs in a process of its own, whose largest resident set, less that of the same process with
+N = 50, is the memory. Promised: AIDC O(N^2 q) time and 8 N^2 bytes up
 to 2,000 devices, above that O(N R q) time and O(R^2 + R) memory for R anchors; MCTC O(N^2 (m + log N)) time and
 16 to 24 N^2 bytes, after an eigendecomposition, O(N^3), where there are fewer devices than parameters: below 256 here.
 Times are the processor's, so that others on the machine count little. `growth` is the exponent between two neighbours
 in the table, `rand` the adjusted Rand index of the clusters found (first cluster of each device) against the groups.
 
-Run: python benchmarks/clustering.py [--devices 250 500 1000 2000 5000 10000] [--json FILE] [--plot FILE.png]
+With --noise 0.1 the devices of a group are about as far apart as theta_split allows: where AIDC begins to fail.
+
+Run: python benchmarks/clustering.py [--devices 250 500 1000 2000 5000 10000] [--noise SD] [--json FILE]
+     [--plot FILE.png]
 """
 
 from __future__ import annotations
@@ -32,25 +36,25 @@ N_GROUPS = 5
 SMALLEST = 50
 
 
-def one(algorithm: str, n: int) -> dict[str, float]:
+def one(algorithm: str, n: int, noise: float) -> dict[str, float]:
     """Processor time and memory of one case, in this process."""
     from sklearn.metrics import adjusted_rand_score
 
-    from coordinator.clustering.aidc import aidc
+    from coordinator.clustering.aidc import aidc, class_unit
     from coordinator.clustering.mctc import embedding, mctc
 
     rng = np.random.default_rng(0)
     group = np.arange(n) % N_GROUPS
     if algorithm == "aidc":
         centres = rng.random((N_GROUPS, 64))
-        data = np.clip(centres[group] + 0.05 * rng.standard_normal((n, 64)), 0, 1)
+        data = np.clip(centres[group] + noise * rng.standard_normal((n, 64)), 0, 1)
     else:
         centres = rng.standard_normal((N_GROUPS, 256))
         data = centres[group] + 0.5 * rng.standard_normal((n, 256))
     aidc(np.eye(4), unit=1.0)  # imports
     start = time.process_time()
     if algorithm == "aidc":
-        clusters = aidc(data, unit=0.05, rng=rng).clusters
+        clusters = aidc(data, unit=class_unit(centres), rng=rng).clusters
     else:
         clusters = mctc(embedding(data)).partition.members
     taken = time.process_time() - start
@@ -61,17 +65,17 @@ def one(algorithm: str, n: int) -> dict[str, float]:
     return {"seconds": taken, "peak_mb": peak, "rand": adjusted_rand_score(group, labels), "clusters": len(clusters)}
 
 
-def in_child(algorithm: str, n: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", algorithm, str(n)]
+def in_child(algorithm: str, n: int, noise: float) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", algorithm, str(n), "--noise", str(noise)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def table(algorithm: str, sizes: list[int]) -> list[dict[str, Any]]:
-    idle = in_child(algorithm, SMALLEST)["peak_mb"]
+def table(algorithm: str, sizes: list[int], noise: float) -> list[dict[str, Any]]:
+    idle = in_child(algorithm, SMALLEST, noise)["peak_mb"]
     rows: list[dict[str, Any]] = []
     for n in sizes:
-        found = in_child(algorithm, n)
+        found = in_child(algorithm, n, noise)
         row = {
             "devices": n,
             "seconds": round(found["seconds"], 3),
@@ -112,19 +116,20 @@ def plot(figures: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[250, 500, 1000, 2000, 3000, 5000, 10_000])
+    parser.add_argument("--noise", type=float, default=0.05, help="sd of a channel of a profile (default 0.05)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
     parser.add_argument("--one", nargs=2, metavar=("ALGORITHM", "N"), help="one case, figures to standard output")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(one(args.one[0], int(args.one[1]))))
+        print(json.dumps(one(args.one[0], int(args.one[1]), args.noise)))
         return
     figures: dict[str, Any] = {
         "benchmark": "clustering",
         "machine": platform.processor() or platform.machine(),
         "processors": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
-    } | {algorithm: table(algorithm, sorted(args.devices)) for algorithm in ALGORITHMS}
+    } | {algorithm: table(algorithm, sorted(args.devices), args.noise) for algorithm in ALGORITHMS}
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if args.plot:

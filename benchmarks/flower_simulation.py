@@ -16,6 +16,7 @@ import os
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no GPU is asked for; saves a warning
 
+import contextlib
 import logging
 import tempfile
 import time
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray  # noqa: F401 - of flwr[simulation]: without it there is no engine
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -41,19 +43,24 @@ client = ClientApp()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """weights: the last global model; seconds: of each round but the first two, which start processes."""
+    """weights: the last global model; seconds: of each round but the first two, which start processes.
+
+    processor_seconds: likewise, of this process and all that it started.
+    """
 
     weights: Weights
     seconds: list[float]
+    processor_seconds: list[float]
 
 
 class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
-    """Flower's FedAvg; `ends`: when each round's aggregation was done."""
+    """Flower's FedAvg; `ends`: when each round's aggregation was done; `used`: processor time until then."""
 
     def __init__(self, n_clients: int) -> None:
         super().__init__(fraction_evaluate=0.0, min_train_nodes=n_clients, min_available_nodes=n_clients)
         self.n_clients = n_clients
         self.ends: list[float] = []
+        self.used: list[float] = []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -64,7 +71,19 @@ class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
             raise RuntimeError(f"not every client answered in round {server_round}: {errors}")
         done: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(server_round, replies)
         self.ends.append(time.perf_counter())
+        self.used.append(_processor_seconds())
         return done
+
+
+def _processor_seconds() -> float:
+    """Of this process and its descendants so far."""
+    own = psutil.Process()
+    used = 0.0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system
+    return used
 
 
 def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *, idle: bool = False) -> Outcome:
@@ -103,7 +122,7 @@ def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *
                 "init_args": {"num_cpus": cores, "log_to_driver": False},
             },
         )
-    return Outcome(found[0], np.diff(strategy.ends[1:]).tolist())
+    return Outcome(found[0], np.diff(strategy.ends[1:]).tolist(), np.diff(strategy.used[1:]).tolist())
 
 
 # -------------------------------------------------------------------------------------------- in Flower's processes

@@ -140,8 +140,8 @@ class Speed:
                 total.add_(p.detach(), alpha=len(y) / n_all)
         return time.perf_counter() - start
 
-    def flower(self, flower: ModuleType, *, idle: bool) -> list[float]:
-        """Seconds of rounds of Flower's simulation; `idle`: its clients send back what they were sent."""
+    def flower(self, flower: ModuleType, *, idle: bool) -> tuple[list[float], list[float]]:
+        """Seconds and processor seconds of Flower's rounds; `idle`: its clients send back what they were sent."""
         plan = Plan(
             rounds=FLOWER_ROUNDS,
             steps=self.sgd.steps,
@@ -152,8 +152,8 @@ class Speed:
         )
         first = {name: torch.tensor(array) for name, array in unflatten(self.first, self.layout).items()}
         clients = [own.shared for own in self.data.values()]
-        seconds: list[float] = flower.fedavg(self.task.model, first, clients, plan, idle=idle).seconds
-        return seconds
+        found = flower.fedavg(self.task.model, first, clients, plan, idle=idle)
+        return found.seconds, found.processor_seconds
 
 
 def flower_or_none() -> ModuleType | None:
@@ -182,8 +182,9 @@ def speed_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         if not repeat:
             seconds, processor = {}, {}  # the first warms up
         elif flower is not None:  # warms up by itself
-            seconds.setdefault("flower", []).extend(speed.flower(flower, idle=False))
-            seconds.setdefault("flower, idle", []).extend(speed.flower(flower, idle=True))
+            for name, idle in (("flower", False), ("flower, idle", True)):
+                for kept, new in zip((seconds, processor), speed.flower(flower, idle=idle), strict=True):
+                    kept.setdefault(name, []).extend(new)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     plain = min(taken for name, taken in medians.items() if name.startswith("plain"))
     n = len(speed.data)
