@@ -7,7 +7,7 @@ default, int8 with zstd, sends less than a quarter of the updates' bytes: --code
 
     seconds   from the end of a round to the end of the next: orders, model down, updates up and checked, durable
               reports, average, durable model and state. Median; the first round, which connects, does not count
-    CPU       user + system seconds a round
+    CPU       seconds a round: coordinator, one agent (mean), broker, all processes together
     memory    VmHWM: the largest resident set of the process in its life
 
 The rival's figures are published measurements of Flower 1.41 with 4 nodes; they are not measured here.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import statistics
 import sys
@@ -52,11 +53,17 @@ def task_of(model: str) -> TaskSpec:
     return TaskSpec(name="overhead", classes=classes, input_shape=(64,), model="mlp", model_options=options)
 
 
-def used() -> dict[str, float]:
-    """CPU seconds and the largest resident set (MB) of this process so far."""
+def peak_mb() -> float:
+    """The largest resident set of this process so far."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    return {"cpu_s": time.process_time(), "peak_mb": int(peak) * 1024 / 1e6}
+    return int(peak) * 1024 / 1e6
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that the threads of a process have used (Linux)."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(path.read_text(encoding="ascii").split()[0]) for path in threads) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------ the agents
@@ -68,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 class Idle:
-    """Answers an order to train with random numbers of the model's shapes, made once."""
+    """Answers an order to train with random numbers of the model's shapes, made once but for a number of a bias."""
 
     def __init__(self, device_id: str) -> None:
         self._rng = np.random.default_rng(sum(device_id.encode()))
@@ -83,28 +90,31 @@ class Idle:
         if not self._update:
             model = from_bytes(fetch(action.starts[0].model))
             self._update = {n: 1e-3 * self._rng.standard_normal(t.shape, np.float32) for n, t in model.items()}
-        first = next(iter(self._update.values())).reshape(-1)
-        first[0] = order.round  # the bytes of this round, and of this agent
+        smallest = min(self._update.values(), key=lambda tensor: tensor.size).reshape(-1)
+        smallest[0] = 1e-3 * order.round  # the bytes of this round, and of this agent
         data = encode(self._update, action.codec)
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
         result = Trained(update=ref, n_samples=1, loss_before=1.0, loss_after=1.0, gradient_norm=0.0)
         return Outcome(result, {ref.digest: data})
 
 
-async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, Any]:
+async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, float]:
     from edge_agent.agent import Agent, Identity
 
     identity = Identity(device_id, FEDERATION, task_of(model), n_shared=1)
     agent = Agent(identity, BrokerSettings("127.0.0.1", port), home / device_id, lambda: Idle(device_id))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, agent.stop)
     await agent.run()
-    return used()
+    return {"peak_mb": peak_mb()}
 
 
 # -------------------------------------------------------------------------------------------------- the coordinator
 
 
-async def run_coordinator(port: int, home: Path, model: str, agents: int, rounds: int, codec: Codec) -> dict[str, Any]:
+async def run_coordinator(
+    port: int, home: Path, model: str, agents: int, rounds: int, codec: Codec, others: dict[str, int]
+) -> dict[str, Any]:
+    """`others`: the processes whose CPU time is looked at when a round ends, by name."""
     from coordinator.service import CoordinatorSettings, serve
     from coordinator.store import Store
 
@@ -119,13 +129,14 @@ async def run_coordinator(port: int, home: Path, model: str, agents: int, rounds
         codec=codec,
     )
     ends: list[float] = []
-    cpu: list[float] = []
+    cpu: list[list[float]] = []
+    pids = {"coordinator": os.getpid(), **others}
     bytes_moved: list[tuple[int, int]] = []
 
     def observe(event: str, fields: dict[str, Any]) -> None:
         if event == "round_done" and len(ends) <= rounds:
             ends.append(time.monotonic())
-            cpu.append(time.process_time())
+            cpu.append([cpu_s(pid) for pid in pids.values()])
             bytes_moved.append((fields["bytes_up"], fields["bytes_down"]))
 
     with closing(Store(settings.home)) as store:
@@ -136,8 +147,8 @@ async def run_coordinator(port: int, home: Path, model: str, agents: int, rounds
         "seconds": np.diff(ends).tolist(),
         "mb_up": (bytes_moved[-1][0] - bytes_moved[0][0]) / rounds / 1e6,
         "mb_down": (bytes_moved[-1][1] - bytes_moved[0][1]) / rounds / 1e6,
-        "cpu_s_per_round": (cpu[-1] - cpu[0]) / rounds,
-        **used(),
+        "cpu_s_per_round": dict(zip(pids, np.median(np.diff(cpu, axis=0), axis=0).tolist(), strict=True)),
+        "peak_mb": peak_mb(),
     }
 
 
@@ -176,7 +187,9 @@ async def measure(case: Case, rounds: int, codec: Codec) -> dict[str, Any]:
         broker = await stack.enter_async_context(LocalBroker("mosquitto"))
         ids = [f"agent{i}" for i in range(case.agents)]
         agents = [await start(stack, "agent", broker.port, home, case.model, i) for i in ids]
-        coordinator = await start(stack, "coordinator", broker.port, home, case.model, case.agents, rounds, codec)
+        pids = {"broker": broker.pid, **{i: agent.pid for i, agent in zip(ids, agents, strict=True)}}
+        told = (case.model, case.agents, rounds, codec, json.dumps(pids))
+        coordinator = await start(stack, "coordinator", broker.port, home, *told)
         waiting = [asyncio.create_task(answer_of(process)) for process in (coordinator, *agents)]
         ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if ended != {waiting[0]}:
@@ -185,28 +198,39 @@ async def measure(case: Case, rounds: int, codec: Codec) -> dict[str, Any]:
         for agent in agents:
             agent.terminate()
         clients = await asyncio.gather(*waiting[1:])
+    cpu = server.pop("cpu_s_per_round")
     return {
         "model": case.model,
         "agents": case.agents,
         "seconds": statistics.median(server["seconds"]),
         "coordinator": server,
-        "agent": {name: statistics.median(client[name] for client in clients) for name in ("cpu_s", "peak_mb")},
+        "agent": {"peak_mb": statistics.median(client["peak_mb"] for client in clients)},
+        "cpu_s_per_round": {
+            "coordinator": cpu["coordinator"],
+            "agent": statistics.fmean(cpu[i] for i in ids),
+            "broker": cpu["broker"],
+            "all": sum(cpu.values()),
+        },
     }
 
 
 def show(found: dict[str, Any]) -> None:
     server, seconds, rival = found["coordinator"], found["seconds"], FLOWER[found["model"]]
+    cpu = " ".join(f"{found['cpu_s_per_round'][name]:6.3f}" for name in ("coordinator", "agent", "broker", "all"))
     print(
         f"{found['model']:>7} {found['agents']:>6} {seconds:8.3f} ({min(server['seconds']):.3f}-"
         f"{max(server['seconds']):.3f}) {server['mb_up']:8.1f} {server['mb_down']:8.1f} "
-        f"{server['cpu_s_per_round']:8.3f} {server['peak_mb']:8.0f} {found['agent']['peak_mb']:8.0f}"
+        f" {cpu} {server['peak_mb']:8.0f} {found['agent']['peak_mb']:8.0f}"
         f"   {rival['seconds']:.1f} s, {rival['server_mb']:.0f} MB: {rival['seconds'] / seconds:.1f} x faster,"
         f" {server['peak_mb'] / rival['server_mb']:.2f} of its memory"
     )
 
 
 async def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    print("  model agents  s/round (range)         MB up  MB down  CPU s/r  server MB agent MB   Flower 1.41, 4 nodes")
+    print(
+        "  model agents  s/round (range)         MB up  MB down  CPU: server agent broker all  server MB agent MB"
+        "   Flower 1.41, 4 nodes"
+    )
     results = []
     for model in options.models:
         for agents in options.agents:
@@ -221,8 +245,8 @@ def role(arguments: list[str]) -> None:
     if kind == "agent":
         measured = asyncio.run(run_agent(int(port), Path(home), model, rest[0]))
     else:
-        agents, rounds, codec = int(rest[0]), int(rest[1]), Codec(rest[2])
-        measured = asyncio.run(run_coordinator(int(port), Path(home), model, agents, rounds, codec))
+        agents, rounds, codec, others = int(rest[0]), int(rest[1]), Codec(rest[2]), json.loads(rest[3])
+        measured = asyncio.run(run_coordinator(int(port), Path(home), model, agents, rounds, codec, others))
     print(json.dumps(measured))
 
 
