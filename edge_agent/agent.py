@@ -418,8 +418,8 @@ class Agent:
                 return None
             log.exception("event=order_failed order=%s", order.id)
             return Failed(reason=f"{type(error).__name__}: {error}"[:MAX_REASON])
-        for data in outcome.blobs.values():
-            self._outbox.put_blob(data)
+        for digest, data in outcome.blobs.items():
+            self._outbox.put_blob(digest, data)
         return outcome.result
 
     def _check(self, order: Order, result: Result) -> None:

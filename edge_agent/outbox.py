@@ -27,7 +27,6 @@ import msgspec
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
-from fedge.tensors import digest_of
 
 log = logging.getLogger("fedge.agent")
 
@@ -111,12 +110,11 @@ class Outbox:
         """Write an order, or its new deadline."""
         write_atomically(self._orders / order.id, encode(order))
 
-    def put_blob(self, data: bytes) -> str:
-        """Write tensors that the next report names; returns their digest. May be called from another thread."""
-        digest = digest_of(data)
+    def put_blob(self, digest: str, data: bytes) -> None:
+        """Write tensors that the next report names, by their digest. May be called from another thread."""
         with self._blob_lock:  # before the look whether it is there: from here on nobody deletes it
             self._unreported.add(digest)
-        return self._blobs.put(data)
+        self._blobs.put_as(digest, data)
 
     def keep(self, report: Report) -> None:
         """Write a report, after its blobs. From now on the work is done and not repeated."""

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
-from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, flatten, from_bytes, to_bytes, unflatten
+from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, from_bytes, to_bytes, to_pieces, unflatten
 
+_BLOCK: Final = 65_536  # numbers that are rounded at a time, so that they stay in the CPU's cache from step to step
 _LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
 _SCALE: Final = ".scale"
 _LARGEST_BFLOAT16: Final = np.uint32(0x7F7F)  # magnitude bits; a finite number must not be rounded to infinity
@@ -41,18 +42,34 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
     Raises:
         ValueError: a tensor holds NaN or infinity, has another type, or its name clashes with that of a scale.
     """
+    if codec is Codec.FLOAT32:
+        return b"".join(pieces(tensors))
     if codec is Codec.INT8 and (clash := {name + _SCALE for name in tensors} & set(tensors)):
         raise ValueError(f"{sorted(clash)} are also the names of scales")
     stored: Tensors = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in (np.float32, np.int64) or not np.isfinite(tensor).all():
-            raise ValueError(f"{name} ({tensor.dtype}) is not a float32 or int64 tensor of finite numbers")
+        _require_finite(name, tensor)
         if tensor.dtype == np.int64 or name in exact:
             stored[name] = tensor
         else:
             stored |= _stored(name, tensor.astype(np.float32, copy=False), codec)
-    data = to_bytes(stored)
-    return data if codec is Codec.FLOAT32 else zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(to_bytes(stored))
+
+
+def pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
+    """What joined is `encode` in FLOAT32: a large model is stored without being copied first.
+
+    Raises:
+        ValueError: as `encode`.
+    """
+    for name, tensor in tensors.items():
+        _require_finite(name, tensor)
+    return to_pieces(tensors)
+
+
+def _require_finite(name: str, tensor: NDArray[np.generic]) -> None:
+    if tensor.dtype not in (np.float32, np.int64) or not np.isfinite(tensor).all():
+        raise ValueError(f"{name} ({tensor.dtype}) is not a float32 or int64 tensor of finite numbers")
 
 
 def decode(data: bytes, codec: Codec, layout: Layout) -> Model:
@@ -62,22 +79,46 @@ def decode(data: bytes, codec: Codec, layout: Layout) -> Model:
         ProtocolError: `oversized` (more than the layout can need), `malformed` (not the codec's format), `layout` (a
             tensor is missing, unknown, or has another shape or type) or `not-finite`.
     """
-    tensors = from_bytes(_unpack(data, codec, _largest(layout)))
-    if codec in (Codec.FLOAT32, Codec.FLOAT32_ZSTD):
-        return flatten(tensors, layout)
-    _check(tensors, layout, codec)
+    tensors = _checked(data, codec, layout)
     model = Model(
         params=np.empty(layout.n_params, np.float32),
         buffers=np.empty(sum(t.size for t in layout.of_kind("buffer")), np.float32),
         counters=np.empty(sum(t.size for t in layout.of_kind("counter")), np.int64),
     )
     views = unflatten(model, layout)
-    with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale; the result is checked below
-        for info in layout.tensors:
-            _restore(tensors, info, codec, views[info.name])
-    if not (np.isfinite(model.params).all() and np.isfinite(model.buffers).all()):
-        raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
+    for info in layout.tensors:
+        _restore(tensors, info, codec, views[info.name])
     return model
+
+
+def check(data: bytes, codec: Codec, layout: Layout) -> None:
+    """Refuse what `decode` refuses, in half the time and without the memory of a model.
+
+    Raises:
+        ProtocolError: as `decode`.
+    """
+    _checked(data, codec, layout)
+
+
+def _checked(data: bytes, codec: Codec, layout: Layout) -> Tensors:
+    """The stored tensors of a blob, which are those of a finite model of this layout."""
+    tensors = from_bytes(_unpack(data, codec, _largest(layout)))
+    _check(tensors, layout, codec)
+    if not all(_finite(tensors, info, codec) for info in layout.tensors):
+        raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
+    return tensors
+
+
+def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
+    """Whether `_restore` makes finite numbers of a tensor."""
+    stored: NDArray[Any] = tensors[info.name]
+    if info.kind == "param" and codec is Codec.INT8:
+        extremes = np.array([np.min(stored, initial=0), np.max(stored, initial=0)], np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale
+            return bool(np.isfinite(np.multiply(extremes, tensors[info.name + _SCALE])).all())
+    if info.kind == "param" and codec is Codec.BFLOAT16:
+        return bool(np.max(stored & np.uint16(0x7FFF), initial=0) <= _LARGEST_BFLOAT16)
+    return bool(np.isfinite(stored).all())
 
 
 def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
@@ -93,12 +134,17 @@ def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
 
 
 def _to_int8(tensor: Floats) -> tuple[Floats, NDArray[np.int8]]:
-    largest = np.max(np.abs(tensor), initial=0.0)
+    largest = np.maximum(np.max(tensor, initial=0.0), -np.min(tensor, initial=0.0))
     scale = np.asarray(np.minimum(largest / np.float32(127), _LARGEST_SCALE), dtype=np.float32)
     if scale == 0:  # all zero, or so small that the scale underflows
         return scale, np.zeros(tensor.shape, np.int8)
-    rounded = np.clip(np.rint(tensor / scale), -127, 127)  # a denormal scale is too coarse for the quotient
-    return scale, np.asarray(rounded, dtype=np.int8)
+    numbers, rounded = tensor.reshape(-1), np.empty(tensor.size, np.int8)
+    for start in range(0, tensor.size, _BLOCK):
+        block = numbers[start : start + _BLOCK] / scale
+        np.rint(block, out=block)
+        np.clip(block, -127, 127, out=block)  # a denormal scale is too coarse for the quotient
+        rounded[start : start + _BLOCK] = block
+    return scale, rounded.reshape(tensor.shape)
 
 
 def _to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:
@@ -112,7 +158,7 @@ def _to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:
 def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[Any]) -> None:
     """Write one tensor into its place in the vectors."""
     stored = tensors[info.name]
-    if info.kind != "param":
+    if info.kind != "param" or codec in (Codec.FLOAT32, Codec.FLOAT32_ZSTD):
         target[...] = stored
     elif codec is Codec.INT8:
         np.multiply(stored, tensors[info.name + _SCALE], out=target)
@@ -124,7 +170,7 @@ def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[A
 
 def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
     """Refuse tensors that are not exactly those that `encode` makes of this layout."""
-    param = np.int8 if codec is Codec.INT8 else np.uint16
+    param = {Codec.INT8: np.int8, Codec.BFLOAT16: np.uint16}.get(codec, np.float32)
     dtypes = {"param": param, "buffer": np.float32, "counter": np.int64}
     expected: dict[str, tuple[tuple[int, ...], type]] = {t.name: (t.shape, dtypes[t.kind]) for t in layout.tensors}
     if codec is Codec.INT8:

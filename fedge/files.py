@@ -26,8 +26,8 @@ def volatile() -> Iterator[None]:
         _durable.reset(before)
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Replace `path` by `data`, so that after a crash it holds either the old or the new bytes, never a part.
+def write_atomically(path: Path, *data: bytes | memoryview) -> None:
+    """Replace `path` by `data`, all pieces of it: after a crash it holds either the old or the new bytes, never a part.
 
     Raises:
         StoreError: the disk is full or the folder cannot be written.
@@ -37,7 +37,7 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 if _durable.get():
                     os.fsync(file.fileno())
@@ -107,16 +107,24 @@ class BlobFolder:
     def __iter__(self) -> Iterator[str]:
         return (p.name for p in self._folder.iterdir() if len(p.name) == 64)
 
-    def put(self, data: bytes | memoryview) -> str:
-        """Store bytes durably and return their digest; storing them again does nothing.
+    def put(self, *data: bytes | memoryview) -> str:
+        """Store bytes, one piece after the other, durably, and return their digest; again it does nothing.
 
         Raises:
             StoreError: the disk is full or the folder cannot be written.
         """
-        digest = digest_of(data)
-        if digest not in self:
-            write_atomically(self.path(digest), data)
+        digest = digest_of(*data)
+        self.put_as(digest, *data)
         return digest
+
+    def put_as(self, digest: str, *data: bytes | memoryview) -> None:
+        """Store bytes whose digest the caller has just computed.
+
+        Raises:
+            StoreError: the disk is full or the folder cannot be written.
+        """
+        if digest not in self:
+            write_atomically(self.path(digest), *data)
 
     def get(self, digest: str) -> bytes:
         """Read a blob.

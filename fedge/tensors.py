@@ -40,6 +40,9 @@ _TYPES: Final = {
 }
 """numpy's types and their names in safetensors, in the order of the format, which puts the last ones first."""
 
+_METADATA: Final = "__metadata__"
+"""A key of the header that is no tensor."""
+
 Floats = NDArray[np.float32]
 Tensors = dict[str, NDArray[np.generic]]
 
@@ -179,6 +182,15 @@ def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     Raises:
         ValueError: an array is of none of the types in `_TYPES`.
     """
+    return b"".join(to_pieces(tensors))
+
+
+def to_pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
+    """What `to_bytes` joins: the header, and the memory of each tensor, which is not copied.
+
+    Raises:
+        ValueError: an array is of none of the types in `_TYPES`.
+    """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     if odd := {array.dtype for array in arrays.values()} - set(_TYPES):
         raise ValueError(f"arrays of {sorted(map(str, odd))} cannot be stored")
@@ -192,24 +204,58 @@ def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
         }
     )
     header += b" " * (-len(header) % 8)
-    return b"".join([len(header).to_bytes(8, "little"), header, *(arrays[name].data for name in names)])
+    head = len(header).to_bytes(8, "little") + header
+    return [head, *(arrays[name].reshape(-1).view(np.uint8).data for name in names)]
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor in the header of a safetensors file; data_offsets: [start, end) of its bytes behind the header."""
+
+    dtype: str
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+
+
+_header: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry: Final = msgspec.json.Decoder(_Entry)
+_DTYPES: Final = {name: dtype for dtype, name in _TYPES.items()}
 
 
 def from_bytes(data: bytes) -> Tensors:
-    """Parse safetensors from outside.
+    """Parse safetensors from outside: read-only views of the bytes, of which every one belongs to one tensor.
+
+    `safetensors.numpy.load` copies all tensors: 15 ms for a model of 45 MB.
 
     Raises:
         ProtocolError: `malformed`.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
     try:
-        return load(data)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        return _views(data)
+    except (msgspec.DecodeError, ValueError, KeyError, OverflowError, RecursionError) as error:
         raise ProtocolError("malformed", f"not safetensors: {error}") from error
 
 
-def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """SHA-256 in hex: the name of these bytes."""
-    return hashlib.sha256(data).hexdigest()
+def _views(data: bytes) -> Tensors:
+    begin = end = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < begin <= len(data):
+        raise ValueError(f"a header up to byte {begin} of {len(data)}")
+    header = {name: _entry.decode(raw) for name, raw in _header.decode(data[8:begin]).items() if name != _METADATA}
+    tensors: Tensors = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
+        start, end = end, begin + entry.data_offsets[1]
+        dtype, size = _DTYPES[entry.dtype], math.prod(entry.shape)
+        if begin + entry.data_offsets[0] != start or end - start != size * dtype.itemsize or end > len(data):
+            raise ValueError(f"{name} of {entry.dtype}{entry.shape} at bytes {entry.data_offsets}")
+        array = np.frombuffer(data, dtype, size, start) if size else np.empty(0, dtype)
+        tensors[name] = (array if array.flags.aligned else array.copy()).reshape(entry.shape)
+    if end != len(data):
+        raise ValueError(f"{len(data) - end} bytes that belong to no tensor")
+    return tensors
+
+
+def digest_of(*data: bytes | bytearray | memoryview) -> str:
+    """SHA-256 in hex of these bytes, one piece after the other: their name."""
+    hasher = hashlib.sha256()
+    for piece in data:
+        hasher.update(piece)
+    return hasher.hexdigest()

@@ -65,6 +65,17 @@ BACKOFF_CAP_S: Final = 10.0
 MISC_INTERVAL_S: Final = 1.0
 """How often the keep-alive is looked at; the smallest keep-alive is a second."""
 
+SLOW_AFTER: Final = 3
+SLOW_RETRY_S: Final = 60.0
+"""A broker that has closed on us so often before it let us in is asked again after 30 to 60 s: somebody has to change
+something, but it may be the broker that is repaired."""
+CLOSED_EARLY: Final = "the broker closed the connection before it let us in"
+CHECK_TLS: Final = (
+    "over TLS a broker does so when it requires a client certificate (require_certificate) and gets none, or one that "
+    "is expired or not signed by the CA that it trusts (cafile): check cert_file and key_file here and its own log"
+)
+CHECK_PLAIN: Final = "check that this port speaks MQTT without TLS (with TLS, ca_file is needed), and the broker's log"
+
 _FINAL_REASONS: Final = frozenset(
     {
         "Bad user name or password",
@@ -305,11 +316,12 @@ class _Subscription:
 
 
 class _RefusedError(Exception):
-    """The broker did not let us in. `final`: it will not next time either."""
+    """The broker did not let us in. `final`: it will not next time either. `closed_early`: it gave no reason."""
 
-    def __init__(self, reason: str, *, final: bool) -> None:
+    def __init__(self, reason: str, *, final: bool, closed_early: bool = False) -> None:
         super().__init__(reason)
         self.final = final
+        self.closed_early = closed_early
 
 
 class _Connection:
@@ -465,7 +477,7 @@ class _Connection:
                     await asyncio.shield(self.closed)
         self.close("disconnected")
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, closed_early: bool = False) -> None:
         """Release the socket and fail all who wait; does nothing when already closed."""
         if self.closed.done():
             return
@@ -475,7 +487,7 @@ class _Connection:
             self._unwatch(sock)
             self._loop.call_soon(self._drop_socket)  # paho, which may have called us, uses it for a few lines more
         if not self._connack.done():
-            self._connack.set_exception(_RefusedError(reason, final=False))
+            self._connack.set_exception(_RefusedError(reason, final=False, closed_early=closed_early))
             self._connack.exception()  # nobody may be waiting
         for grant in self._grants.values():
             grant.cancel()
@@ -537,7 +549,10 @@ class _Connection:
     def _on_disconnect(
         self, _client: paho.Client, _user: object, _flags: object, reason: ReasonCode, _properties: object
     ) -> None:
-        self.close(str(reason))
+        if self._connack.done():
+            self.close(str(reason))
+        else:  # paho's reason is "Unspecified error"
+            self.close(CLOSED_EARLY, closed_early=True)
 
     def _on_message(self, _client: paho.Client, _user: object, message: paho.MQTTMessage) -> None:
         try:
@@ -726,7 +741,7 @@ class Transport:
 
     async def _connect(self, *, patient: bool) -> _Connection:
         """Try until a broker lets us in. Not patient: a refusal for good is raised as TransportError."""
-        attempt = 0
+        attempt = closed_early = 0
         while True:
             attempt += 1
             try:
@@ -735,13 +750,19 @@ class Transport:
                 reason, final = f"certificate: {error.verify_message}", True
             except _RefusedError as error:
                 reason, final = str(error), error.final
+                closed_early += error.closed_early
             except OSError as error:
-                reason, final = str(error) or type(error).__name__, False
+                reason, final, closed_early = str(error) or type(error).__name__, False, 0
             where = f"{self.settings.host}:{self.settings.port}"
             if final and not patient:
                 raise TransportError(f"the broker at {where} refused {self.client_id}: {reason}")
             log.warning("event=connect_failed broker=%s attempt=%d reason=%r", where, attempt, reason)
-            await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
+            if closed_early == 1 and reason == CLOSED_EARLY:
+                check = CHECK_PLAIN if self.settings.ca_file is None else CHECK_TLS
+                log.error("event=closed_early broker=%s check=%r", where, check)
+            draw = random.SystemRandom().random()
+            slow = closed_early >= SLOW_AFTER
+            await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else backoff_s(attempt, draw))
 
     async def _connect_once(self) -> _Connection:
         """Try the protocol that worked last, at first MQTT 5, then the other one."""

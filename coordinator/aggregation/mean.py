@@ -28,7 +28,7 @@ class WeightedSums:
     """Running weighted sums of vectors of length d, one for each of K clusters; 8*K*d bytes."""
 
     def __init__(self, n_clusters: int, d: int) -> None:
-        self._sums = np.zeros((n_clusters, d))
+        self._sums = np.empty((n_clusters, d))  # a row counts from the first addition on
         self._totals = [0.0] * n_clusters
         self._scaled = np.empty(min(BLOCK, d))
 
@@ -51,7 +51,10 @@ class WeightedSums:
             np.multiply(scaled, weight, out=scaled)
             for k in clusters:
                 target = self._sums[k, start : start + BLOCK]
-                np.add(target, scaled, out=target)
+                if self._totals[k]:
+                    np.add(target, scaled, out=target)
+                else:
+                    target[...] = scaled
         for k in clusters:
             self._totals[k] += weight
 

@@ -266,8 +266,9 @@ class MqttFleet:
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""
-        data = codec.encode(tensors, codec_)
-        return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data), codec=codec_)
+        pieces = codec.pieces(tensors) if codec_ is Codec.FLOAT32 else [codec.encode(tensors, codec_)]
+        size_bytes = sum(len(piece) for piece in pieces)
+        return BlobRef(digest=self._store.blobs.put(*pieces), size_bytes=size_bytes, codec=codec_)
 
     def put_bytes(self, data: bytes) -> BlobRef:
         """Store a file."""
@@ -434,7 +435,10 @@ class MqttFleet:
             device_id=device,
         )
         async with self._decoding:
-            await asyncio.to_thread(self.get, ref, layout)
+            await asyncio.to_thread(self._check_update, ref, layout)
+
+    def _check_update(self, ref: BlobRef, layout: Layout) -> None:
+        codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""

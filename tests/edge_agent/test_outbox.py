@@ -52,7 +52,7 @@ def test_everything_written_is_there_after_a_restart(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
         outbox.persist(order("a"))
         outbox.persist(order("b", deadline=7))
-        outbox.put_blob(b"update")
+        outbox.put_blob(digest_of(b"update"), b"update")
         outbox.keep(report("a", b"update"))
     with Outbox(tmp_path) as outbox:
         assert outbox.orders() == [order("a"), order("b", deadline=7)]
@@ -65,7 +65,7 @@ def test_everything_written_is_there_after_a_restart(tmp_path: Path) -> None:
 def test_an_acknowledged_order_leaves_only_its_verdict(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
         outbox.persist(order("a"))
-        outbox.put_blob(b"update")
+        outbox.put_blob(digest_of(b"update"), b"update")
         outbox.keep(report("a", b"update"))
         outbox.acknowledge(ack("a", accepted=False, reason="layout: wrong shape"), remember=MAX_ACKED)
         assert files(tmp_path) == {"acked"}
@@ -92,7 +92,7 @@ def test_a_blob_lives_as_long_as_a_report_names_it(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
         for name in ("a", "b"):
             outbox.persist(order(name))
-            outbox.put_blob(b"same update")
+            outbox.put_blob(digest_of(b"same update"), b"same update")
             outbox.keep(report(name, b"same update"))
         outbox.discard("a")
         assert outbox.blob(digest_of(b"same update")) is not None
@@ -104,9 +104,9 @@ def test_a_blob_whose_report_is_still_being_written_is_not_swept_away(tmp_path: 
     with Outbox(tmp_path) as outbox:
         outbox.persist(order("a"))
         outbox.persist(order("b"))
-        outbox.put_blob(b"update")
+        outbox.put_blob(digest_of(b"update"), b"update")
         outbox.keep(report("a", b"update"))
-        outbox.put_blob(b"update")  # of order b, equal bytes, not yet reported
+        outbox.put_blob(digest_of(b"update"), b"update")  # of order b, equal bytes, not yet reported
         outbox.acknowledge(ack("a"), remember=MAX_ACKED)
         outbox.keep(report("b", b"update"))
     with Outbox(tmp_path) as outbox:
@@ -135,7 +135,8 @@ def test_a_damaged_order_is_dropped_so_that_the_coordinator_repeats_it(tmp_path:
 def test_a_report_that_lost_a_part_is_made_again(tmp_path: Path, lost: str) -> None:
     with Outbox(tmp_path) as outbox:
         outbox.persist(order("a"))
-        digest = outbox.put_blob(b"update")
+        digest = digest_of(b"update")
+        outbox.put_blob(digest, b"update")
         outbox.keep(report("a", b"update"))
     if lost == "report":
         (tmp_path / "reports" / "a").write_bytes(b"\x00")
@@ -167,11 +168,12 @@ DIES = """
     import json, os, sys
     from pathlib import Path
     from edge_agent.outbox import Outbox
+    from fedge.tensors import digest_of
     from tests.edge_agent.test_outbox import ack, order, report
 
     STEPS = [
         ("persist a", lambda o: o.persist(order("a"))),
-        ("put a", lambda o: o.put_blob(b"update")),
+        ("put a", lambda o: o.put_blob(digest_of(b"update"), b"update")),
         ("keep a", lambda o: o.keep(report("a", b"update"))),
         ("persist b", lambda o: o.persist(order("b"))),
         ("move b", lambda o: o.persist(order("b", deadline=200))),

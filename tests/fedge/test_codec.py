@@ -1,6 +1,7 @@
 """Codecs: what they lose is bounded, what they refuse is named, and nothing from outside costs more than the layout."""
 
 import json
+import re
 import struct
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedge.codec import decode, encode
+from fedge.codec import check, decode, encode, pieces
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
 from fedge.tensors import Layout, TensorInfo, Tensors, flatten, to_bytes
@@ -36,8 +37,11 @@ def tensors() -> Tensors:
 
 
 def refusal(data: bytes, codec: Codec, layout: Layout = LAYOUT) -> str:
+    """By `decode`; `check` refuses the same."""
     with pytest.raises(ProtocolError) as caught:
         decode(data, codec, layout)
+    with pytest.raises(ProtocolError, match=re.escape(str(caught.value))):
+        check(data, codec, layout)
     return caught.value.name
 
 
@@ -55,6 +59,21 @@ def test_float32_is_exact(codec: Codec) -> None:
 
 def test_plain_float32_is_safetensors() -> None:
     assert encode(tensors(), Codec.FLOAT32) == to_bytes(tensors())
+    assert b"".join(pieces(tensors())) == to_bytes(tensors())
+
+
+@given(scale=st.floats(width=32), number=st.integers(-128, 127))
+def test_int8_is_finite_if_its_product_with_the_scale_is(scale: float, number: int) -> None:
+    layout = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
+    stored = {"w": np.array([0, number], np.int8), "w.scale": np.array(scale, np.float32)}
+    data = packed(to_bytes(stored))
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite_product = np.isfinite(np.float32([0, number]) * np.float32(scale)).all()
+    if finite_product:
+        check(data, Codec.INT8, layout)
+        assert np.isfinite(decode(data, Codec.INT8, layout).params).all()
+    else:
+        assert refusal(data, Codec.INT8, layout) == "not-finite"
 
 
 def test_int8_by_hand() -> None:

@@ -178,6 +178,13 @@ MALFORMED = {
     "shape overflows": safetensors_of({"w": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}, b"\0" * 4),
     "unknown type": safetensors_of({"w": {"dtype": "O64", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8),
     "a type numpy lacks": safetensors_of({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, b"\0"),
+    "two of the same bytes": safetensors_of(
+        {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in "vw"}, b"\0" * 4
+    ),
+    "bytes of nobody": safetensors_of({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 5),
+    "offsets below zero": safetensors_of({"w": {"dtype": "U8", "shape": [1], "data_offsets": [-1, 0]}}, b"\0"),
+    "a shape below zero": safetensors_of({"w": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 0]}}),
+    "deep": struct.pack("<Q", 200_005) + b'{"w":' + b"[" * 100_000 + b"]" * 100_000,
     "a hole": safetensors_of({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8),
 }  # fmt: skip
 
@@ -189,8 +196,26 @@ def test_malformed_files_are_refused(data: bytes) -> None:
     assert caught.value.name == "malformed"
 
 
+def test_other_writers_may_add_metadata_and_need_not_align() -> None:
+    found = from_bytes(
+        safetensors_of(
+            {
+                "__metadata__": {"format": "np"},
+                "flag": {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]},
+                "w": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+                "nothing": {"dtype": "F32", "shape": [0, 3], "data_offsets": [9, 9]},
+            },
+            b"\1" + np.float32([1.5, -2]).tobytes(),
+        )
+    )
+    assert found["flag"].tolist() == [True]
+    assert found["w"].tolist() == [1.5, -2]
+    assert found["w"].flags.aligned
+    assert found["nothing"].shape == (0, 3)
+
+
 def test_digest_is_sha256_of_any_buffer() -> None:
-    assert digest_of(b"fedge") == hashlib.sha256(b"fedge").hexdigest() == digest_of(memoryview(b"fedge"))
+    assert digest_of(b"fedge") == hashlib.sha256(b"fedge").hexdigest() == digest_of(memoryview(b"fed"), b"ge")
 
 
 def test_models_are_frozen() -> None:

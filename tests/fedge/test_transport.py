@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.transport import (
     BACKOFF_CAP_S,
+    CHECK_PLAIN,
     HELD_MESSAGES,
     IN_WINDOW,
     OUT_WINDOW,
     PAUSE_BYTES,
+    SLOW_AFTER,
     BrokerSettings,
     Inbound,
     Transport,
@@ -540,6 +542,27 @@ async def test_refused_by_a_broker_of_3_1_1():
         settings = BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
         with pytest.raises(TransportError, match="Bad user name or password"):
             await asyncio.wait_for(Transport(settings, "one").__aenter__(), WAIT_S)
+
+
+async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_peace(monkeypatch, caplog):
+    """As Mosquitto does to a client without a certificate: the TLS handshake succeeds, then it hangs up."""
+    connections = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.read(1)
+        writer.close()
+
+    monkeypatch.setattr("fedge.transport.BACKOFF_BASE_S", 0.0)
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        settings = BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Transport(settings, "one").__aenter__(), 2)
+    assert connections == 2 * SLOW_AFTER  # MQTT 5 and 3.1.1 each
+    assert caplog.text.count("event=connect_failed") == SLOW_AFTER
+    assert caplog.text.count(CHECK_PLAIN) == 1
 
 
 async def test_receive_maximum_of_the_server_narrows_the_window():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedge.broker import mosquitto_path
+from fedge.transport import CHECK_TLS
 from tests.support.federation import NAME, Federation, Running, words
 from tests.support.tls import Authority, TlsBroker
 
@@ -84,3 +85,4 @@ async def test_nobody_is_let_in_without_a_certificate_of_the_authority(
     for code, asked in answers:
         assert code == 3
         assert "cannot be reached, or it does not accept our certificate (cert_file)" in asked.log.read_text()
+        assert asked.log.read_text().count(CHECK_TLS) == 1
