@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
-from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, from_bytes, to_bytes, to_pieces, unflatten
+from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, to_bytes, to_pieces, unflatten, views_of
 
 _BLOCK: Final = 65_536  # numbers that are rounded at a time, so that they stay in the CPU's cache from step to step
 _LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
@@ -102,7 +102,7 @@ def check(data: bytes, codec: Codec, layout: Layout) -> None:
 
 def _checked(data: bytes, codec: Codec, layout: Layout) -> Tensors:
     """The stored tensors of a blob, which are those of a finite model of this layout."""
-    tensors = from_bytes(_unpack(data, codec, _largest(layout)))
+    tensors = views_of(_unpack(data, codec, _largest(layout)))
     _check(tensors, layout, codec)
     if not all(_finite(tensors, info, codec) for info in layout.tensors):
         raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
