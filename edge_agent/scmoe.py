@@ -94,18 +94,22 @@ def fit_gate(
     offsets = np.zeros(len(models))
     if action.energy_offset == "always" or (action.energy_offset == "untrained" and not trained):
         seen = data.x_val if len(data.y_val) else data.x_train
-        energies = mixture.raw_energies(np.stack([worker.logits(model, seen) for model in models]))
+        energies = mixture.raw_energies(np.stack([worker.logits(model, seen) for model in models]) / action.temperature)
         offsets, _ = mixture.energy_statistics(energies)
     if not trained:
         return GateWeights.untrained(gate.n_features(worker.task.input_shape), len(models)), offsets
     logits = np.stack([worker.logits(model, x) for model in models])
     log_q = mixture.calibrated(logits, np.zeros(worker.task.n_classes), PLAIN)
-    scores = (mixture.raw_energies(logits) - offsets) * action.energy
-    usable = np.isfinite(log_q).all(axis=2).T
+    scores = (mixture.raw_energies(logits / action.temperature) - offsets) * action.energy
+    usable = np.asarray(np.isfinite(log_q).all(axis=2).T)
     log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
     scores = np.where(usable, scores, 0.0)
-    return gate.train_gate(x, log_p, scores, seed=seed, decay=DECAY, experts=experts, top=action.top), offsets
+    fusion = gate.Logits(np.where(usable.T[:, :, None], logits, 0.0), y) if action.space == "logit" else None
+    fitted = gate.train_gate(
+        x, log_p, scores, seed=seed, decay=DECAY, experts=experts, top=action.top, fused_logits=fusion
+    )
+    return fitted, offsets
 
 
 def _write(
@@ -130,6 +134,8 @@ def _write(
         gate=gate_weights,
         top=action.top,
         energy_clip=np.inf,
+        space=action.space,
+        energy_temperature=action.temperature,
     )
     info = worker.write(made, action.release, "scmoe-pfl", {})
     return installed(info, roles, guarded=False)

@@ -51,6 +51,11 @@ def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
         "prior": np.array(kappa)[:, None] * np.asarray(mixture.log_prior, np.float64),
         "guard.share": [0.5 if guard else 0.0],
     }
+    if mixture.energy_temperature != 1:
+        floats["energy.scale"] = 1 / mixture.energy_temperature
+    if mixture.space == "logit":
+        floats = {name: value for name, value in floats.items() if name not in {"scale", "prior", "guard.share"}}
+        return {name: np.array(value, np.float32) for name, value in floats.items()}
     order = [*range(len(candidates)), guard.candidate if guard else 0]
     tensors: dict[str, NDArray[np.generic]] = {name: np.array(value, np.float32) for name, value in floats.items()}
     tensors["order"] = np.array(order, np.int64)
@@ -72,7 +77,7 @@ def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part:
         graph.add_branch(model, f"c{k}/", k, candidate_part)
     graph.add_part(m, gate_part)
     add_gate(graph, task)
-    add_fusion(graph, m, task.n_classes, mixture.experts if len(mixture.experts) > mixture.top else (), mixture.top)
+    add_fusion(graph, task.n_classes, mixture)
     return graph.serialise(task, m, model.opset_import)
 
 
@@ -161,14 +166,16 @@ def add_gate(graph: Graph, task: TaskSpec) -> None:
     graph.op("Gemm", graph.op("Relu", hidden), "gate.out.weight", "gate.out.bias", transB=1, out="gate")
 
 
-def add_fusion(graph: Graph, m: int, n_classes: int, experts: tuple[int, ...], top: int) -> None:
+def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
     """From c{k}/logits and gate to the outputs."""
+    m = len(mixture.candidates)
     flat = graph.op("Concat", *(f"c{k}/{LOGITS}" for k in range(m)), axis=1)
     logits = graph.op("Reshape", flat, graph.const([-1, m, n_classes]))
     classes, infinity = graph.const([2]), graph.const(np.float32(np.inf))
 
-    # s = log ω + r + β clip(ẽ); ẽ = (logsumexp l − μ) / σ
-    lse = graph.op("ReduceLogSumExp", logits, classes, keepdims=0)
+    # s = log ω + r + β clip(ẽ); ẽ = (logsumexp l / T − μ) / σ
+    cooled = logits if mixture.energy_temperature == 1 else graph.op("Mul", logits, "energy.scale")
+    lse = graph.op("ReduceLogSumExp", cooled, classes, keepdims=0)
     energy = graph.op("Mul", graph.op("Sub", lse, "energy.mean"), "energy.inverse_std")
     clipped = graph.op("Clip", energy, "energy.low", "energy.high")
     score = graph.op("Add", graph.op("Mul", clipped, "energy.beta"), "gate")
@@ -178,10 +185,17 @@ def add_fusion(graph: Graph, m: int, n_classes: int, experts: tuple[int, ...], t
     usable = graph.op("Less", graph.op("Abs", total), infinity)
     score = graph.op("Where", usable, score, graph.const(LOWEST))
     graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out="energies")
-    if experts:
-        score = _select(graph, m, score, experts, top)
+    if len(mixture.experts) > mixture.top:
+        score = _select(graph, m, score, mixture.experts, mixture.top)
     alpha = graph.op("Softmax", score, axis=1)
     graph.op("Where", usable, alpha, graph.const(np.float32(0)), out="weights")
+
+    if mixture.space == "logit":  # p = softmax(Σ α_k l_k)
+        last, nothing = graph.const([2]), graph.const(np.float32(0))
+        clean = graph.op("Where", graph.op("Unsqueeze", usable, last), logits, nothing)
+        mixed = graph.op("Mul", graph.op("Unsqueeze", alpha, last), clean)
+        graph.op("Softmax", graph.op("ReduceSum", mixed, graph.const([1]), keepdims=0), axis=1, out="probabilities")
+        return
 
     # exp q, a row for each candidate and one for the guard; a row of zeros is 1/C, which is what remains
     # when nothing is usable

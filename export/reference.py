@@ -35,6 +35,9 @@ def reference(
     weights = _weights(mixture, np.where(usable, scores, -np.inf))
     temperature = [c.temperature for c in mixture.candidates]
     kappa = [c.kappa for c in mixture.candidates]
+    if mixture.space == "logit":
+        p = _softmax(np.einsum("nm,mnc->nc", weights, clean))
+        return p, weights, np.where(usable, energies, np.nan)
     q = np.stack([_probabilities(row, t, k, mixture) for row, t, k in zip(clean, temperature, kappa, strict=True)])
     p = np.einsum("nm,mnc->nc", weights, q)
     p[~usable.any(axis=1)] = 1.0 / p.shape[1]
@@ -67,7 +70,9 @@ def _scores(mixture: Mixture, logits: Array, gate: NDArray[np.floating]) -> tupl
     """s_k = log ω_k + β clip(ẽ_k) + r_k and ẽ_k, both (n, M)."""
     mean = np.array([c.energy_mean for c in mixture.candidates])
     std = np.array([c.energy_std for c in mixture.candidates])
-    energies = (np.logaddexp.reduce(logits, axis=2).T - mean) / np.maximum(std, MIN_ENERGY_STD)
+    energies = (np.logaddexp.reduce(logits / mixture.energy_temperature, axis=2).T - mean) / np.maximum(
+        std, MIN_ENERGY_STD
+    )
     clipped = np.clip(energies, -mixture.energy_clip, mixture.energy_clip)
     log_weight = np.array([np.log(c.weight) if c.weight > 0 else ZERO_WEIGHT for c in mixture.candidates])
     return log_weight + mixture.beta * clipped + gate, energies
@@ -88,7 +93,11 @@ def _weights(mixture: Mixture, scores: Array) -> Array:
 
 def _probabilities(logits: Array, temperature: float, kappa: float, mixture: Mixture) -> Array:
     """The candidate's exp q_k = softmax(l / T + κ π), (n, C)."""
-    z = logits / temperature + kappa * np.asarray(mixture.log_prior, np.float64)
+    return _softmax(logits / temperature + kappa * np.asarray(mixture.log_prior, np.float64))
+
+
+def _softmax(z: Array) -> Array:
+    """Along the last axis."""
     z = np.exp(z - z.max(axis=1, keepdims=True))
     p: Array = z / z.sum(axis=1, keepdims=True)
     return p

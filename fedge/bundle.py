@@ -90,6 +90,8 @@ class Fusion(_Part, frozen=True, kw_only=True):
     energy_clip: Positive | None  # None: raw energy without bound
     top: Annotated[int, Meta(ge=1)]
     guard: GuardInfo | None
+    space: Literal["logit"] | UnsetType = UNSET  # what is mixed; left out: probabilities
+    energy_temperature: Positive | UnsetType = UNSET  # left out: 1
 
 
 class PoolInfo(_Part, frozen=True, kw_only=True):

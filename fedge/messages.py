@@ -294,6 +294,8 @@ class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
     average: bool = False  # without the gate: parameters of the experts are averaged, no private model
     near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
+    space: Literal["prob", "logit"] = "prob"  # what is mixed, 11.3
+    temperature: Annotated[float, Meta(gt=0)] = 1.0  # T of the energies, 11.2
     release: Count
 
 

@@ -167,17 +167,25 @@ def embed(
     return np.asarray(vectors[:, :keep] * np.sqrt(values[:keep]))
 
 
-def embedding(updates: NDArray[np.floating]) -> Vectors:
-    """Z of Eq. 2 with all components, uncentred: a rotation of the unit updates, (N, d) -> (N, m), N >= 1.
+def embedding(
+    updates: NDArray[np.floating],
+    *,
+    n_components: int | None = None,
+    energy: float | None = None,
+    centred: bool = False,
+) -> Vectors:
+    """Z of Eq. 2; by default with all components, uncentred: a rotation of the unit updates, (N, d) -> (N, m), N >= 1.
 
     Where there are as many clients as parameters the unit updates are that embedding already. Of more than 4096 clients
     with more parameters than that, they are projected to 4096 numbers (section 5): cosines keep within about 1/64.
+    The options are those of `embed`; with any of them the Gram matrix is made however many clients there are.
 
     Cost: O(N^2 d + N^3) time and O(N^2) memory for N < d, N <= 4096; else O(N d) time and O(N min(d, 4096)) memory.
     """
     n, d = updates.shape
-    if n < min(d, LARGEST_GRAM + 1):
-        return embed(gram(updates))
+    filtered = centred or n_components is not None or energy is not None
+    if filtered or n < min(d, LARGEST_GRAM + 1):
+        return embed(gram(updates), n_components=n_components, energy=energy, centred=centred)
     z = np.zeros((n, min(d, LARGEST_GRAM)))
     for row, update in zip(z, updates, strict=True):
         unit = unit_update(update)

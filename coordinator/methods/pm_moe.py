@@ -11,20 +11,26 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from coordinator.fleet import Fleet
 from coordinator.methods import MethodSettings, State, install, make, options_of, round_rng
+from coordinator.methods.dbe import DbeOptions
+from coordinator.methods.fedrep import FedRepOptions
 from coordinator.methods.keeping import Keeping, KeepingState
 from fedge.errors import ConfigError
 from fedge.messages import MAX_POOL, BlobRef, FitPool, Installed, PrivateShared, SharePrivate
 from fedge.tensors import Layout
 
 
-class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`base`: the first stage. `top` None: half of the pool, rounded up. `clip`, `noise`: of a module that is sent."""
+class Options(DbeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`base`: the first stage; the options of the bases (`selection`, fedrep's, dbe's) are passed on to it.
+
+    `top` None: half of the pool, rounded up. `denoise` 0: all of the pool. `clip`, `noise`: of a module that is sent.
+    """
 
     base: Literal["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"] = "fedper"
+    head_steps: Annotated[int, Meta(ge=1)] = 10
     preset: Literal["anchored", "paper"] = "anchored"
     top: Annotated[int, Meta(ge=1)] | None = None
     denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
@@ -51,7 +57,9 @@ class PmMoe:
             raise ConfigError("pm-moe ends in a gate over what the devices kept: leave out +ft")
         if self.options.top == 1 and self.options.preset == "anchored":
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more, or preset = paper")
-        self._base: Keeping[Any] = make(self.options.base, msgspec.structs.replace(settings, options={}))  # type: ignore[assignment]
+        of_bases = {field.name for field in msgspec.structs.fields(FedRepOptions) + msgspec.structs.fields(DbeOptions)}
+        passed = {name: value for name, value in settings.options.items() if name in of_bases}
+        self._base: Keeping[Any] = make(self.options.base, msgspec.structs.replace(settings, options=passed))  # type: ignore[assignment]
 
     def initial(self, layout: Layout, model: BlobRef) -> KeepingState:
         """The base's state before round 1."""

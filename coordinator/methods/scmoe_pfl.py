@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from coordinator.aggregation import cluster_averages
 from coordinator.clustering import Directions, find_clusters, mctc
@@ -43,7 +44,14 @@ PROGRESS = 1e-3  # of the mean validation accuracy, section 8
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round."""
+    """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round.
+
+    Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one;
+    `average`: without gate and private model; `gate` uniform: the mean of all outputs; `energy` false: without energy;
+    `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
+    `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
+    cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
+    """
 
     preset: Literal["default", "paper"] = "default"
     clustering: Literal["mctc", "k-means", "agglomerative"] = "mctc"
@@ -58,10 +66,16 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     private_start: Literal["best", "initial"] | None = None
     private_steps: Annotated[int, Meta(ge=0)] | None = None
     gate: Literal["validation", "training", "uniform"] | None = None
+    n_components: Annotated[int, Meta(ge=1)] | None = None
+    component_energy: Annotated[float, Meta(gt=0, le=1)] | None = None
+    centred: bool = False
+    theta: Annotated[float, Meta(ge=-1, le=1)] = 0.9
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] | None = None
     average: bool = False  # the ablation without gate and private model: the experts of a device are averaged
-    top: Annotated[int, Meta(ge=1)] = 2
+    top: Annotated[int, Meta(ge=1, le=64)] = 2
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    space: Literal["prob", "logit"] = "prob"
 
 
 PRESETS: Final[dict[str, dict[str, object]]] = {
@@ -198,12 +212,13 @@ class ScmoePfl:
         ids = [i for i in ids if i in directions]
         if not ids:
             return state
-        z = mctc.embedding(np.stack([directions[i] for i in ids]))
+        z = self._embedding(directions, ids)
         o = self.options
         seen = Directions(
             vectors=z,
             n_clusters=o.n_clusters or len(ids),
             tau=o.tau if isinstance(o.tau, float | int) else None,
+            theta=o.theta,
             distinct=bool(o.distinct),
             centres_join=bool(o.centres_join),
             update=o.update or "sequential",
@@ -220,6 +235,16 @@ class ScmoePfl:
         )
         return msgspec.structs.replace(state, clusters=made, attached={})
 
+    def _embedding(self, directions: Tensors, ids: Sequence[str]) -> NDArray[np.float64]:
+        """Section 5, (N, m)."""
+        o = self.options
+        return mctc.embedding(
+            np.stack([directions[i] for i in ids]),
+            n_components=o.n_components,
+            energy=o.component_energy,
+            centred=o.centred,
+        )
+
     def _attach(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Section 9: devices that did not make the clusters, by their last direction, if it is fresh enough."""
         if state.clusters is None or state.directions is None:
@@ -232,7 +257,7 @@ class ScmoePfl:
         if not late:
             return state
         ids = [*sorted(inside), *late]
-        z = mctc.embedding(np.stack([directions[i] for i in ids]))
+        z = self._embedding(directions, ids)
         means = np.stack([z[[ids.index(i) for i in members]].mean(axis=0) for members in state.clusters.members])
         joined = mctc.attach(z[len(inside) :], means, state.clusters.tau)
         return msgspec.structs.replace(state, attached=state.attached | dict(zip(late, joined, strict=True)))
@@ -278,6 +303,8 @@ class ScmoePfl:
                 average=o.average,
                 near_best=bool(state.experts) and not clusters_of(state, device.id),
                 top=o.top,
+                space=o.space,
+                temperature=o.temperature,
                 release=1,
             )
             for device in fleet.devices()

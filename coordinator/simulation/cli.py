@@ -30,13 +30,15 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     """Run one method on simulated devices, in this process, and measure it.
 
     Samples are dealt out to devices that train with the code of real ones. The accuracy is that of each device's
-    installed bundle, run by ONNX Runtime on its own unseen test samples.
+    installed bundle, run by ONNX Runtime on its own unseen test samples. The options of a method are written after
+    colons in its name, or with --option; docs/methods.md lists them.
 
     \b
     Examples:
       fedge simulate
       fedge simulate --method fedavg+ft --partition groups --rounds 60
       fedge simulate --method fedepc --option warm_up=10 --alpha 0.1 --json figures.json
+      fedge simulate --method scmoe-pfl:clustering=k-means:energy=false
       fedge simulate --task uci-har --data ~/har --partition natural
       fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -69,6 +69,8 @@ def mixture_of(
     gate: GateWeights | None = None,
     guard: Guard | None = None,
     top: int = 2,
+    space: Literal["prob", "logit"] = "prob",
+    energy_temperature: float = 1.0,
 ) -> Mixture:
     """Tables (M, n, C); everything left out makes it the plain formula of SCMoE-PFL with equal gate scores."""
     m, _, n_classes = logits.shape
@@ -87,7 +89,8 @@ def mixture_of(
         for k in range(m)
     )
     prior = np.full(n_classes, -np.log(n_classes)) if log_prior is None else log_prior
-    return Mixture(candidates, prior, beta, gate or GateWeights.untrained(1, m), guard, top, energy_clip)
+    gate = gate or GateWeights.untrained(1, m)
+    return Mixture(candidates, prior, beta, gate, guard, top, energy_clip, space, energy_temperature)
 
 
 def write(folder: Path, logits: NDArray[Any], mixture: Mixture, release: int = 1) -> BundleInfo:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
-from coordinator.clustering import mctc
+from coordinator.clustering import Directions, find_clusters, mctc
+from coordinator.clustering.kmeans import kmeans
 
 
 def at(*degrees):
@@ -472,3 +473,44 @@ def test_silhouette_without_rivals_is_zero():
     sim = mctc.similarity(CIRCLE)
     assert mctc.silhouette(sim, [(0, 1, 2, 3, 4)]) == 0
     assert mctc.silhouette(sim, [(0,), (1,), (2,), (3,), (4,)]) == 0
+
+
+# ----------------------------------------------------------------- against k-means, where groups overlap (section 17.2)
+
+
+def overlapping(seed: int, n: int = 4, d: int = 60, noise: float = 0.3):
+    """Updates of 5 n clients, two groups of directions: 2 n in each alone, n in both (their models are half of each).
+
+    Returns the updates (5 n, d), what they are without noise, and for each client the groups that it is in.
+    """
+    rng = np.random.default_rng(seed)
+    groups = np.linalg.qr(rng.normal(size=(d, 2)))[0].T
+    belongs = [(0,)] * 2 * n + [(1,)] * 2 * n + [(0, 1)] * n
+    wanted = np.stack([groups[list(of)].mean(axis=0) for of in belongs])
+    return wanted + rng.normal(size=wanted.shape) * noise / np.sqrt(d), wanted, belongs
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_overlapping_groups_it_finds_the_overlap_that_k_means_cannot(seed) -> None:
+    """Both groups with all of their members: who is in both is in two clusters, which a partition cannot be."""
+    updates, _, belongs = overlapping(seed)
+    z = mctc.embedding(updates)
+    found = mctc.mctc(z, n_clusters=2, tau=0.5)
+    truth = {frozenset(i for i, of in enumerate(belongs) if k in of) for k in (0, 1)}
+    assert {frozenset(cluster) for cluster in found.partition.members} == truth
+    hard = kmeans(z, n_clusters=2, rng=np.random.default_rng(seed), restarts=5)
+    assert sum(map(len, hard)) == len(belongs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(seed) -> None:
+    """Mean squared distance of the mean of a client's experts (section 14, without gate) to what the client wants."""
+    updates, wanted, _ = overlapping(seed)
+    seen = Directions(vectors=mctc.embedding(updates), n_clusters=2, tau=0.5)
+    errors = {}
+    for how in ("mctc", "k-means"):
+        clusters = find_clusters(how, seen, rng=np.random.default_rng(seed)).clusters
+        experts = [updates[list(members)].mean(axis=0) for members in clusters]
+        own = [np.mean([experts[k] for k, c in enumerate(clusters) if i in c], axis=0) for i in range(len(updates))]
+        errors[how] = float(np.mean(np.sum((np.array(own) - wanted) ** 2, axis=1)))
+    assert errors["mctc"] < 0.8 * errors["k-means"]

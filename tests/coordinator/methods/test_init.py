@@ -6,13 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make, mean_loss, round_rng
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.moving import Moving
+from coordinator.options import method_and_options
 from coordinator.selection import ccmab
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Trained, blobs_of
+from fedge.messages import BlobRef, Sgd, Trained, blobs_of
 from fedge.tensors import Layout, TensorInfo
+from tests.support.simulation import digits
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
 
@@ -84,3 +87,36 @@ def test_random_numbers_depend_on_seed_and_round_alone() -> None:
 def test_options_are_finite_for_no_message_holds_another_number(value: float) -> None:
     with pytest.raises(ConfigError):
         make("fedprox", MethodSettings(options={"proximal_mu": value}))
+
+
+EXCHANGES = [
+    *(f"cfic:clustering={how}" for how in ("aidc", "k-means", "agglomerative")),
+    *(f"cfic:selection={how}" for how in ("uniform", "fastest", "ccmab")),
+    "cfic:registration=lazy:clustering=aidc:selection=ccmab",
+    *(f"fedge:rounds=8:clustering={how}:split=always" for how in ("k-means", "agglomerative", "aidc")),
+    *(f"fedge:rounds=8:selection={how}" for how in ("uniform", "fastest", "stratified")),
+    *(f"scmoe-pfl:clustering={how}" for how in ("k-means", "agglomerative")),
+    *(f"scmoe-pfl:{o}" for o in ("average=true", "gate=uniform", "energy=false", "energy_offset=always", "top=1")),
+    *(
+        f"scmoe-pfl:{o}"
+        for o in ("space=logit", "temperature=2", "n_components=2", "component_energy=0.9", "theta=0.5")
+    ),
+    "scmoe-pfl:centred=true",
+    "scmoe-pfl:n_clusters=1:energy=false",
+    "pm-moe:base=fedrep:head_steps=2:gate_epochs=2",
+    "pm-moe:base=dbe:kappa=50:gate_epochs=2",
+    "pm-moe:denoise=0:gate_epochs=2",
+]
+
+
+@pytest.mark.parametrize("text", EXCHANGES)
+async def test_parts_are_exchanged_by_configuration_and_it_runs_to_its_end(text, tmp_path) -> None:
+    """The papers' ablations and exchanges, as they are written on the command line."""
+    fleet, layout, first, _ = digits(tmp_path, n=5, limit=300)
+    name, options = method_and_options(text)
+    rounds = options.pop("rounds", 3)
+    settings = MethodSettings(rounds=rounds, participation=0.6, sgd=Sgd(steps=3), options=options)
+    method = make(name, settings)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == set(fleet.workers)
+    assert load(dump(state), type(state)).installed == state.installed

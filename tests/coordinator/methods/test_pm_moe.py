@@ -118,3 +118,25 @@ async def test_more_devices_than_a_pool_takes_are_in_several(tmp_path, monkeypat
     pools = {action.pool for action in seen.values()}
     assert sorted(len(pool) for pool in pools) == [2, 2, 3]
     assert len({action.pool[action.own] for action in seen.values()}) == 7
+
+
+async def test_options_of_the_base_are_the_bases(tmp_path) -> None:
+    """Stage 1 with an option of FedRep's is FedRep with it, and another base refuses it by name."""
+    models = []
+    for name, options in (
+        ("pm-moe", {"base": "fedrep", "head_steps": 2}),
+        ("fedrep", {"head_steps": 2}),
+        ("fedrep", {}),
+    ):
+        fleet, layout, first, _ = digits(tmp_path / str(len(models)), n=3, limit=300)
+        method = make(name, MethodSettings(rounds=2, sgd=Sgd(steps=3), options=options))
+        state = method.initial(layout, first)
+        for _ in range(2):
+            fleet.round = state.round + 1
+            state = await method.round(state, fleet)
+        models.append(state.model)
+    assert models[0] == models[1] != models[2]
+    with pytest.raises(ConfigError, match="no option 'head_steps'"):
+        method_of(base="fedper", head_steps=2)
+    assert method_of(base="dbe", kappa=50.0, feature_momentum=0.5)._base.kappa == 50.0
+    assert method_of(selection="fastest")._base.options.selection == "fastest"

@@ -1,0 +1,107 @@
+"""What a bundle has to predict, from its files alone: torch in float64, and the formula sample by sample.
+
+Source: fedge.md sections 7, 9 and 11, scmoe_pfl.md sections 11.2 and 11.3. It shares no code with `export` or `deploy`
+but the reading of files and the preprocessing of samples; all calibration is read from the manifest, where the gate's
+part holds it, too: the two must agree.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedge import models
+from fedge.bundle import Manifest, read
+from fedge.messages import Role
+from fedge.preprocess import apply
+from fedge.task import gate_pool
+from fedge.tensors import flatten, from_bytes
+
+Vectors = NDArray[np.float64]
+TOP_RULE = {Role.GLOBAL, Role.EXPERT}
+"""Of these at most `top` take part in a sample; private and local candidates always do."""
+
+
+def by_torch(folder: Path, x: NDArray[np.generic]) -> tuple[Vectors, Vectors]:
+    """Probabilities (n, C) and weights (n, M) that a mixture's bundle must give for raw samples."""
+    manifest = read(folder).manifest
+    inputs = torch.from_numpy(apply(manifest.task, x)).double()
+    layout, _ = models.initial(manifest.task, 0)
+    network = models.build(manifest.task).eval()
+    logits = []
+    with torch.inference_mode():
+        for candidate in manifest.candidates:
+            part = from_bytes((folder / candidate.part.file_name).read_bytes())
+            models.load(network, flatten(part, layout), layout)
+            logits.append(network.double()(inputs).numpy())
+            network.float()
+        held = from_bytes((folder / manifest.gate.file_name).read_bytes())
+        gate = {name: torch.from_numpy(value).double() for name, value in held.items() if name != "order"}
+        scores = gate_scores(gate, inputs, gate_pool(manifest.task.input_shape))
+    prior = log_prior(manifest, gate)
+    fused = [
+        fusion(manifest, np.stack([of_candidate[i] for of_candidate in logits]), scores[i], prior)
+        for i in range(len(inputs))
+    ]
+    return np.stack([p for p, _ in fused]), np.stack([weights for _, weights in fused])
+
+
+def gate_scores(gate: dict[str, torch.Tensor], inputs: torch.Tensor, window: tuple[int, int]) -> Vectors:
+    """log omega_k + r_k(x), (n, M): the last bias holds both."""
+    pooled = torch.nn.functional.avg_pool2d(inputs, window) if inputs.ndim == 4 else inputs
+    hidden = torch.relu(pooled.flatten(1) @ gate["gate.hidden.weight"].T + gate["gate.hidden.bias"])
+    return (hidden @ gate["gate.out.weight"].T + gate["gate.out.bias"]).numpy()
+
+
+def log_prior(manifest: Manifest, gate: dict[str, torch.Tensor]) -> Vectors:
+    """The device's pi, (C,), of a candidate's kappa * pi; zeros where no candidate uses it."""
+    for k, candidate in enumerate(manifest.candidates):
+        if candidate.kappa > 0:
+            pi = gate["prior"][k].numpy() / candidate.kappa
+            assert math.isclose(float(np.exp(pi).sum()), 1.0, abs_tol=1e-5), "log shares"
+            return pi
+    return np.zeros(manifest.task.n_classes)
+
+
+def fusion(manifest: Manifest, logits: Vectors, scores: Vectors, pi: Vectors) -> tuple[Vectors, Vectors]:
+    """One sample: p (C,) and alpha (M,) of logits (M, C) and log omega + r (M,)."""
+    rules = manifest.fusion
+    temperature = rules.energy_temperature or 1.0
+    log_a = np.full(len(logits), -math.inf)
+    for k, candidate in enumerate(manifest.candidates):
+        if np.isfinite(logits[k]).all() and np.isfinite(scores[k]):
+            energy = log_sum_exp(logits[k] / temperature) - candidate.energy_mean
+            energy /= max(candidate.energy_std, 0.1)
+            bound = math.inf if rules.energy_clip is None else rules.energy_clip
+            log_a[k] = scores[k] + rules.beta * min(max(energy, -bound), bound)
+    competing = [k for k, candidate in enumerate(manifest.candidates) if candidate.role in TOP_RULE]
+    for loser in sorted(competing, key=lambda k: (-log_a[k], k))[rules.top :]:
+        log_a[loser] = -math.inf
+    n_classes = logits.shape[1]
+    if not np.isfinite(log_a).any():
+        return np.full(n_classes, 1 / n_classes), np.zeros(len(logits))
+    alpha = np.exp(log_a - log_sum_exp(log_a))
+    selected = [k for k in range(len(logits)) if alpha[k] > 0]
+    if rules.space == "logit":
+        return softmax(sum(alpha[k] * logits[k] for k in selected)), alpha
+    p = np.zeros(n_classes)
+    for k in selected:
+        candidate = manifest.candidates[k]
+        p += alpha[k] * softmax(logits[k] / candidate.temperature + candidate.kappa * pi)
+    if rules.guard is not None and np.isfinite(logits[rules.guard.candidate]).all():
+        guard = rules.guard
+        p = 0.5 * p + 0.5 * softmax(logits[guard.candidate] / guard.temperature + guard.kappa * pi)
+    return p, alpha
+
+
+def log_sum_exp(values: Vectors) -> float:
+    largest = float(values.max())
+    return largest + math.log(float(np.exp(values - largest).sum()))
+
+
+def softmax(values: Vectors) -> Vectors:
+    return np.exp(values - log_sum_exp(values))
