@@ -4,8 +4,9 @@ Source: the method's specification, "fedge" (sections are quoted at the lines), 
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
-model is the extractor of the profiles, and updates from a common start make the clearest clusters. Silent
-devices rest (`coordinator.methods.silence`): the bandits see those alone that are awake.
+model is the extractor of the profiles. In the round of the trial every device takes part, too, and clusters and trial
+rest on those rounds alone: only updates from a common start can be compared (docs/results.md has what that is worth).
+Silent devices rest (`coordinator.methods.silence`): the bandits see those alone that are awake.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be exchanged or switched off. `mode` shift: for devices whose class shares move (section 15.6).
 
     `selection` within the AIDC groups: ccmab, fastest, stratified under the bandit's deadline; uniform without.
-    `clustering` makes the experts: of the updates, or aidc: the groups. `split` never: no trial, no experts; always:
-    experts wherever there is more than one cluster, whatever the trial says.
+    `clustering` makes the experts: of the updates, or aidc: the groups. `split`, whatever the trial says: never: no
+    experts; always: experts wherever there is more than one cluster.
     """
 
     selection: Selection = "ccmab"
@@ -186,15 +187,19 @@ class Fedge:
         if r > WARM_UP:
             state = await profile(state, fleet, r)
         present = awake(state, fleet, r)
-        choices = self._select(state, present, r)
-        cohort = self._cohort(state, choices, present, r)
+        tries = self._tries(state, r)
+        choices = {} if tries else self._select(state, present, r)
+        cohort = list(present) if tries else self._cohort(state, choices, present, r)
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
         state = self._observe(state, choices, answers)
         if len(updates) >= self.settings.min_reports:
-            state = train_experts(state, updates, fleet) if state.experts else train_shared(state, updates, fleet)
-        if not state.experts and r == round(RHO * self.settings.rounds):
+            if state.experts:
+                state = train_experts(state, updates, fleet)
+            else:
+                state = train_shared(state, updates, fleet, everybody=len(cohort) == len(present))
+        if tries:
             state = await split(state, fleet, r, self.options, round_rng(self.settings, r))
         return msgspec.structs.replace(
             state,
@@ -203,6 +208,10 @@ class Fedge:
             participations=counted(state.participations, updates),
             history=(*state.history, summarise(r, len(cohort), updates)),
         )
+
+    def _tries(self, state: FedgeState, r: int) -> bool:
+        """Whether the trial is held after this round (section 5)."""
+        return not state.experts and r == round(RHO * self.settings.rounds)
 
     def _select(
         self, state: FedgeState, present: Mapping[str, Device], r: int
@@ -360,9 +369,13 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
 # ---------------------------------------------------------------------------------------- step 2: shared rounds
 
 
-def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
-    """Section 4: w moves by the weighted mean of the updates with momentum; before the trial directions are kept."""
-    seeking = state.trial is None
+def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, everybody: bool) -> FedgeState:
+    """Section 4: w moves by the weighted mean of the updates with momentum.
+
+    Before the trial, directions and last changes are kept of the rounds that `everybody` was asked in: in another one
+    a device's direction says as much about the round, and about who else was drawn, as about the device.
+    """
+    seeking = everybody and state.trial is None
     directions = fleet.get_tensors(state.directions) if state.directions else {}
 
     def changes() -> Iterator[Model]:

@@ -120,6 +120,33 @@ async def test_devices_without_groups_are_not_split_whatever_their_label_skew(tm
         assert not state.trial.split
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+async def test_turned_cameras_are_split_into_their_groups_when_few_take_part_in_a_round(tmp_path, seed) -> None:
+    settings = MethodSettings(rounds=80, participation=0.25, seed=seed)
+    fleet, layout, first, groups = digits(tmp_path, n=20, n_groups=4, seed=seed)
+    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 32)
+    assert state.trial is not None
+    assert state.trial.split
+    assert {groups[i] for cluster in state.trial.clusters for i in cluster} == {0, 1, 2, 3}
+    assert all(len({groups[i] for i in cluster}) == 1 for cluster in state.trial.clusters)
+
+
+async def test_clusters_and_trial_rest_on_rounds_with_everybody(tmp_path) -> None:
+    settings = MethodSettings(rounds=30, participation=0.5, sgd=Sgd(steps=5))
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(settings)
+    state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP)
+    after = await rounds(method, state, fleet, 5)
+    assert [line.asked for line in after.history[: module.WARM_UP]] == [6] * module.WARM_UP
+    assert all(line.asked < 6 for line in after.history[module.WARM_UP :])
+    assert (after.directions, after.last) == (state.directions, state.last)
+    after = await rounds(method, after, fleet, 2)
+    assert after.history[11].asked == 6, "the round of the trial"
+    assert after.history[12].asked < 6
+    assert after.trial is not None
+    assert after.trial.ids == tuple(f"d{i:02d}" for i in range(6))
+
+
 async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:
     settings = MethodSettings(rounds=10)
     fleet, layout, first, _ = digits(tmp_path, n=3)
