@@ -27,6 +27,7 @@ class Groups(StrEnum):
 
     ROTATION = "rotation"
     LABELS = "labels"
+    CODES = "codes"
 
 
 class Sizes(StrEnum):
@@ -65,7 +66,11 @@ class Scenario(Struct, frozen=True, kw_only=True):
     ] = Partition.DIRICHLET
     alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
     groups: Annotated[
-        Groups, Meta(description="rotation: cameras turned by 90 degrees each; labels: classes of their own.")
+        Groups,
+        Meta(
+            description="rotation: cameras turned by 90 degrees each; labels: classes of their own; codes: each device "
+            "of the first group names the classes in an order of its own."
+        ),
     ] = Groups.ROTATION
     n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 4
     shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2

@@ -25,10 +25,10 @@ from fedge.tasks.sampling import n_validation, spread
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
 MOST_SPREAD: Final = 5.0  # beyond it one device has everything, and float64 soon ends
-_APART: Final = 1  # a stream of random numbers of its own
+_APART, _CODES = 1, 2  # streams of random numbers of their own
 
 How = Literal["groups", "dirichlet", "shards", "natural", "iid"]
-Groups = Literal["rotation", "labels"]
+Groups = Literal["rotation", "labels", "codes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,9 @@ def partition(
 
     "dirichlet": for each class, the devices' shares are drawn from Dirichlet(alpha). "groups": device i is in group
     i mod n_groups; every group gets its part of each class and has its images turned by 90 degrees x group
-    ("rotation"), or it gets its own classes alone ("labels"); within a group Dirichlet(alpha). "shards": sorted by
-    label, `shards` pieces each, but for `iid_share` of the samples. "natural": a device is a person. "iid": no skew.
+    ("rotation"), or it gets its own classes alone ("labels"), or each device of the first group names the classes in an
+    order of its own, so that devices contradict each other ("codes"); within a group Dirichlet(alpha). "shards": sorted
+    by label, `shards` pieces each, but for `iid_share` of the samples. "natural": a device is a person. "iid": no skew.
     Each device has at least 20 samples: draws are repeated, then samples are moved, with a line in the log.
 
     Args:
@@ -75,7 +76,7 @@ def partition(
         alpha: > 0; the smaller, the more differ the devices' classes.
         sensitive: share of each device's training samples that is marked, in [0, 1], the same for all its classes.
         seed: of all draws.
-        n_groups: 1 to 4 turns, 1 to C groups of classes; at most N.
+        n_groups: 1 to 4 turns, 1 to C groups of classes, or of codes: 1 for all devices, 5 for every fifth; at most N.
         groups: see above.
         shards: >= 1.
         iid_share: in [0, 1].
@@ -86,7 +87,8 @@ def partition(
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
             range.
     """
-    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or not 1 <= n_groups <= _most_groups(pool, groups):
+    most = _most_groups(pool, groups, n_devices)
+    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or not 1 <= n_groups <= most:
         raise ConfigError("a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and 1 to 4 groups")
     if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread <= MOST_SPREAD:
         raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1], a spread of sizes in [0, 5]")
@@ -112,10 +114,14 @@ def partition(
             dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng)
         owners = dealt[units.of_sample]
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
-    return [
+    shares = [
         _share(pool.take(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), sensitive, rng)
         for device in range(n_devices)
     ]
+    if how == "groups" and groups == "codes":
+        codes = np.random.default_rng((seed, _CODES))
+        return [_renamed(s, codes.permutation(pool.spec.n_classes)) if s.group == 0 else s for s in shares]
+    return shares
 
 
 def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[Pool, Pool]:
@@ -175,8 +181,8 @@ def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None
         _write_folder(path, x, [classes[label] for label in y], split, marks)
 
 
-def _most_groups(pool: Pool, groups: Groups) -> int:
-    return 4 if groups == "rotation" else pool.spec.n_classes
+def _most_groups(pool: Pool, groups: Groups, n_devices: int) -> int:
+    return {"rotation": 4, "labels": pool.spec.n_classes, "codes": n_devices}[groups]
 
 
 def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, groups: Groups) -> NDArray[np.float64]:
@@ -185,7 +191,7 @@ def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, grou
     Ten classes in four groups: {0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9} (fedge.md 15.1).
     """
     n_groups = int(group_of.max()) + 1
-    if groups == "rotation" or n_groups == 1:
+    if groups != "labels" or n_groups == 1:
         shares: NDArray[np.float64] = np.bincount(group_of, weights=weights) / weights.sum()
         return np.repeat(shares[:, np.newaxis], n_classes, axis=1)
     portions = np.zeros((n_groups, n_classes))
@@ -213,6 +219,11 @@ def _share(own: Pool, group: int, turns: int, sensitive: float, rng: np.random.G
         y_test=test.y,
         group=group,
     )
+
+
+def _renamed(share: Share, code: Ints) -> Share:
+    """The device calls class c code[c], (C,), in all of its parts."""
+    return dataclasses.replace(share, y_train=code[share.y_train], y_val=code[share.y_val], y_test=code[share.y_test])
 
 
 def _marked(units: Units, n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:

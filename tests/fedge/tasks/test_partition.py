@@ -148,6 +148,24 @@ def test_label_groups_have_their_own_classes_alone() -> None:
     assert [share.group for share in shares] == [0, 1, 2, 3] * 2
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every: int) -> None:
+    source = numbered(600, n_classes=10)
+    shares = deal(source, 6, how="groups", groups="codes", n_groups=every)
+    codes = []
+    for share in shares:
+        true = source.y[samples(share).reshape(-1, 9).max(axis=1)]
+        code = dict(zip(true.tolist(), labels(share).tolist(), strict=True))
+        assert [code[c] for c in true.tolist()] == labels(share).tolist(), "one name for each class, in all parts"
+        assert len(set(code.values())) == len(code)
+        assert share.group == 0 or all(name == c for c, name in code.items())
+        codes += [tuple(code.items())] if share.group == 0 else []
+    assert len(set(codes)) == 6 // every, "no two devices agree"
+    plain = deal(source, 6, how="groups", groups="rotation", n_groups=1)
+    if every == 1:
+        assert all(np.array_equal(samples(a), samples(b)) for a, b in zip(shares, plain, strict=True))
+
+
 def test_people_are_devices() -> None:
     plain = numbered(120)
     source = Pool(plain.x, plain.y, plain.spec, user=np.arange(120) % 3)
