@@ -79,6 +79,7 @@ KAPPAS = {  # kappa, section 7
     Role.LOCAL: (0.0, 0.3, 0.6, 1.0),
 }
 BETAS = (0.0, 0.5, 1.0)  # section 9
+PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
 A0, A = 10.0, 20.0  # shrinkage of the weights, samples, section 8
 ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
 
@@ -88,7 +89,8 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `selection` within the AIDC groups: ccmab, fastest, stratified under the bandit's deadline; uniform without.
     `clustering` makes the experts: of the updates, or aidc: the groups. `split`, whatever the trial says: never: no
-    experts; always: experts wherever there is more than one cluster.
+    experts; always: experts wherever there is more than one cluster. `local_pilot`: a tenth of the devices, at least
+    ten, fit a local model and decide whether it comes in; others only if it does (section 14).
     """
 
     selection: Selection = "ccmab"
@@ -97,6 +99,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["mixture", "shift"] = "mixture"
     final_fit: bool = True
     guard: bool = True
+    local_pilot: bool = False
 
 
 class LastUpdate(Struct, frozen=True, kw_only=True):
@@ -517,7 +520,9 @@ async def personalise(
     work was for nothing.
     """
     asked = awake(state, fleet, r).keys() | state.participations.keys()
-    fits = {device.id: candidates(state, device.id, settings) for device in fleet.devices() if device.id in asked}
+    present = [device.id for device in fleet.devices() if device.id in asked]
+    pilots = drawn(present, round_rng(settings, r)) if options.local_pilot else present
+    fits = {i: candidates(state, i, settings, local=i in pilots) for i in present}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     fitted = results(answers, CandidatesFitted)
     if not fitted:
@@ -528,30 +533,36 @@ async def personalise(
     calibration = {role: calibrate(role, fitted.values(), pooling=pooling) for role in roles}
 
     # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
+    # Only who has a local model has a say where it is about the variant with it.
     variants: list[list[Role]] = [[role for role in roles if role is not Role.LOCAL], roles]
     pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
     for turn in ("weights-1", "weights-2") if pooling else ():
         order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
         state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.silent})
-        weighed = results(answers, WeightsFitted).values()
-        if weighed:
-            pooled = tuple(
-                pooled_weights([(w.weights[v], w.n_validation) for w in weighed]) for v in range(len(variants))
-            )
+        weighed = results(answers, WeightsFitted)
+        pooled = tuple(
+            pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
+            for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
+        )
 
     # Sections 8 and 9: is the local model worth having; how much does the energy count.
     chosen, beta = 0, 0.0
     if pooling:
         energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=A)
         state, answers = await ask(state, fleet, r, "energy", {i: energy for i in fitted if i not in state.silent})
-        measured = results(answers, EnergyFitted).values()
-        if measured:
-            chosen = pooled_choice([m.pooled_losses for m in measured])
-            beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in measured])]
+        measured = results(answers, EnergyFitted)
+        piloted = [m for i, m in measured.items() if i in pilots]
+        if piloted:
+            chosen = pooled_choice([m.pooled_losses for m in piloted])
+        voters = piloted if chosen else list(measured.values())
+        if voters:
+            beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in voters])]
 
     pool = Pool(
         calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
     )
+    if pool.local and (late := [i for i in fitted if i not in pilots]):
+        state, _ = await ask(state, fleet, r, "local", {i: candidates(state, i, settings, local=True) for i in late})
     finish = mixture_of(pool, settings, options)
     state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(fitted, finish))
     return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
@@ -562,22 +573,32 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     pool = state.pool
     assert pool is not None
     new = [device.id for device in fleet.devices() if device.id not in state.installed]
-    state, answers = await ask(state, fleet, r, "candidates", {i: candidates(state, i, settings) for i in new})
+    local = pool.local or not options.local_pilot
+    fits = {i: candidates(state, i, settings, local=local) for i in new}
+    state, answers = await ask(state, fleet, r, "candidates", fits)
     finish = mixture_of(pool, settings, options)
     state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(results(answers, CandidatesFitted), finish))
     installed = state.installed | results(answers, Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
 
-def candidates(state: FedgeState, device_id: str, settings: MethodSettings) -> FitCandidates:
-    """What a device fits its candidates from; one that never trained fits as long as is typical."""
+def drawn(ids: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """The devices that fit a local model first: a random tenth, at least ten (section 14)."""
+    return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), rng)
+
+
+def candidates(state: FedgeState, device_id: str, settings: MethodSettings, *, local: bool) -> FitCandidates:
+    """What a device fits its candidates from; one that never trained fits as long as is typical.
+
+    `local`: whether it fits a local model, too.
+    """
     typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
     return FitCandidates(
         global_model=state.shared.model,
         experts=offered(state, device_id) if state.experts else (),
         initial_model=state.initial_model,
         sgd=settings.sgd,
-        local_steps=settings.sgd.steps * state.participations.get(device_id, typical),
+        local_steps=settings.sgd.steps * state.participations.get(device_id, typical) if local else 0,
     )
 
 

@@ -528,3 +528,22 @@ async def test_other_clusterings_make_the_experts(clustering, tmp_path) -> None:
     else:
         assert len(state.trial.clusters) == len(mctc.trial.clusters)
     assert state.trial.separability == mctc.trial.separability
+
+
+@pytest.mark.parametrize(("groups", "comes_in"), [("labels", False), ("codes", True)])
+async def test_with_pilots_the_others_fit_a_local_model_only_if_it_comes_in(
+    tmp_path, monkeypatch, groups, comes_in
+) -> None:
+    monkeypatch.setattr(module, "PILOTS", 2)
+    fleet, layout, first, _ = digits(tmp_path, n=6, alpha=10.0, n_groups=1, groups=groups)
+    settings = MethodSettings(rounds=10, options={"local_pilot": True, "split": "never"})
+    method = Fedge(settings)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert state.pool is not None
+    assert state.pool.local == comes_in
+    have_one = {i for i, w in fleet.workers.items() if b'"local"' in (w.home / "candidates/state.json").read_bytes()}
+    asked_late = {device for _, step, device in fleet.asked if step == "local"}
+    assert len(have_one) == (6 if comes_in else 2)
+    assert len(asked_late) == (4 if comes_in else 0)
+    assert all((Role.LOCAL in result.roles) == comes_in for result in state.installed.values())
+    assert len(state.installed) == 6
