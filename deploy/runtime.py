@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from fedge.bundle import INPUT, OUTPUTS, Bundle, Manifest, read
+from fedge.bundle import INPUT, OUTPUTS, Bundle, Manifest, Reference, read
+from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
@@ -32,6 +34,7 @@ class Prediction:
         energies: (n, M), logsumexp of each candidate's logits, standardised by its validation samples; NaN for a
             candidate whose output was not finite.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
+        outlier_above: free energy above which a sample is flagged, inf where the bundle has no reference.
     """
 
     class_index: NDArray[np.int64]
@@ -40,6 +43,13 @@ class Prediction:
     weights: Floats
     energies: Floats
     latency_ms: float
+    outlier_above: float = math.inf
+
+    @property
+    def outlier(self) -> NDArray[np.bool_]:
+        """(n,) whether a sample is unlike those that the bundle was made with; a sample without free energy is."""
+        flagged: NDArray[np.bool_] = ~(free_energy(self.weights, self.energies) <= self.outlier_above)
+        return flagged
 
 
 class Runtime:
@@ -53,6 +63,8 @@ class Runtime:
         """
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
+        reference = bundle.manifest.reference
+        self._outlier_above = reference.outlier_above if isinstance(reference, Reference) else math.inf
         try:
             self._session = onnxruntime.InferenceSession(
                 bundle.graph, _options(bundle.folder, threads or 1), providers=["CPUExecutionProvider"]
@@ -92,6 +104,7 @@ class Runtime:
             weights=weights,
             energies=energies,
             latency_ms=(time.perf_counter() - begin) * 1000,
+            outlier_above=self._outlier_above,
         )
 
     def as_batch(self, x: NDArray[Any]) -> NDArray[Any]:

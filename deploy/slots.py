@@ -205,6 +205,25 @@ class Slots:
             )
         )
 
+    def go_back(self, reason: str) -> Path:
+        """Let the bundle before the running one answer, also after the running one was confirmed; its folder.
+
+        Raises:
+            StoreError: there is no other bundle, or it is not whole.
+        """
+        if self.state.trial is None:
+            try:
+                read(self.staged)
+            except UpdateRejected as error:
+                raise StoreError(f"there is no bundle to go back to: {error}") from error
+            self._save(msgspec.structs.replace(self.state, good=self._idle, trial=Trial(rollout=None)))
+        elif self.state.good is None:
+            raise StoreError("there is no bundle to go back to")
+        self.roll_back(reason)
+        folder = self.running
+        assert folder is not None
+        return folder
+
     def refuse(self, digest: str, reason: str) -> None:
         """Remember a bundle that is not to be tried again."""
         self._save(msgspec.structs.replace(self.state, refused=_remembered(self.state.refused, digest, reason)))

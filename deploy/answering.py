@@ -1,0 +1,198 @@
+"""The bundle that answers, swapped while it does; what is counted of its work, and how it proves itself on trial."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from deploy.drift import Drift
+from deploy.examination import Limits
+from deploy.runtime import Prediction, Runtime, load
+from deploy.slots import Slots
+from fedge.bundle import Reference
+from fedge.errors import ConfigError, FedgeError, StoreError
+
+log = logging.getLogger("fedge.deploy")
+
+MAX_FAILED: Final = 3
+"""Predictions in a row that may fail on trial; the next one brings the last good bundle back."""
+LATENCY_WINDOW: Final = 20
+"""Calls over which the median latency on trial is taken."""
+
+
+class Counters(Struct, frozen=True, kw_only=True):
+    """Since the process began."""
+
+    n_predictions: int = 0
+    n_failed: int = 0
+    n_outliers: int = 0
+
+
+class Answering:
+    """Predicts with the slots' running bundle. Safe to share between threads.
+
+    A new bundle is loaded before the old one is let go, and requests that have begun end with the one that they began
+    with: a switch fails no request.
+    """
+
+    def __init__(self, slots: Slots, limits: Limits, threads: int | None = None) -> None:
+        """Load what `slots.boot()` names.
+
+        Raises:
+            ConfigError: nothing was ever installed.
+            UpdateRejected: neither the running nor the last good bundle can be loaded.
+        """
+        self._slots = slots
+        self._limits = limits
+        self._threads = threads
+        self._lock = threading.RLock()
+        self._counters = Counters()
+        self._failed_in_a_row = 0
+        self._trial_latencies: list[float] = []
+        self._trial_began = 0.0
+        self._trial_predictions = 0
+        self._allowed_ms: float | None = None
+        folder = slots.boot()
+        if folder is None:
+            raise ConfigError("no bundle is installed: install one with `fedge install HOME BUNDLE`")
+        self._take(self._loaded(folder))
+
+    @property
+    def runtime(self) -> Runtime:
+        """The bundle that answers now."""
+        return self._runtime
+
+    @property
+    def counters(self) -> Counters:
+        """What was counted since the process began."""
+        with self._lock:
+            return self._counters
+
+    @property
+    def drifted(self) -> bool:
+        """Whether what the device sees has left the bundle's reference."""
+        with self._lock:
+            return self._drift is not None and self._drift.drifted
+
+    def predict(self, x: NDArray[Any]) -> Prediction:
+        """Predict raw samples, as `Runtime.predict`.
+
+        Raises:
+            ConfigError: the samples have another shape than the task's.
+        """
+        runtime = self._runtime
+        try:
+            answer = runtime.predict(x)
+        except ConfigError:  # the caller's fault
+            raise
+        except Exception as error:
+            self._note_failure(runtime, error)
+            raise
+        self._note(runtime, answer)
+        return answer
+
+    def swap(self, allowed_ms: float | None = None) -> None:
+        """Load the slots' running bundle and let it answer.
+
+        Args:
+            allowed_ms: median latency of single samples above which a bundle on trial is given up.
+
+        Raises:
+            UpdateRejected: it cannot be loaded; the one before goes on answering, also for the slots.
+        """
+        folder = self._slots.running
+        assert folder is not None
+        try:
+            runtime = load(folder, self._threads)
+        except FedgeError as error:
+            self._slots.roll_back(f"it cannot be loaded: {error}")
+            raise
+        self._allowed_ms = allowed_ms
+        self._take(runtime)
+
+    def settle(self) -> None:
+        """Confirm a bundle on trial that has proved itself for long enough."""
+        with self._lock:
+            long_enough = (
+                self._trial_predictions >= self._limits.probation_predictions
+                or time.monotonic() - self._trial_began >= self._limits.probation_s
+            )
+            if self._slots.state.trial is not None and long_enough and self._failed_in_a_row == 0:
+                self._slots.confirm()
+
+    def give_up(self, reason: str) -> None:
+        """Go back to the bundle before the running one, on trial or not."""
+        with self._lock:
+            self._go_back(reason)
+
+    # ------------------------------------------------------------------------------------------------- within
+
+    def _loaded(self, folder: Path) -> Runtime:
+        """Load the running bundle; where it cannot be loaded, the last good one."""
+        try:
+            return load(folder, self._threads)
+        except FedgeError as error:
+            good = self._slots.good
+            if self._slots.state.trial is None or good is None:
+                raise
+            self._slots.roll_back(f"it cannot be loaded: {error}")
+            return load(good, self._threads)
+
+    def _take(self, runtime: Runtime) -> None:
+        reference = runtime.manifest.reference
+        with self._lock:
+            self._runtime = runtime
+            self._drift = Drift(reference) if isinstance(reference, Reference) else None
+            self._failed_in_a_row = 0
+            self._trial_latencies, self._trial_predictions = [], 0
+            self._trial_began = time.monotonic()
+
+    def _note(self, runtime: Runtime, answer: Prediction) -> None:
+        with self._lock:
+            n = len(answer.class_index)
+            self._counters = Counters(
+                n_predictions=self._counters.n_predictions + n,
+                n_outliers=self._counters.n_outliers + int(answer.outlier.sum()),
+                n_failed=self._counters.n_failed,
+            )
+            if runtime is not self._runtime:
+                return
+            self._failed_in_a_row = 0
+            if self._drift is not None:
+                self._drift.observe(answer.weights, answer.energies)
+            if self._slots.state.trial is not None:
+                self._watch(n, answer.latency_ms)
+
+    def _watch(self, n: int, latency_ms: float) -> None:
+        self._trial_predictions += n
+        if n == 1 and self._allowed_ms is not None:
+            self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
+            median = float(np.median(self._trial_latencies))
+            if len(self._trial_latencies) == LATENCY_WINDOW and median > self._allowed_ms:
+                self._go_back(f"latency: {median:.2f} ms a sample at work, at most {self._allowed_ms:.2f} ms allowed")
+
+    def _note_failure(self, runtime: Runtime, error: Exception) -> None:
+        with self._lock:
+            log.error("event=prediction_failed bundle=%s error=%r", runtime.digest, str(error))
+            self._counters = replace(self._counters, n_failed=self._counters.n_failed + 1)
+            if runtime is self._runtime and self._slots.state.trial is not None:
+                self._failed_in_a_row += 1
+                if self._failed_in_a_row > MAX_FAILED:
+                    self._go_back(f"{self._failed_in_a_row} predictions in a row failed: {error}")
+
+    def _go_back(self, reason: str) -> None:
+        """Let the other slot's bundle answer. The lock is held."""
+        try:
+            folder = self._slots.go_back(reason)
+        except StoreError as error:
+            log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
+            return
+        self._take(load(folder, self._threads))

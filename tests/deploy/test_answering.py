@@ -1,0 +1,224 @@
+"""Switching fails no request; a bundle on trial that fails or is slow is given up by itself."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import pytest
+
+from deploy.answering import LATENCY_WINDOW, MAX_FAILED, Answering
+from deploy.examination import Limits
+from deploy.slots import MAX_STARTS, Slots
+from fedge.errors import ConfigError, UpdateRejected
+
+from .bundles import GOLDEN, other_gate, variant
+
+pytestmark = pytest.mark.torch_free
+
+LIMITS = Limits(probation_predictions=20, probation_s=1e9)
+
+
+@pytest.fixture
+def x():
+    with np.load(GOLDEN.parent / "expected.npz") as arrays:
+        return arrays["x"][:1]
+
+
+@pytest.fixture
+def slots(tmp_path):
+    slots = Slots(tmp_path / "home")
+    put(slots, variant(tmp_path / "1", release=1))
+    slots.confirm()
+    return slots
+
+
+def put(slots, folder):
+    slots.stage(slots.take_in(folder))
+    slots.switch()
+
+
+def second(slots, tmp_path):
+    put(slots, variant(tmp_path / "2", release=2, gate=other_gate))
+
+
+def release(answering):
+    return answering.runtime.manifest.release
+
+
+def test_without_a_bundle_it_says_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match="fedge install"):
+        Answering(Slots(tmp_path / "home"), LIMITS)
+
+
+def test_a_bundle_proves_itself_by_its_work(slots, tmp_path, x):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    answering.swap()
+    answering.settle()
+    assert slots.state.trial is not None
+
+    for _ in range(LIMITS.probation_predictions):
+        answering.predict(x)
+    answering.settle()
+
+    assert slots.state.trial is None
+    assert slots.good == slots.running
+    assert release(answering) == 2
+
+
+def test_time_alone_is_proof_for_a_device_that_is_rarely_asked(slots, tmp_path):
+    answering = Answering(slots, Limits(probation_s=0))
+    second(slots, tmp_path)
+    answering.swap()
+
+    answering.settle()
+
+    assert slots.state.trial is None
+
+
+class Failing:
+    """A runtime whose graph fails, as one does that meets samples which nobody tried."""
+
+    def __init__(self, runtime):
+        self._runtime = runtime
+
+    def __getattr__(self, name):
+        return getattr(self._runtime, name)
+
+    def predict(self, x):
+        raise RuntimeError("bad node")
+
+
+def test_failures_on_trial_bring_the_good_one_back(slots, tmp_path, x):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    answering.swap()
+    answering._runtime = Failing(answering._runtime)
+
+    for _ in range(MAX_FAILED + 1):
+        with pytest.raises(RuntimeError):
+            answering.predict(x)
+
+    assert release(answering) == 1
+    assert answering.predict(x).class_index.shape == (1,)
+    assert answering.counters.n_failed == MAX_FAILED + 1
+    assert "4 predictions in a row" in next(iter(slots.state.refused.values()))
+
+
+def test_one_that_is_slow_at_work_is_given_up(slots, tmp_path, x):
+    answering = Answering(slots, Limits(probation_predictions=10**6))
+    second(slots, tmp_path)
+    answering.swap(allowed_ms=0.0)
+
+    for _ in range(LATENCY_WINDOW):
+        answering.predict(x)
+
+    assert release(answering) == 1
+    assert "latency" in next(iter(slots.state.refused.values()))
+
+
+def test_one_that_cannot_be_loaded_leaves_the_other_answering(slots, tmp_path, x):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    (slots.running / "skeleton.onnx").unlink()
+
+    with pytest.raises(UpdateRejected):
+        answering.swap()
+
+    assert release(answering) == 1
+    assert slots.running == slots.good
+    answering.predict(x)
+
+
+def test_at_start_a_trial_that_cannot_be_loaded_gives_way_to_the_good_one(slots, tmp_path):
+    second(slots, tmp_path)
+    (slots.running / "skeleton.onnx").unlink()
+
+    assert release(Answering(slots, LIMITS)) == 1
+    assert slots.state.trial is None
+
+
+def test_processes_that_die_while_they_load_it_bring_the_good_one_back(slots, tmp_path):
+    second(slots, tmp_path)
+    for _ in range(MAX_STARTS):
+        Slots(tmp_path / "home").boot()  # and dies
+
+    assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+
+
+def test_a_confirmed_bundle_can_be_taken_back(slots, tmp_path, x):
+    answering = Answering(slots, Limits(probation_s=0))
+    second(slots, tmp_path)
+    answering.swap()
+    answering.settle()
+
+    answering.give_up("the rollout was aborted")
+
+    assert release(answering) == 1
+    assert Slots(tmp_path / "home").state.trial is None
+    assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+
+
+def test_with_nothing_to_go_back_to_it_goes_on(slots, x):
+    answering = Answering(slots, LIMITS)
+
+    answering.give_up("aborted")
+
+    assert release(answering) == 1
+    answering.predict(x)
+
+
+def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
+    answering = Answering(slots, LIMITS)
+
+    with pytest.raises(ConfigError):
+        answering.predict(np.zeros((1, 999)))
+
+    assert answering.counters.n_failed == 0
+
+
+def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
+    """RSS flat, no failed request, no file left over (in small: 24 hours)."""
+    answering = Answering(slots, Limits(probation_predictions=50))
+    process, n_threads, per_thread = psutil.Process(), 2, 50_000
+    stop = threading.Event()
+
+    def ask():
+        return sum(len(answering.predict(x).class_index) for _ in range(per_thread))
+
+    def switch():
+        number = 1
+        while not stop.is_set():
+            number += 1
+            folder = variant(tmp_path / f"{number}", release=number, gate=other_gate if number % 2 else None)
+            put(slots, folder)
+            answering.swap()
+            while slots.state.trial is not None and not stop.wait(0.002):
+                answering.settle()
+        return number
+
+    with ThreadPoolExecutor(n_threads + 1) as pool:
+        switching = pool.submit(switch)
+        warm = ask()
+        before = process.memory_info().rss
+        asked = [pool.submit(ask) for _ in range(n_threads)]
+        answered = sum(future.result() for future in asked)
+        stop.set()
+        n_switches = switching.result()
+        after = process.memory_info().rss
+
+    assert warm + answered == answering.counters.n_predictions == (n_threads + 1) * per_thread
+    assert answering.counters.n_failed == 0
+    assert n_switches > 5
+    assert after - before < 30 * 2**20
+    named = {p.name for slot in ("a", "b") for p in (tmp_path / "home" / "slots" / slot).iterdir()}
+    kept = {p.name for p in (tmp_path / "home" / "parts").iterdir()}
+    assert kept <= {name.removesuffix(".safetensors") for name in named} | skeletons(slots)
+    assert sorted(p.name for p in (tmp_path / "home" / "slots").iterdir()) == ["a", "b"]
+
+
+def skeletons(slots):
+    from fedge.bundle import read
+
+    return {read(folder).manifest.skeleton.digest for folder in (slots.running, slots.staged)}
