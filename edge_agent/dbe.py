@@ -89,7 +89,7 @@ def learn(
 
     def move(p: Tensor) -> None:
         assert p.grad is not None
-        velocity.mul_(sgd.momentum).add_(p.grad)
+        velocity.mul_(sgd.momentum).add_(p.grad).add_(p.data, alpha=sgd.weight_decay)
         p.data.sub_(velocity, alpha=sgd.learning_rate)
         p.grad = None
 

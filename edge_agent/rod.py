@@ -77,7 +77,7 @@ def learn(
             f = functional.pad(f, (0, 1), value=1.0)
             # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
             excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
-            velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch))
+            velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
             own.sub_(velocity, alpha=sgd.learning_rate)
     return network.dump(), {weight: own[:, :-1].contiguous().numpy(), bias: own[:, -1].contiguous().numpy()}
 

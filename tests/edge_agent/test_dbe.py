@@ -17,7 +17,8 @@ from fedge.models.training import Network, Trainer, batches
 from fedge.tensors import Model, Tensors, to_bytes
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, part_of, samples
 
-SGD = Sgd(steps=6, batch_size=8)
+SGD = Sgd(steps=6, batch_size=8, weight_decay=0.05)
+TORCH = {"lr": SGD.learning_rate, "momentum": SGD.momentum, "weight_decay": SGD.weight_decay}
 DATA = samples(20, 1)
 GOAL = np.linspace(0, 2, D, dtype=np.float32)
 P = np.linspace(-1, 1, D, dtype=np.float32)
@@ -80,7 +81,7 @@ def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
     module = models.build(TASK)
     models.load(module, INITIAL, LAYOUT)
     offset = torch.tensor(P).requires_grad_()
-    optimiser = torch.optim.SGD([*module.parameters(), offset], lr=SGD.learning_rate, momentum=SGD.momentum)
+    optimiser = torch.optim.SGD([*module.parameters(), offset], **TORCH)
     head = models.head_of(module, LAYOUT)
     x, y = map(torch.from_numpy, DATA)
     for batch in itertools.islice(batches(20, 8, np.random.default_rng(3)), SGD.steps):

@@ -17,7 +17,8 @@ from fedge.models.training import Network, Trainer, batches
 from fedge.tensors import Model, Tensors, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, part_of, samples
 
-SGD = Sgd(steps=6, batch_size=8)
+SGD = Sgd(steps=6, batch_size=8, weight_decay=0.05)
+TORCH = {"lr": SGD.learning_rate, "momentum": SGD.momentum, "weight_decay": SGD.weight_decay}
 SHARED, EVERYTHING = samples(20, 1), samples(32, 2)
 WEIGHT, BIAS = (info.name for info in LAYOUT.part(Part.HEAD).tensors)
 
@@ -68,7 +69,7 @@ def test_the_second_head_learns_what_is_left_by_steps_of_torch_sgd() -> None:
     counts = torch.bincount(torch.from_numpy(SHARED[1]), minlength=3)
     trainer = Trainer(network, *SHARED, SGD, np.random.default_rng(3), loss=rod.balanced_softmax(counts.log()))
     w, b = (torch.tensor(mine[name]).requires_grad_() for name in (WEIGHT, BIAS))
-    optimiser = torch.optim.SGD([w, b], lr=SGD.learning_rate, momentum=SGD.momentum)
+    optimiser = torch.optim.SGD([w, b], **TORCH)
     x, y = map(torch.from_numpy, EVERYTHING)
     for batch in itertools.islice(batches(32, 8, np.random.default_rng(4)), SGD.steps):
         trainer.run(1)
