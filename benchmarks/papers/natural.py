@@ -57,7 +57,7 @@ def cells(own: MethodOutcome) -> list[str]:
         f"{100 * own.macro_f1.mean:.1f}",
         percent(own.global_accuracy),
         "-" if untrained else percent(own.cold_start),
-        *(["-"] * 3 if cost is None else [str(cost.round), f"{cost.bytes / 1e6:.1f}", f"{cost.seconds:.0f}"]),
+        *(["-"] * 3 if cost is None else [str(cost.round), f"{cost.bytes / 1e6:.1f}", f"{cost.seconds:.1f}"]),
     ]
 
 
