@@ -17,10 +17,10 @@ from fedge.tensors import Floats
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A model and its velocity after a step, both (d,) float32. `diverged`: see `server_step`."""
+    """A model and its velocity after a step, both (d,) float32; None: no momentum. `diverged`: see `server_step`."""
 
     w: Floats
-    v: Floats
+    v: Floats | None
     diverged: bool = False
 
 
@@ -44,13 +44,14 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None
         raise ValueError(f"gamma {gamma} is not in [0, 1)")
     if change is None:
         return Step(w, np.zeros_like(w) if v is None else v)
-    new, kept = np.empty_like(w), np.empty_like(w)
+    new, kept = np.empty_like(w), np.empty_like(w) if gamma else None
     for start in range(0, len(w), BLOCK):
         block = slice(start, start + BLOCK)
         with np.errstate(over="ignore", invalid="ignore"):
             moved = change[block] if v is None or not gamma else gamma * v[block].astype(np.float64) + change[block]
-            kept[block] = moved
             new[block] = w[block] + moved
-        if not (np.isfinite(new[block]).all() and np.isfinite(kept[block]).all()):
+            if kept is not None:
+                kept[block] = moved
+        if not (np.isfinite(new[block]).all() and (kept is None or np.isfinite(kept[block]).all())):
             return Step(w, np.zeros_like(w), diverged=True)
     return Step(new, kept)

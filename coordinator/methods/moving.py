@@ -46,4 +46,5 @@ def moved(moving: Moving, mean: Average, layout: Layout, fleet: Fleet, *, gamma:
         log.error("event=diverged the model would become non-finite; the old one is kept")
         return Moving(model=moving.model)
     model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
-    return Moving(model=fleet.put(unflatten(model, layout)), velocity=fleet.put({"v": step.v}) if gamma else None)
+    velocity = None if step.v is None else fleet.put({"v": step.v})
+    return Moving(model=fleet.put(unflatten(model, layout)), velocity=velocity)

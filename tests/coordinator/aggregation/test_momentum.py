@@ -31,7 +31,9 @@ def test_without_momentum_it_is_fedavg_bit_for_bit():
     rng = np.random.default_rng(0)
     w, change = rng.standard_normal(1000).astype(np.float32), rng.standard_normal(1000)
     for velocity in (None, rng.standard_normal(1000).astype(np.float32)):
-        assert server_step(w, velocity, change, gamma=0.0).w.tobytes() == (w + change).astype(np.float32).tobytes()
+        step = server_step(w, velocity, change, gamma=0.0)
+        assert step.w.tobytes() == (w + change).astype(np.float32).tobytes()
+        assert step.v is None
 
 
 def test_long_vectors_are_moved_everywhere():
