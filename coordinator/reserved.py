@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator.aggregation.correlation import Array
-from coordinator.methods import Samples
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.gate import POOLED
 from export.parity import n_gate_features
@@ -29,7 +28,6 @@ from fedge.errors import ConfigError
 from fedge.messages import Role, Sgd
 from fedge.models.training import Network, Trainer, batches, tensor
 from fedge.task import TaskSpec
-from fedge.tasks import device_data
 from fedge.tensors import Layout, Model, Tensors
 
 log = logging.getLogger("fedge.method")
@@ -238,13 +236,3 @@ class ReservedSet:
                 metrics={},
             )
             return {file.name: file.read_bytes() for file in sorted(info.path.iterdir())}
-
-
-def labelled(task: TaskSpec, source: Path) -> Samples:
-    """The samples of an .npz or a folder of images, as devices read theirs; those marked as test are left out.
-
-    Raises:
-        ConfigError: the source cannot be read or does not fit the task.
-    """
-    data = device_data(task, source, seed=0)
-    return np.concatenate([data.x_train, data.x_val]), np.concatenate([data.y_train, data.y_val])

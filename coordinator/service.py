@@ -28,7 +28,7 @@ from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
 from fedge.messages import BlobRef, Codec, Sgd, blobs_of
 from fedge.task import TaskSpec
-from fedge.tasks import write_task
+from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
 
 log = logging.getLogger("fedge.coordinator")
@@ -59,7 +59,10 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     ) = None
     method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
     reserved: (
-        Annotated[Path, Meta(description="Labelled samples of the server, for fedcoe: an .npz or a folder of images.")]
+        Annotated[
+            Path,
+            Meta(description="Labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images."),
+        ]
         | None
     ) = None
     welcome: Annotated[
@@ -126,11 +129,7 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
     Raises:
         ConfigError: there is no such method, or it lacks something.
     """
-    reserved = None
-    if settings.reserved is not None:
-        from coordinator.reserved import labelled  # holds torch
-
-        reserved = labelled(task, settings.reserved)
+    reserved = None if settings.reserved is None else labelled(task, settings.reserved)
     method = make(settings.method, settings.for_method(options), task=task, reserved=reserved)
     if settings.welcome and not hasattr(method, "welcome"):
         raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")

@@ -6,19 +6,28 @@ not exact (GELU, SiLU, leaky ReLU and the like) are refused.
 
 from __future__ import annotations
 
+import logging
+import math
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedge.divergence import divergence
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
+from fedge.files import write_atomically
 from fedge.models.training import CHUNK, tensor
+
+log = logging.getLogger("fedge.worker")
 
 _EXACT: Final = (nn.ReLU, nn.ReLU6)
 _INEXACT: Final = (
@@ -38,6 +47,9 @@ _INEXACT: Final = (
 )
 MAX_UNITS: Final = 4096
 """A message carries no longer profile."""
+DELTA: Final = 1e-5
+"""delta of (eps, delta) privacy of one sample, for the line in the log."""
+NOISE_FILE: Final = "profile-noise.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,55 @@ def sparsity_profile(module: nn.Module, x: NDArray[np.float32]) -> SparsityProfi
         return SparsityProfile(shares=np.asarray(even), halves=None)
     halves = divergence(even / ((n + 1) // 2), odd / (n // 2))
     return SparsityProfile(shares=np.asarray((even + odd) / n), halves=float(halves))
+
+
+class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device's noise is made from; it never leaves the device."""
+
+    seed: int
+    sigma: float
+
+
+def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> SparsityProfile:
+    """S' = clip(s + z, 0, 1), z ~ N(0, sigma^2) drawn once in the device's life and kept in `home`; without halves.
+
+    Fresh noise in every report could be averaged away, so what was drawn first holds for ever, whatever `sigma` is
+    asked for later. It comes from the device's own random numbers: the order's seed is known to the coordinator.
+
+    Raises:
+        StoreError: the noise cannot be read or kept.
+    """
+    path = home / NOISE_FILE
+    kept = _read(path)
+    if kept is None:
+        kept = Noise(seed=secrets.randbits(63), sigma=sigma)
+        write_atomically(path, msgspec.json.encode(kept))
+    z = kept.sigma * np.random.default_rng(kept.seed).standard_normal(len(found.shares))
+    bound = epsilon(n, len(found.shares), kept.sigma)
+    if bound <= 1:
+        log.info("event=profile_noise sigma=%g eps=%.2f delta=%g", kept.sigma, bound, DELTA)
+    else:
+        log.warning("event=profile_noise sigma=%g %d samples are too few for a guarantee", kept.sigma, n)
+    return SparsityProfile(shares=np.clip(found.shares + z, 0.0, 1.0), halves=None)
+
+
+def epsilon(n: int, q: int, sigma: float, *, delta: float = DELTA) -> float:
+    """Eps of the Gaussian rule for one of n samples: sqrt(q)/n * sqrt(2 ln(1.25/delta)) / sigma; valid for eps <= 1.
+
+    Example:
+        >>> round(epsilon(2000, 64, 0.05), 2), round(epsilon(30, 64, 0.05), 1)
+        (0.39, 25.8)
+    """
+    return math.sqrt(q) / n * math.sqrt(2 * math.log(1.25 / delta)) / sigma
+
+
+def _read(path: Path) -> Noise | None:
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Noise)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
 
 
 def last_activation(module: nn.Module, x: Tensor) -> nn.Module:

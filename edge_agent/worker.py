@@ -33,7 +33,7 @@ from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
 from edge_agent.scmoe import fit_mixture
 from edge_agent.sending import sent
-from edge_agent.sparsity import sparsity_profile
+from edge_agent.sparsity import sparsity_profile, with_noise
 from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, Pool, write_bundle
 from fedge import codec
 from fedge.errors import StoreError
@@ -342,7 +342,14 @@ class Worker:
         x, _ = self.data.shared
         self.network.load(self.model(action.extractor, fetch))
         found = sparsity_profile(self.network.module, x)
-        return Profiled(profile=tuple(found.shares.tolist()), halves=found.halves, n_samples=len(x))
+        if action.noise:
+            found = with_noise(found, len(x), sigma=action.noise, home=self.home)
+        return Profiled(
+            extractor=action.extractor.digest,
+            profile=tuple(found.shares.tolist()),
+            halves=found.halves,
+            n_samples=len(x),
+        )
 
     def _try(self, action: Trial, fetch: Fetch) -> Tried:
         m = len(self.data.y_val)

@@ -196,9 +196,13 @@ class Train(_Message, frozen=True, kw_only=True, tag="train"):
 
 
 class Profile(_Message, frozen=True, kw_only=True, tag="profile"):
-    """ReLU-sparsity profile (SPRE) of `extractor` over the device's training samples."""
+    """ReLU-sparsity profile (SPRE) of `extractor` over the device's training samples.
+
+    `noise`: sigma_dp of Gaussian noise that the device adds; it is drawn once and stored. 0: none.
+    """
 
     extractor: BlobRef
+    noise: NonNegative = 0.0
 
 
 class Trial(_Message, frozen=True, kw_only=True, tag="trial"):
@@ -408,10 +412,14 @@ class Trained(_Message, frozen=True, kw_only=True, tag="trained"):
 
 
 class Profiled(_Message, frozen=True, kw_only=True, tag="profiled"):
-    """Share of exact zeros per unit, in [0, 1]; `halves`: D_raw between the even and the odd samples' profiles."""
+    """Share of exact zeros per unit, in [0, 1]; `halves`: D_raw between the even and the odd samples' profiles.
 
+    `extractor`: digest of the network that made the profile. `halves` is None with noise, or fewer than 2 samples.
+    """
+
+    extractor: Digest
     profile: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=4096)]
-    halves: NonNegative | None = None  # None with fewer than 2 samples
+    halves: NonNegative | None = None
     n_samples: Count
 
 

@@ -196,11 +196,17 @@ def planted(seeds: list[int], *, quick: bool) -> list[dict[str, Any]]:
 class Federation:
     """Devices, their true groups, and the test images as each group sees them.
 
-    `fewest`: every device keeps between so many and all of the samples that it was dealt; None: all.
+    `between`: sizes of devices; None: as the partition deals them.
     """
 
     def __init__(
-        self, digits: Digits, seed: int, how: dict[str, Any], home: Path, *, fewest: int | None = None
+        self,
+        digits: Digits,
+        seed: int,
+        how: dict[str, Any],
+        home: Path,
+        *,
+        between: tuple[int, int] | None = None,
     ) -> None:
         self.digits = digits
         shares = partition(digits.rest, N_DEVICES, sensitive=0.0, seed=seed, **how)
@@ -212,15 +218,25 @@ class Federation:
         for i, share in zip(self.ids, shares, strict=True):
             self.x[i] = np.concatenate([share.x_train, share.x_val, share.x_test])
             self.y[i] = np.concatenate([share.y_train, share.y_val, share.y_test])
-            if fewest is not None:
-                rng = np.random.default_rng((seed, int(i[1:])))
-                kept = rng.permutation(len(self.y[i]))[: rng.integers(fewest, len(self.y[i]) + 1)]
-                self.x[i], self.y[i] = self.x[i][kept], self.y[i][kept]
+        if between is not None:
+            self._deal_anew(*between, np.random.default_rng((seed, 3)))
         self.share = {i: np.bincount(self.y[i], minlength=CLASSES) / len(self.y[i]) for i in self.ids}
         clocks = np.random.default_rng((seed, 7)).lognormal(0.7, 0.6, N_DEVICES)
         self.ghz = dict(zip(self.ids, clocks.tolist(), strict=True))
         self.network = Network(digits.spec)
         self.seed, self.home = seed, home
+
+    def _deal_anew(self, fewest: int, most: int, rng: np.random.Generator) -> None:
+        """Deal each group's samples out anew: log-normal sizes within [fewest, most], as many of all as that allows."""
+        for group in sorted(set(self.group.values())):
+            ids = [i for i in self.ids if self.group[i] == group]
+            x, y = np.concatenate([self.x[i] for i in ids]), np.concatenate([self.y[i] for i in ids])
+            weights = rng.lognormal(0.0, 0.6, len(ids))
+            spare = (len(y) - fewest * len(ids)) * weights / weights.sum()
+            ends = np.cumsum(np.minimum(np.floor(fewest + spare), most).astype(np.int64))
+            order = rng.permutation(len(y))[: ends[-1]]
+            for i, part in zip(ids, np.split(order, ends[:-1]), strict=True):
+                self.x[i], self.y[i] = x[part], y[part]
 
     def fleet(self) -> SimulatedFleet:
         layout, _ = initial(self.digits.spec, self.seed)
@@ -367,8 +383,8 @@ async def times(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
         digits = Digits(seed)
         for row, (options, _) in SELECTIONS.items():
             with tempfile.TemporaryDirectory() as home:
-                federation = Federation(digits, seed, GROUPED, Path(home), fewest=8)
-                settings = settings_of(seed, rounds, 0.01, warm_up=0, clustering="labels", **options)
+                federation = Federation(digits, seed, GROUPED, Path(home), between=(8, 70))
+                settings = settings_of(seed, rounds, 0.01, warm_up=0, clustering="labels", local_epochs=5, **options)
                 curve, state = await learn(federation, "fedepc", settings, federation.descriptions(labels=True))
             never = 1 - len(state.participations) / N_DEVICES
             found.setdefault(row, []).append(([time_to(curve, t) for t in TARGETS], never, curve[-1][0]))

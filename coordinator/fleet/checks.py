@@ -80,6 +80,9 @@ def check(action: Action, result: Result, task: TaskSpec) -> None:  # noqa: PLR0
             _require(result.cluster in {start.cluster for start in action.starts}, "a start that was not offered")
             measured = (result.loss_before, result.loss_after, result.gradient_norm)
             _require(not action.measure or None not in measured, "no losses, which were asked for")
+        case Profile(), Profiled():
+            _require(result.extractor == action.extractor.digest, "a profile of another extractor")
+            _require(not action.noise or result.halves is None, "halves, which no noise covers")
         case SharePrivate(), PrivateShared():
             _require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
         case FitCandidates(), CandidatesFitted():

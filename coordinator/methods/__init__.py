@@ -116,7 +116,7 @@ METHODS: Final = {
 }
 """Name -> where its class is; imported when it is asked for."""
 FINE_TUNED: Final = "+ft"
-WITH_RESERVED_SET: Final = frozenset({"fedcoe"})
+WITH_RESERVED_SET: Final = frozenset({"fedcoe", "fedepc"})
 """Methods that are given the task and the server's labelled samples."""
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -127,7 +127,8 @@ def make(
 ) -> Method[Any]:
     """The method of that name; "fedavg+ft" is "fedavg" with fine-tuning at the end.
 
-    `reserved`: model inputs (n, *input_shape) and labels (n,) on the server; `fedcoe` needs them and the task.
+    `reserved`: model inputs (n, *input_shape) and labels (n,) on the server; `fedcoe` needs them and the
+    task, `fedepc` where its extractor is to be trained on them.
 
     Raises:
         ConfigError: there is none, or it has no such option; the text lists them.

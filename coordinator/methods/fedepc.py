@@ -2,13 +2,14 @@
 
 Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Federated Learning Method for
 Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; section numbers are those of our specification of it.
-Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). There is no labelled proxy set:
-the warm-up's model is the extractor of the profiles, and D_ref comes from the devices' split halves (4.1); a
-coordinator that has a set may put an extractor into the first state, and D_ref into the options. Local work is counted
-in SGD steps. Silent devices rest (`coordinator.methods.silence`). The stop rule of section 6 is off unless asked for:
-the specification's table 8.2 is without it (uploads there are clusters times rounds). Cohorts of one or two make a
-cluster's loss jump, so it may stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy
-with it was between 4.5 points lower and 6.4 higher: no clear winner, with fewer uploads.
+Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
+use labelled samples of its own (extractor=proxy, and --reserved), the warm-up's model is the extractor of the profiles,
+and D_ref comes from the devices' split halves (4.1). Local work is counted in SGD steps, equal for all devices; section
+8 counts epochs (local_epochs=5), and the gain of the bandit over a random choice rests on that. Silent devices rest
+(`coordinator.methods.silence`). The stop rule of section 6 is off unless asked for: the specification's table 8.2 is
+without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop
+early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower
+and 6.4 higher: no clear winner, with fewer uploads.
 
 The parts can be exchanged by options: as printed the method is warm_up=0, fairness=false; with selection=uniform and
 deadline=none its clusters alone are seen.
@@ -16,6 +17,7 @@ deadline=none its clusters alone are seen.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import Counter
@@ -33,6 +35,7 @@ from coordinator.clustering.aidc import Clusters, Place
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
+    Samples,
     accepted,
     counted,
     install,
@@ -46,9 +49,11 @@ from coordinator.methods import (
 from coordinator.methods.grouping import arm, observed, of_one_length
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
+from coordinator.proxy import check_samples, trained_extractor
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profile, Profiled, Start, Train, Trained
+from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profile, Profiled, Sgd, Start, Train, Trained
+from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -65,15 +70,19 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     warm_up: Annotated[int, Meta(ge=0)] | None = None  # R_w, shared rounds before the clusters; None: a third of all
     clustering: Literal["aidc", "k-means", "agglomerative", "labels"] = "aidc"
+    extractor: Literal["shared", "proxy"] = "shared"  # W_ext: the warm-up's model, or trained on the server's samples
+    sigma_dp: Annotated[float, Meta(ge=0)] = 0.0  # of the noise on a profile (3)
     n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of k-means; of agglomerative, instead of theta_merge
     selection: Selection = "ccmab"
     search: Literal["set", "batch"] = "set"  # how ccmab searches (5.4)
     deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"  # T_max, seconds
+    budget: Annotated[float, Meta(gt=0)] | None = None  # device-seconds of a cluster's round (5.2), of ccmab
     fairness: bool = True  # overdue devices are asked whatever their time (5.5)
     weighted: bool = False  # means by n_i instead of (15)
     stop: bool = False  # a cluster whose loss falls no more is left as it is (6)
+    local_epochs: Annotated[int, Meta(ge=1)] | None = None  # E; None: everybody does the federation's local steps
     proximal_mu: Annotated[float, Meta(ge=0)] = 0.01  # mu of the local step, (13)
-    unit: Annotated[float, Meta(gt=0)] | None = None  # D_ref; None: from split halves
+    unit: Annotated[float, Meta(gt=0)] | None = None  # D_ref; None: from the proxy set's classes, or split halves
     gamma: Annotated[float, Meta(ge=0)] = 1.0
     eta: Annotated[float, Meta(ge=0)] = 2.0
     theta_merge: Annotated[float, Meta(gt=0)] = 0.15
@@ -110,12 +119,14 @@ class Cluster(Struct, frozen=True, kw_only=True):
 class FedEpcState(HearingState, frozen=True, kw_only=True):
     """State of a federation between two rounds.
 
-    `shared`: the model of the warm-up. `extractor`: W_ext, where it is not the former. `n_moved`: devices that joined,
-    left or changed since the clusters were made. `seen`: the last round in which a device was there.
+    `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, where a proxy set says it. `n_moved`:
+    devices that joined, left or changed since the clusters were made. `seen`: the last round in which a device was
+    there.
     """
 
     shared: BlobRef
     extractor: BlobRef | None = None
+    unit: float | None = None
     described: dict[str, Description] = {}
     clusters: tuple[Cluster, ...] = ()
     n_moved: int = 0
@@ -128,9 +139,14 @@ class FedEpc:
     name = "fedepc"
     Options = Options
 
-    def __init__(self, settings: MethodSettings) -> None:
+    def __init__(self, settings: MethodSettings, task: TaskSpec | None = None, reserved: Samples | None = None) -> None:
         self.settings = settings
         self.options = options = options_of(settings, Options)
+        self._proxy = proxy_of(options, task, reserved)
+        if options.sigma_dp and self._proxy is None and options.unit is None:
+            raise ConfigError("option of the method: with sigma_dp nobody tells halves: set extractor=proxy, or unit")
+        if options.budget is not None and options.selection != "ccmab":
+            raise ConfigError("option of the method: a budget is for selection=ccmab")
         try:
             self._thresholds = aidc.Thresholds(merge=options.theta_merge, split=options.theta_split)
         except ValueError as error:
@@ -142,6 +158,7 @@ class FedEpc:
             quota=settings.participation,
             deadline_s=deadline_s(options, everybody=settings.participation == 1),
             search=options.search,
+            budget_s=options.budget,
             fairness=options.fairness,
         )
 
@@ -168,10 +185,10 @@ class FedEpc:
 
     async def _shared_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
         """All devices as one cluster, uniformly random selection, n_i-weighted mean."""
-        present = list(awake(state, fleet, r))
+        present = awake(state, fleet, r)
         size = cohort_size(len(present), self.settings.participation)
-        cohort = uniform(present, size, round_rng(self.settings, r))
-        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, self._order(state.shared)))
+        cohort = uniform(list(present), size, round_rng(self.settings, r))
+        state, answers = await ask(state, fleet, r, "train", {i: self._order(present[i], state.shared) for i in cohort})
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
@@ -180,9 +197,16 @@ class FedEpc:
             shared = moved(Moving(model=shared), mean, state.layout, fleet, gamma=0.0).model
         return self._after(msgspec.structs.replace(state, shared=shared), len(cohort), updates)
 
-    def _order(self, model: BlobRef, cluster: int = -1) -> Train:
+    def _order(self, device: Device, model: BlobRef, cluster: int = -1) -> Train:
         start = Start(model=model, cluster=cluster)
-        return Train(starts=(start,), sgd=self._sgd, codec=self.settings.codec, measure=cluster >= 0)
+        return Train(starts=(start,), sgd=self._local(device), codec=self.settings.codec, measure=cluster >= 0)
+
+    def _local(self, device: Device) -> Sgd:
+        """Local work: the federation's steps, or E passes over the device's samples."""
+        epochs, batch = self.options.local_epochs, min(self._sgd.batch_size, max(device.n_samples, 1))
+        if epochs is None:
+            return self._sgd
+        return msgspec.structs.replace(self._sgd, steps=max(1, epochs * -(-device.n_samples // batch)))
 
     def _after(self, state: FedEpcState, asked: int, updates: dict[str, Trained]) -> FedEpcState:
         r = state.round + 1
@@ -208,17 +232,33 @@ class FedEpc:
 
     async def _describe(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
         """Devices without description, or with another number of samples than then, describe their data (SPRE)."""
-        extractor = state.extractor or state.shared
+        state = await self._with_extractor(state, fleet)
+        assert state.extractor is not None
         due = {i: device.n_samples for i, device in awake(state, fleet, r).items() if is_due(state, device)}
-        action = DescribeLabels() if self._by_label else Profile(extractor=extractor)
+        spre = Profile(extractor=state.extractor, noise=self.options.sigma_dp)
+        action = DescribeLabels() if self._by_label else spre
         state, answers = await ask(state, fleet, r, "describe", dict.fromkeys(due, action))
-        state = msgspec.structs.replace(state, extractor=extractor)
         return self._arrange(state, descriptions(answers, due, state.described), fleet)
+
+    async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
+        """W_ext, once and for all: the model of the warm-up, or what the proxy set teaches, with its D_ref (4.1)."""
+        if state.extractor is not None:
+            return state
+        if self._proxy is None:
+            return msgspec.structs.replace(state, extractor=state.shared)
+        task, (x, y) = self._proxy
+        found = await asyncio.to_thread(trained_extractor, task, state.layout, x, y, seed=self.settings.seed)
+        try:
+            unit = aidc.class_unit(found.class_profiles, gamma=self.options.gamma)
+        except ValueError as error:
+            raise ConfigError(f"the labelled samples of the server make no useful extractor: {error}") from error
+        extractor = fleet.put(unflatten(found.model, state.layout))
+        return msgspec.structs.replace(state, extractor=extractor, unit=unit)
 
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
         """4.6: who is new, or whose data changed, is placed; all clusters anew at first, and after many moves."""
         described = dict(sorted((state.described | new).items()))
-        unit = self._unit(described.values())
+        unit = self._unit(state, described.values())
         strangers = [i for i, d in new.items() if self._is_strange(state.described.get(i), d, unit)]
         state = msgspec.structs.replace(
             state,
@@ -232,10 +272,11 @@ class FedEpc:
             state = msgspec.structs.replace(state, clusters=self._joined(state, stranger, unit))
         return state
 
-    def _unit(self, described: Iterable[Description]) -> float | None:
+    def _unit(self, state: FedEpcState, described: Iterable[Description]) -> float | None:
         """D_ref (4.1); None where the extractor tells no devices apart, so that all form one cluster."""
-        if self.options.unit is not None:
-            return self.options.unit
+        given = self.options.unit or state.unit
+        if given is not None:
+            return given
         try:
             return aidc.split_half_unit([d.halves for d in described if d.halves is not None])
         except ValueError:
@@ -316,8 +357,9 @@ class FedEpc:
 
     async def _cluster_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
         """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
-        chosen = self._select(state, awake(state, fleet, r), r)
-        orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
+        present = awake(state, fleet, r)
+        chosen = self._select(state, present, r)
+        orders = {i: self._order(present[i], state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
         ids = list(updates)
@@ -348,7 +390,7 @@ class FedEpc:
     ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
         """Section 5 in each open cluster, by its number; every cluster has random numbers of its own."""
         arms = {
-            k: [arm(present[i], self._sgd) for i in cluster.members if i in present]
+            k: [arm(present[i], self._local(present[i])) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }
@@ -374,6 +416,23 @@ class FedEpc:
             "clusters": {str(k): list(cluster.members) for k, cluster in enumerate(state.clusters)},
             "converged": [k for k, cluster in enumerate(state.clusters) if cluster.converged],
         }
+
+
+def proxy_of(options: Options, task: TaskSpec | None, reserved: Samples | None) -> tuple[TaskSpec, Samples] | None:
+    """The samples that the extractor is trained on; None: it is the model of the warm-up.
+
+    Raises:
+        ConfigError: there are none, or they do not do.
+    """
+    if options.extractor == "shared" or options.clustering == "labels":
+        return None
+    if task is None or reserved is None:
+        raise ConfigError(
+            "option of the method: extractor=proxy needs labelled samples on the server: name them with --reserved (an "
+            ".npz or a folder of images; in a simulation a share of the global test set)"
+        )
+    check_samples(task, *reserved)
+    return task, reserved
 
 
 def deadline_s(options: Options, *, everybody: bool) -> float | None:

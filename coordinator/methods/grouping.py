@@ -60,7 +60,7 @@ def arm(device: Device, sgd: Sgd) -> ccmab.Arm:
     return ccmab.Arm(
         id=device.id,
         n_samples=device.n_samples,
-        work=sgd.steps * sgd.batch_size,
+        work=sgd.steps * min(sgd.batch_size, max(device.n_samples, 1)),
         cpu_ghz=context.cpu_ghz,
         free_ram_gb=context.free_ram_gb,
     )

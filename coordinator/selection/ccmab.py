@@ -41,6 +41,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     quota: Annotated[float, Meta(gt=0, le=1)] = 0.2  # rho_c, share of a cluster that trains in a round
     deadline_s: Positive | None = None  # T_max; None: the 0.7-quantile of the predicted times
+    budget_s: Positive | None = None  # sum of t_i of a cohort (5.2); overdue devices are asked all the same
     cycles_per_sample: Positive = 0.1  # kappa, gigacycles
     model_mbit: Annotated[float, Meta(ge=0)] = 0.0  # B
     window: Annotated[int, Meta(ge=1)] = 5  # tau, participations
@@ -262,20 +263,38 @@ def exploration(t: int, delta: float) -> float:
     return 2 * math.log(t * t / delta)
 
 
+@dataclass(frozen=True, slots=True)
+class Purse:
+    """Device-seconds that may still be spent, and what each device costs, (n,)."""
+
+    left_s: float
+    seconds: Vectors
+
+    def pays(self, devices: Sequence[int]) -> list[int]:
+        """Those that still fit."""
+        return [i for i in devices if self.seconds[i] <= self.left_s * (1 + TIE)]
+
+    def after(self, device: int) -> Purse:
+        """What is left when this one is taken."""
+        return Purse(self.left_s - float(self.seconds[device]), self.seconds)
+
+
 def greedy(
-    mean: Vectors, cov: Vectors, beta: float, *, first: Sequence[int], allowed: Sequence[int], size: int
+    mean: Vectors, cov: Vectors, beta: float, *, first: Sequence[int], allowed: Sequence[int], size: int, purse: Purse
 ) -> list[int]:
     """Extend the set `first` one by one to `size` devices with the largest U(A) = mean(A) + sqrt(beta var(A)), (11).
 
-    `allowed`: who may be added. Cost: O(size * n).
+    `allowed`: who may be added; `purse`: for those that are. Cost: O(size * n).
     """
     chosen = list(first)
-    remaining = sorted(set(allowed) - set(first))
+    remaining = purse.pays(sorted(set(allowed) - set(first)))
     while len(chosen) < size and remaining:
         within, across = cov[chosen][:, chosen].sum(), cov[remaining][:, chosen].sum(axis=1)
         variances = within + 2 * across + cov.diagonal()[remaining]
         scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
         chosen.append(remaining.pop(_best(scores)))
+        purse = purse.after(chosen[-1])
+        remaining = purse.pays(remaining)
     return chosen
 
 
@@ -287,12 +306,13 @@ def greedy_batch(
     first: Sequence[int],
     allowed: Sequence[int],
     size: int,
+    purse: Purse,
     noise: float,
 ) -> list[int]:
     """Option `batch`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts."""
     chosen: list[int] = []
     cov = cov.copy()
-    remaining = sorted(set(allowed) - set(first))
+    remaining = purse.pays(sorted(set(allowed) - set(first)))
     for overdue in first:
         chosen.append(overdue)
         cov -= np.outer(cov[:, overdue], cov[overdue]) / (cov[overdue, overdue] + noise)
@@ -301,6 +321,8 @@ def greedy_batch(
         best = remaining.pop(_best(scores))
         chosen.append(best)
         cov -= np.outer(cov[:, best], cov[best]) / (cov[best, best] + noise)
+        purse = purse.after(best)
+        remaining = purse.pays(remaining)
     return chosen
 
 
@@ -332,7 +354,8 @@ def select(
         arms: all devices of the cluster that can be reached. A device with f <= 0 or no samples is not selectable.
         settings: the parameters.
         size: m >= 1, instead of the quota.
-        rule: chooses among the feasible devices instead of the bandit; deadline and fairness are as always.
+        rule: chooses among the feasible devices instead of the bandit; deadline and fairness are as always, a budget
+            is not looked at.
 
     Returns:
         The selection, and the state in which this round was held; hand the latter to `observe`.
@@ -364,11 +387,11 @@ def select(
         others = {ids[i]: float(seconds[i]) for i in feasible if i not in late}
         chosen = [*late, *(ids.index(i) for i in rule(list(others), m - len(late), others))]
     elif late or feasible:
-        chosen = _choose(state, full[selectable], late=late, feasible=feasible, m=m, settings=settings)
-    elif ids and state.skipped >= settings.max_skips:
-        chosen = [int(np.argmin(seconds))]
+        chosen = _choose(state, full[selectable], seconds, late=late, feasible=feasible, m=m, settings=settings)
     else:
         chosen = []
+    if ids and not chosen and state.skipped >= settings.max_skips:
+        chosen = [int(np.argmin(seconds))]
     picked = sorted(ids[i] for i in chosen)
     selection = Selection(
         ids=tuple(picked),
@@ -400,15 +423,24 @@ def _context(row: Vectors) -> RawContext:
 
 
 def _choose(
-    state: State, full: Vectors, *, late: list[int], feasible: list[int], m: int, settings: Settings
+    state: State,
+    full: Vectors,
+    seconds: Vectors,
+    *,
+    late: list[int],
+    feasible: list[int],
+    m: int,
+    settings: Settings,
 ) -> list[int]:
     seen = normalise(np.array(state.contexts).reshape(-1, FEATURES), state.lowest, state.highest)
     x = normalise(full, state.lowest, state.highest)
     mean, cov = posterior(x, seen, np.array(state.rewards), settings)
     beta = exploration(state.selections + 1, settings.delta)
+    budget_s = math.inf if settings.budget_s is None else settings.budget_s
+    purse = Purse(budget_s - float(seconds[late].sum()), seconds)
     if settings.search == "batch":
-        return greedy_batch(mean, cov, beta, first=late, allowed=feasible, size=m, noise=settings.noise)
-    return greedy(mean, cov, beta, first=late, allowed=feasible, size=m)
+        return greedy_batch(mean, cov, beta, first=late, allowed=feasible, size=m, purse=purse, noise=settings.noise)
+    return greedy(mean, cov, beta, first=late, allowed=feasible, size=m, purse=purse)
 
 
 # ----------------------------------------------------------------------------------------- 5.3: what is observed

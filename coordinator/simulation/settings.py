@@ -85,7 +85,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
         float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before dealing.")
     ] = 0.1
     reserved: Annotated[
-        float, Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe).")
+        float,
+        Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe, fedepc)."),
     ] = 0.5
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0

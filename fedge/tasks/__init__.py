@@ -1,7 +1,7 @@
 """Tasks: what is learned, the data of a device, and sets of samples dealt out to simulated devices."""
 
 from fedge.tasks.data import DeviceData, UserTask
-from fedge.tasks.device import device_data, device_inputs
+from fedge.tasks.device import device_data, device_inputs, labelled
 from fedge.tasks.partition import Share, partition, set_apart, share_data, write_share
 from fedge.tasks.pool import Pool, pool
 from fedge.tasks.specs import task_spec, write_task
@@ -13,6 +13,7 @@ __all__ = [
     "UserTask",
     "device_data",
     "device_inputs",
+    "labelled",
     "partition",
     "pool",
     "set_apart",

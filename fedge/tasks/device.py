@@ -46,6 +46,12 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
     )
 
 
+def labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """All samples of a source, as devices read theirs; those marked as test are left out. Errors: as `device_data`."""
+    data = device_data(task, source, seed=0)
+    return np.concatenate([data.x_train, data.x_val]), np.concatenate([data.y_train, data.y_val])
+
+
 def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     """Model inputs (n, *input_shape) of a device that does not train; labels may be missing and are not looked at.
 

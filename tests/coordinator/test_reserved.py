@@ -10,7 +10,7 @@ import pytest
 
 import deploy
 from coordinator.aggregation import correlation
-from coordinator.reserved import ReservedSet, labelled
+from coordinator.reserved import ReservedSet
 from fedge import models, preprocess
 from fedge.errors import ConfigError
 from fedge.messages import Role, Sgd
@@ -127,16 +127,6 @@ def test_missing_classes_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         ReservedSet(TASK, np.zeros((8, 1, 8, 8), np.float32), np.arange(8))
     assert "no sample of classes [8, 9]" in caplog.text
-
-
-def test_samples_are_read_as_devices_read_theirs(tmp_path: Path) -> None:
-    samples = pool("digits", seed=0)
-    split = np.arange(50) % 5 // 4 * 2  # every fifth is a test sample
-    np.savez(tmp_path / "reserved.npz", x=samples.x[:50], y=samples.y[:50], split=split)
-    x, y = labelled(TASK, tmp_path / "reserved.npz")
-    assert x.shape == (40, 1, 8, 8)
-    np.testing.assert_array_equal(y, samples.y[:50][split == 0])
-    np.testing.assert_array_equal(x, preprocess.apply(TASK, samples.x[:50][split == 0]))
 
 
 # -------------------------------------------------------------------------------------------------------- the bundle

@@ -5,9 +5,9 @@ import pytest
 from torch import nn
 
 from edge_agent import sparsity
-from edge_agent.sparsity import sparsity_profile
+from edge_agent.sparsity import SparsityProfile, epsilon, sparsity_profile, with_noise
 from fedge.divergence import divergence
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.models.training import tensor
 
 
@@ -70,3 +70,35 @@ def test_the_module_is_left_without_hooks():
     module = relu_of_inputs()
     sparsity_profile(module, np.ones((2, 2), np.float32))
     assert not any(layer._forward_hooks for layer in module.modules())
+
+
+def test_noise_is_drawn_once_and_stays_on_the_device(tmp_path):
+    found = SparsityProfile(shares=np.linspace(0, 1, 2000), halves=0.3)
+    once = with_noise(found, 50, sigma=0.1, home=tmp_path / "a")
+    again = with_noise(found, 50, sigma=0.2, home=tmp_path / "a")
+    other = with_noise(found, 50, sigma=0.1, home=tmp_path / "b")
+    np.testing.assert_array_equal(once.shares, again.shares)
+    assert (once.shares != other.shares).any()
+    assert once.halves is None  # they would say without noise what the profile says with it
+    assert once.shares.min() >= 0
+    assert once.shares.max() <= 1
+    inner = slice(400, -400)  # where nothing is clipped
+    assert (once.shares - found.shares)[inner].std() == pytest.approx(0.1, rel=0.15)
+
+
+def test_noise_that_cannot_be_read_is_no_reason_to_draw_anew(tmp_path):
+    (tmp_path / sparsity.NOISE_FILE).write_text("torn")
+    with pytest.raises(StoreError, match="cannot be read"):
+        with_noise(SparsityProfile(shares=np.zeros(3), halves=None), 5, sigma=0.1, home=tmp_path)
+
+
+def test_the_guarantee_is_claimed_only_where_there_is_one(tmp_path, caplog):
+    assert epsilon(2000, 64, 0.05) == pytest.approx(0.39, abs=0.005)
+    assert epsilon(30, 64, 0.05) == pytest.approx(25.8, abs=0.05)
+    profile = SparsityProfile(shares=np.zeros(64), halves=None)
+    with caplog.at_level("INFO"):
+        with_noise(profile, 30, sigma=0.05, home=tmp_path)
+        assert "eps=" not in caplog.text
+        assert "too few" in caplog.text
+        with_noise(profile, 2000, sigma=0.05, home=tmp_path)
+    assert "eps=0.39" in caplog.text

@@ -119,7 +119,7 @@ def bad_results(mallory: RawDevice, model: bytes) -> list[tuple[str, Result]]:
     mallory.blobs[wrong_digest] = right
     return [
         ("digest", trained(BlobRef(digest=wrong_digest, size_bytes=len(right)))),
-        ("wrong-result", Profiled(profile=(0.5,), n_samples=3)),
+        ("wrong-result", Profiled(extractor="0" * 64, profile=(0.5,), n_samples=3)),
         ("no-samples", trained(mallory.serves(right, Codec.FLOAT32), n_samples=0)),
         ("not-finite", with_first(lambda t: np.full_like(t, np.nan))),
         ("layout", with_first(lambda t: t[None])),

@@ -14,9 +14,9 @@ import pytest
 import deploy
 from coordinator.aggregation import correlation
 from coordinator.methods.fedcoe import FedCoEState
-from coordinator.reserved import ReservedSet, labelled
+from coordinator.reserved import ReservedSet
 from fedge.broker import mosquitto_path
-from fedge.tasks import device_inputs, pool
+from fedge.tasks import device_inputs, labelled, pool
 from fedge.tensors import flatten, from_bytes
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, ROOT, Federation, Running, until

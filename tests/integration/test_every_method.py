@@ -27,8 +27,9 @@ DEVICES = tuple(f"cam{k}" for k in range(6))
 SEED = 5
 ROUNDS = {"fedge": 8}
 """fedge profiles after six rounds with everybody."""
-OPTIONS: dict[str, dict[str, int | str]] = {
+OPTIONS: dict[str, dict[str, float | int | str]] = {
     "fedepc": {"warm_up": 2},
+    "fedepc with a proxy set": {"warm_up": 1, "extractor": "proxy", "sigma_dp": 0.01},
     "fedcoe": {"pretraining_epochs": 5},
     "pm-moe": {"gate_epochs": 3},
 }
@@ -36,8 +37,9 @@ FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
-@pytest.mark.parametrize("method", [*METHODS, "fedavg+ft"])
-async def test_it_ends_in_bundles_that_predict_like_torch(method: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*METHODS, "fedavg+ft", "fedepc with a proxy set"])
+async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
+    method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)
     shares = partition(samples, len(DEVICES), how="dirichlet", alpha=1.0, sensitive=0.3, seed=SEED)
     for device, share in zip(DEVICES, shares, strict=True):
@@ -52,11 +54,11 @@ async def test_it_ends_in_bundles_that_predict_like_torch(method: str, mosquitto
         rounds=ROUNDS.get(method, 3),
         devices=len(DEVICES),
         seed=SEED,
-        reserved=tmp_path / "reserved.npz" if method == "fedcoe" else None,
+        reserved=tmp_path / "reserved.npz" if case in {"fedcoe", "fedepc with a proxy set"} else None,
     )
     async with agents(mosquitto, samples.spec, tmp_path):
         with contextlib.closing(Store(settings.home)) as store:
-            summary = await serve(settings, samples.spec, store, lambda *_: None, OPTIONS.get(method, {}))
+            summary = await serve(settings, samples.spec, store, lambda *_: None, OPTIONS.get(case, {}))
     assert summary["done"]
     assert set(summary["installed"]) == set(DEVICES)
     assert not summary["refused"]

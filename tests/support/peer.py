@@ -171,7 +171,8 @@ class EchoWorker:
                 result = Trained(update=update, n_samples=3, loss_before=2.0, loss_after=1.0, gradient_norm=0.5)
                 blobs = {update.digest: data}
             case Profile(extractor=extractor):
-                result, blobs = Profiled(profile=(len(fetch(extractor)) % 2 / 2,), n_samples=3), {}
+                shares = (len(fetch(extractor)) % 2 / 2,)
+                result, blobs = Profiled(extractor=extractor.digest, profile=shares, n_samples=3), {}
             case _:
                 result, blobs = Failed(reason="not for me"), {}
         self.done.append(order.id)

@@ -414,6 +414,8 @@ def trained_extractor(x, y, seed):
 GROUPS = {
     "five pairs of labels": ([(2 * k, 2 * k + 1) for k in range(5)], 0.90),  # 0.97 in the table
     "ten single labels": ([(k,) for k in range(10)], 0.95),  # 1.00
+    "two halves": ([range(5), range(5, 10)], 0.79),  # 0.79 to 1.00 with as few samples
+    "four groups": ([(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)], 0.94),  # 0.94 to 0.98
 }
 
 
@@ -435,7 +437,7 @@ def test_planted_label_groups_are_found_in_real_profiles():
             truth = np.arange(40) % len(classes)
             profiles = []
             for group in truth:
-                mine = rest[np.isin(digits.target[rest], classes[group])]
+                mine = rest[np.isin(digits.target[rest], list(classes[group]))]
                 profiles.append(dead[rng.choice(mine, rng.integers(20, 41), replace=False)].mean(axis=0))
             found = aidc.aidc(np.stack(profiles), unit=unit)
             scores[name].append(adjusted_rand_score(truth, labels(found.clusters)))

@@ -76,7 +76,8 @@ GOOD: list[tuple[Action, Result]] = [
     (TRAIN, trained()),
     (UNMEASURED, trained(loss_before=None, loss_after=None, gradient_norm=None)),
     (UNMEASURED, trained()),
-    (Profile(extractor=REF), Profiled(profile=(0.5,), n_samples=1)),
+    (Profile(extractor=REF), Profiled(extractor=REF.digest, profile=(0.5,), halves=0.1, n_samples=2)),
+    (Profile(extractor=REF, noise=0.1), Profiled(extractor=REF.digest, profile=(0.5,), n_samples=2)),
     (Trial(global_model=REF, expert=REF), Tried(delta=-0.1)),
     (FIT_CANDIDATES, CandidatesFitted(losses={Role.GLOBAL: LOSSES, Role.EXPERT: LOSSES}, n_validation=3, cluster=1)),
     (NO_EXPERTS, CandidatesFitted(losses={Role.GLOBAL: LOSSES}, n_validation=0)),
@@ -92,6 +93,12 @@ GOOD: list[tuple[Action, Result]] = [
 ]
 
 BAD: list[tuple[Action, Result, str]] = [
+    (Profile(extractor=REF), Profiled(extractor="1" * 64, profile=(0.5,), n_samples=1), "wrong-result"),
+    (
+        Profile(extractor=REF, noise=0.1),
+        Profiled(extractor=REF.digest, profile=(0.5,), halves=0.1, n_samples=2),
+        "wrong-result",
+    ),
     (TRAIN, trained(n_samples=0), "no-samples"),
     (TRAIN, trained(update=BlobRef(digest="0" * 64, size_bytes=1, codec=Codec.FLOAT32)), "wrong-result"),
     (TRAIN, trained(cluster=-1), "wrong-result"),

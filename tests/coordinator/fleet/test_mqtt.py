@@ -414,14 +414,18 @@ async def test_a_profile_of_another_network_is_no_answer(
     """The majority of the first step says how long a profile is; even if the odd one was first."""
     fleet, devices = await federation(stack, one_broker, store, "a", "b", "c")
     action = Profile(extractor=fleet.put(tensors(1.0)))
+
+    def of(length: int) -> Profiled:
+        return Profiled(extractor=action.extractor.digest, profile=(0.5,) * length, n_samples=5)
+
     running = asyncio.create_task(fleet.run("profile", dict.fromkeys("abc", action)))
     for device, length in zip(devices, (3, 2, 2), strict=True):
-        await device.report(await device.order("profile"), Profiled(profile=(0.5,) * length, n_samples=5))
+        await device.report(await device.order("profile"), of(length))
         await device.ack(f"r.1.profile.{device.id}")
     answers = await running
     assert [a.result is None for a in answers.values()] == [True, False, False]
     running = asyncio.create_task(fleet.run("profile-again", {"a": action}))
-    await devices[0].report(await devices[0].order("profile-again"), Profiled(profile=(0.5,) * 3, n_samples=5))
+    await devices[0].report(await devices[0].order("profile-again"), of(3))
     assert (await devices[0].ack("r.1.profile-again.a")).reason.startswith("profile-length")
     await running
     assert fleet.take_counts()["refused.profile-length"] == 2
@@ -488,11 +492,12 @@ async def test_a_report_that_cannot_be_written_is_not_acknowledged_and_stops_the
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
     fleet, (a,) = await federation(stack, one_broker, store, "a")
-    running = asyncio.create_task(fleet.run("profile", {"a": Profile(extractor=fleet.put(tensors(1.0)))}))
+    extractor = fleet.put(tensors(1.0))
+    running = asyncio.create_task(fleet.run("profile", {"a": Profile(extractor=extractor)}))
     order = await a.order("profile")
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")
-    await a.report(order, Profiled(profile=(0.123,) * 4096, n_samples=5))
+    await a.report(order, Profiled(extractor=extractor.digest, profile=(0.123,) * 4096, n_samples=5))
     with pytest.raises(StoreError, match="full"):
         await running
     entry = store.entry(order.id)

@@ -50,7 +50,7 @@ def order(device: str = "a", deadline: float = DEADLINE) -> Order:
 
 
 def report(device: str = "a", *, by: str | None = None) -> Report:
-    result = Profiled(profile=(0.5,), n_samples=1)
+    result = Profiled(extractor="0" * 64, profile=(0.5,), n_samples=1)
     return Report(order_id=f"r.1.s.{device}", device_id=by or device, seconds=1.0, result=result)
 
 

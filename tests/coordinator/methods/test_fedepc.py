@@ -24,9 +24,11 @@ from coordinator.methods.fedepc import (
     inherited,
     without,
 )
+from fedge import preprocess
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Failed, LabelsDescribed, Profiled, Sgd, Start, Train
+from fedge.messages import Codec, Failed, LabelsDescribed, Profile, Profiled, Sgd, Start, Train
 from fedge.models.training import Network
+from fedge.tasks import pool
 from tests.support.simulation import Fleet, digits, predicted
 
 SGD = Sgd(steps=10)
@@ -195,7 +197,7 @@ async def test_without_a_single_device_every_round_passes(tmp_path) -> None:
 
 def test_profiles_of_another_length_are_refused() -> None:
     def said(*profile: float) -> Answer:
-        return Answer("x", Profiled(profile=profile, n_samples=3))
+        return Answer("x", Profiled(extractor="0" * 64, profile=profile, n_samples=3))
 
     answers = {"a": said(0.1), "b": said(0.2, 0.3), "c": said(0.4, 0.5), "d": Answer("d", None)}
     assert set(descriptions(answers, dict.fromkeys("abcd", 3), {})) == {"b", "c"}
@@ -204,6 +206,78 @@ def test_profiles_of_another_length_are_refused() -> None:
     labels = {"a": Answer("a", LabelsDescribed(feature=2, n_samples=3)), "b": Answer("b", Failed(reason=""))}
     labels["c"] = Answer("c", LabelsDescribed(feature=-1, n_samples=0))
     assert descriptions(labels, dict.fromkeys("abc", 7), {}) == {"a": Description(n_samples=7, label=2)}
+
+
+# --------------------------------------------------------------------------------- proxy set, noise, local epochs
+
+
+def with_proxy(home, **options):
+    """A federation whose server has 200 labelled samples."""
+    fleet, layout, first, groups = four_groups(home)
+    apart = pool("digits", seed=9, limit=200)
+    spec = next(iter(fleet.workers.values())).task
+    reserved = preprocess.apply(spec, apart.x), apart.y
+    settings = MethodSettings(
+        rounds=3, participation=0.5, sgd=SGD, codec=Codec.FLOAT32, options={"extractor": "proxy"} | options
+    )
+    return make("fedepc", settings, task=spec, reserved=reserved), fleet, layout, first, groups
+
+
+async def test_a_proxy_set_gives_extractor_and_unit_before_anybody_has_learned(tmp_path) -> None:
+    of, fleet, layout, first, groups = with_proxy(tmp_path, warm_up=0)
+    state = await rounds(of, of.initial(layout, first), fleet, 1)
+    assert state.extractor not in (None, state.shared)
+    assert state.unit is not None
+    assert partition_of(state) == truth(groups)
+    later = await rounds(of, load(dump(state), FedEpcState), fleet, 1)
+    assert (later.extractor, later.unit) == (state.extractor, state.unit)
+    assert [step for _, step, _ in fleet.asked].count("describe") == len(groups)
+
+
+async def test_noise_on_the_profiles_is_asked_of_every_device_and_stays_the_same(tmp_path) -> None:
+    fleet, layout, first, groups = four_groups(tmp_path)
+    of = method(warm_up=0, unit=0.1, sigma_dp=0.05)
+    state = await rounds(of, of.initial(layout, first), fleet, 1)
+    assert set(state.described) == set(groups)
+    without_noise = await fleet.run("plain", dict.fromkeys(groups, Profile(extractor=first)))
+    again = await fleet.run("again", dict.fromkeys(groups, Profile(extractor=first, noise=0.05)))
+    for i, described in state.described.items():
+        assert described.halves is None
+        assert described.profile != without_noise[i].result.profile
+        assert described.profile == again[i].result.profile
+
+
+async def test_a_proxy_set_that_tells_no_classes_apart_ends_the_federation_with_a_reason(tmp_path) -> None:
+    of, fleet, layout, first, _ = with_proxy(tmp_path, warm_up=0)
+    task, (x, y) = of._proxy
+    of._proxy = task, (np.zeros_like(x), y)
+    with pytest.raises(ConfigError, match="no useful extractor"):
+        await rounds(of, of.initial(layout, first), fleet, 1)
+
+
+async def test_local_epochs_are_passes_over_the_samples_of_each_device(tmp_path) -> None:
+    fleet, layout, first, groups = four_groups(tmp_path)
+    of = method(local_epochs=5, warm_up=0, clustering="labels", selection="uniform")
+    sent = {}
+    run_ = fleet.run
+
+    async def listen(step, actions):
+        if step == "train":
+            sent.update(actions)
+        return await run_(step, actions)
+
+    fleet.run = listen
+    await rounds(of, of.initial(layout, first), fleet, 1)
+    assert set(sent) == set(groups)
+    for i, order in sent.items():
+        n = fleet.workers[i].data.n_shared
+        assert order.sgd.steps == 5 * math.ceil(n / min(SGD.batch_size, n))
+
+
+async def test_a_budget_bounds_the_device_seconds_of_a_cohort(tmp_path) -> None:
+    of = method(participation=0.9, budget=1e-9, fairness=False)
+    _, state, _ = await clustered(tmp_path, of)  # nobody fits
+    assert state.history[-1].asked == 0
 
 
 # ----------------------------------------------------------------------------------------- joins, leaves, changes
@@ -388,6 +462,12 @@ def test_deadlines() -> None:
         {"deadline": -1},
         {"clusterings": "aidc"},
         {"gamma": -1},
+        {"local_epochs": 0},
+        {"sigma_dp": -0.1},
+        {"sigma_dp": 0.1},
+        {"budget": 0},
+        {"budget": 1.0, "selection": "uniform"},
+        {"extractor": "proxy"},
     ],
 )
 def test_options_out_of_range_are_refused(options) -> None:

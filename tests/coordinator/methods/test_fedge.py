@@ -322,7 +322,7 @@ async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
 
 def profiled(first: float, n_samples: int = 10) -> Profiled:
     """A profile of two units; such as differ little in `first` are of one group. The unit of distance is 1."""
-    return Profiled(profile=(first, 1 - first), halves=1 / 6, n_samples=n_samples)
+    return Profiled(extractor="0" * 64, profile=(first, 1 - first), halves=1 / 6, n_samples=n_samples)
 
 
 @pytest.fixture

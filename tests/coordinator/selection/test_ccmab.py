@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from coordinator.selection import ccmab
 from coordinator.selection.ccmab import Arm, Outcome, Participation, Settings, State
 
+FREE = ccmab.Purse(math.inf, np.ones(50))
+
 
 def arms(n, *, ghz=None, samples=50):
     return [
@@ -252,21 +254,21 @@ def test_greedy_is_the_slow_greedy(seed, size):
         chosen.append(
             max((i for i in allowed if i not in chosen), key=lambda i: set_score(mean, cov, 3.0, [*chosen, i]))
         )
-    assert ccmab.greedy(mean, cov, 3.0, first=first, allowed=allowed, size=size) == chosen
+    assert ccmab.greedy(mean, cov, 3.0, first=first, allowed=allowed, size=size, purse=FREE) == chosen
 
 
 def test_greedy_ties_go_to_the_lowest_and_it_stops_when_nobody_is_left():
     mean, cov = np.zeros(4), np.eye(4)
-    assert ccmab.greedy(mean, cov, 1.0, first=[], allowed=[3, 1, 2], size=2) == [1, 2]
-    assert ccmab.greedy(mean, cov, 1.0, first=[0], allowed=[2], size=4) == [0, 2]
+    assert ccmab.greedy(mean, cov, 1.0, first=[], allowed=[3, 1, 2], size=2, purse=FREE) == [1, 2]
+    assert ccmab.greedy(mean, cov, 1.0, first=[0], allowed=[2], size=4, purse=FREE) == [0, 2]
 
 
 def test_batch_spreads_over_unlike_contexts():
     x = np.array([[0.0] * 5, [0.01] * 5, [1.0] * 5])
     mean, cov = np.array([0.02, 0.01, 0.0]), ccmab.kernel(x, x)
     kept = cov.copy()
-    assert ccmab.greedy_batch(mean, cov, 4.0, first=[], allowed=[0, 1, 2], size=2, noise=0.01) == [0, 2]
-    assert ccmab.greedy_batch(mean, cov, 4.0, first=[0], allowed=[1, 2], size=2, noise=0.01) == [0, 2]
+    assert ccmab.greedy_batch(mean, cov, 4.0, first=[], allowed=[0, 1, 2], size=2, purse=FREE, noise=0.01) == [0, 2]
+    assert ccmab.greedy_batch(mean, cov, 4.0, first=[0], allowed=[1, 2], size=2, purse=FREE, noise=0.01) == [0, 2]
     np.testing.assert_array_equal(cov, kept)
 
 
@@ -331,6 +333,58 @@ def test_the_good_device_is_found(search, seed):
         selection, state = play(state, devices, rules, lambda i: means[i] + 0.05 * rng.standard_normal())
         taken.append("d3" in selection.ids)
     assert all(taken[40:])
+
+
+@pytest.mark.parametrize("search", ["set", "batch"])
+@pytest.mark.parametrize("seed", range(3))
+def test_regret_is_lower_than_that_of_a_uniform_choice(search, seed):
+    """Rewards grow with the samples that a device has, which its context says: the best three of twenty are known."""
+    rng = np.random.default_rng(seed)
+    devices = [
+        Arm(id=f"d{i:02}", n_samples=int(n), work=1.0, cpu_ghz=float(rng.uniform(0.5, 4)), free_ram_gb=1.0)
+        for i, n in enumerate(rng.permutation(np.arange(10, 210, 10)))
+    ]
+    worth = {a.id: 0.5 * (a.n_samples / 200) ** 2 for a in devices}
+    best = set(sorted(worth, key=worth.__getitem__)[-3:])
+    rules = Settings(quota=0.15, deadline_s=1e9, fairness=False, search=search)
+    state, regret, hits = State(), [], []
+    for _ in range(60):
+        selection, state = play(state, devices, rules, lambda i: worth[i] + 0.05 * rng.standard_normal())
+        regret.append(sum(worth[i] for i in best) - sum(worth[i] for i in selection.ids))
+        hits.append(len(best & set(selection.ids)))
+    uniform = sum(worth[i] for i in best) - 3 * np.mean(list(worth.values()))
+    assert np.mean(regret) < uniform / 2
+    assert np.mean(regret[30:]) < uniform / 3
+    assert np.mean(hits[30:]) > 4 * 3 * 3 / 20  # four times what chance gives
+
+
+def test_a_budget_passes_over_those_who_do_not_fit():
+    mean, cov = np.array([0.3, 0.2, 0.1]), np.eye(3) * 1e-6
+    purse = ccmab.Purse(5.0, np.array([4.0, 2.0, 1.0]))
+    for search in (ccmab.greedy, lambda *a, **k: ccmab.greedy_batch(*a, **k, noise=0.01)):
+        assert search(mean, cov, 1.0, first=[], allowed=[0, 1, 2], size=3, purse=purse) == [0, 2]
+
+
+@pytest.mark.parametrize("search", ["set", "batch"])
+def test_a_cohort_keeps_within_the_budget_but_for_the_overdue(search):
+    rules = Settings(quota=0.5, deadline_s=1e9, budget_s=6.0, cycles_per_sample=0.1, search=search)
+    devices = arms(8, samples=40)  # 4 s for the slowest, half a second for the fastest
+    state, seen = State(), set()
+    for _ in range(30):
+        selection, state = play(state, devices, rules, lambda _: 0.1)
+        chosen = [selection.seconds[i] for i in selection.ids if i not in selection.overdue]
+        assert sum(chosen) + sum(selection.seconds[i] for i in selection.overdue) <= 6.0 or not chosen
+        seen |= set(selection.ids)
+    assert seen == {a.id for a in devices}
+
+
+def test_a_budget_that_fits_nobody_skips_three_rounds_then_the_fastest_goes_alone():
+    rules = Settings(quota=0.5, deadline_s=1e9, budget_s=0.1, fairness=False)
+    state, taken = State(), []
+    for _ in range(4):
+        selection, state = ccmab.select(state, arms(4), rules)
+        taken.append(selection.ids)
+    assert taken == [(), (), (), ("d03",)]
 
 
 # ------------------------------------------------------------------------------------------------ what is observed

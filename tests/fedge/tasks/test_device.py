@@ -9,7 +9,7 @@ from PIL import Image
 
 from fedge.errors import ConfigError
 from fedge.task import Preprocessing, TaskSpec
-from fedge.tasks import device_data, device_inputs, task_spec
+from fedge.tasks import device_data, device_inputs, labelled, task_spec
 
 WINDOWS = TaskSpec(
     name="arrays", classes=("a", "b"), input_shape=(2,), model="mlp", preprocessing=Preprocessing(scale=2.0)
@@ -98,6 +98,12 @@ def test_images_without_class_folders_are_read_by_a_device_that_does_not_train(t
         preprocessing=Preprocessing(image_mode="RGB"),
     )
     assert device_inputs(task, tmp_path)[:, 0, 0, 0].tolist() == [0, 10, 20]
+
+
+def test_labelled_samples_are_all_but_those_for_testing(tmp_path: Path) -> None:
+    x, y = labelled(WINDOWS, npz(tmp_path, split=np.array([0, 1, 2, 0, 2] * 4)))
+    assert sorted((x[:, 0] * 2).tolist()) == [2 * i for i in range(20) if i % 5 not in (2, 4)]
+    np.testing.assert_array_equal(y, x[:, 0].astype(int) % 2)
 
 
 def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

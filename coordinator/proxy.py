@@ -1,0 +1,80 @@
+"""FedEPC's extractor from labelled samples of the server, without torch in this process: a short-lived child trains it.
+
+Source: fedepc.md sections 3 and 4.1. The child is `coordinator.extractor`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, flatten, from_bytes
+
+FEWEST: Final = 5
+"""Samples without which a class has no profile (section 4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extractor:
+    """W_ext, and the profiles (k, q) that it makes of the k >= 2 classes with at least 5 proxy samples."""
+
+    model: Model
+    class_profiles: NDArray[np.float64]
+
+
+def check_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
+    """Refuse a proxy set that no extractor and unit can come from.
+
+    Raises:
+        ConfigError: it does not fit the task, or fewer than two classes have at least 5 samples.
+    """
+    if x.shape != (len(y), *task.input_shape) or not len(y) or y.min() < 0 or y.max() >= task.n_classes:
+        raise ConfigError(f"the labelled samples {x.shape} of the server do not fit task {task.name}")
+    if (np.bincount(y) >= FEWEST).sum() < 2:
+        raise ConfigError(f"the server needs at least {FEWEST} labelled samples of each of two or more classes")
+
+
+def trained_extractor(
+    task: TaskSpec, layout: Layout, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int
+) -> Extractor:
+    """Train the task's network on the proxy set, and profile its classes; equal arguments give equal bits.
+
+    Args:
+        task: what is learned.
+        layout: of its network.
+        x: (n, *input_shape) model inputs.
+        y: (n,) labels.
+        seed: of first weights and batches.
+
+    Raises:
+        ConfigError: the child failed; the text holds what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedge-extractor-") as name:
+        folder = Path(name)
+        (folder / "task.json").write_bytes(msgspec.json.encode(task))
+        np.savez(folder / "samples.npz", x=x, y=y)
+        child = subprocess.run(
+            [sys.executable, "-m", "coordinator.extractor", str(seed), name],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the user's modules are found
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if child.returncode != 0:
+            last_line = (child.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {last_line}")
+        model = flatten(from_bytes((folder / "model.safetensors").read_bytes()), layout)
+        return Extractor(model, np.load(folder / "classes.npy"))

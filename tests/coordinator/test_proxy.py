@@ -1,0 +1,53 @@
+"""The extractor of a proxy set: the child's work arrives, and sets that will not do are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator import extractor, proxy
+from fedge import models, preprocess
+from fedge.errors import ConfigError
+from fedge.tasks import pool
+
+POOL = pool("digits", seed=0, limit=60)
+TASK = POOL.spec
+X, Y = preprocess.apply(TASK, POOL.x), POOL.y
+
+
+def test_the_child_makes_what_this_process_would_make() -> None:
+    layout, _ = models.initial(TASK, 3)
+    found = proxy.trained_extractor(TASK, layout, X, Y, seed=3)
+    network = extractor.trained(TASK, X, Y, seed=3)
+    np.testing.assert_array_equal(found.model.params, network.dump().params)
+    np.testing.assert_array_equal(found.class_profiles, extractor.class_profiles(network, X, Y))
+
+
+def test_a_child_that_fails_says_why() -> None:
+    layout, _ = models.initial(TASK, 0)
+    with pytest.raises(ConfigError, match="unknown model transformer"):
+        proxy.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), layout, X, Y, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "reason"),
+    [
+        (X[:0], Y[:0], "do not fit"),
+        (X[:, 0], Y, "do not fit"),
+        (X, Y + 1, "do not fit"),
+        (X[:12], np.repeat([0, 1, 2], 4), "at least 5"),
+        (X[:12], np.zeros(12, np.int64), "two or more classes"),
+    ],
+)
+def test_samples_that_will_not_do_are_refused(x: np.ndarray, y: np.ndarray, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        proxy.check_samples(TASK, x, y)
+
+
+def test_the_coordinator_holds_no_torch_for_it() -> None:
+    code = "import sys, coordinator.proxy, coordinator.methods.fedepc; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
