@@ -10,8 +10,8 @@ label shares, mean over devices. Figures in brackets are the specification's; a 
   8.2  personal accuracy and models uploaded: FedAvg, FedProx, FedEPC with warm-ups of several lengths, CFIC. "proxy"
        rows have the same extractor and unit as 8.1; "no proxy" is the method as it is without a labelled set
   8.3  simulated time to a personal accuracy, as a share of what random selection without a deadline needs; 4 true
-       groups of 10 devices with log-normal clocks (sigma 0.6), no warm-up, no stop rule: selection alone differs. A
-       round lasts as long as its slowest device (the simulated clock: a perceptron takes milliseconds)
+       groups of 10 devices with 8 to 70 images, log-normal clocks (sigma 0.6), 5 epochs a round, no warm-up:
+       selection alone differs. A round lasts as long as its slowest device (a perceptron takes milliseconds)
 
     python benchmarks/papers/fedepc.py --quick
     python benchmarks/papers/fedepc.py --seeds 0,1,2,3,4 --json results/fedepc.json
@@ -227,13 +227,13 @@ class Federation:
         self.seed, self.home = seed, home
 
     def _deal_anew(self, fewest: int, most: int, rng: np.random.Generator) -> None:
-        """Deal each group's samples out anew: log-normal sizes within [fewest, most], as many of all as that allows."""
+        """Within each group, sizes log-uniform in [fewest, most], smaller in proportion where samples are too few."""
         for group in sorted(set(self.group.values())):
             ids = [i for i in self.ids if self.group[i] == group]
             x, y = np.concatenate([self.x[i] for i in ids]), np.concatenate([self.y[i] for i in ids])
-            weights = rng.lognormal(0.0, 0.6, len(ids))
-            spare = (len(y) - fewest * len(ids)) * weights / weights.sum()
-            ends = np.cumsum(np.minimum(np.floor(fewest + spare), most).astype(np.int64))
+            sizes = np.exp(rng.uniform(np.log(fewest), np.log(most), len(ids)))
+            spare = min(1.0, (len(y) - fewest * len(ids)) / (sizes - fewest).sum())
+            ends = np.cumsum(np.floor(fewest + spare * (sizes - fewest)).astype(np.int64))
             order = rng.permutation(len(y))[: ends[-1]]
             for i, part in zip(ids, np.split(order, ends[:-1]), strict=True):
                 self.x[i], self.y[i] = x[part], y[part]

@@ -5,7 +5,7 @@ Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; section numbers are those 
 Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
 use labelled samples of its own (extractor=proxy, and --reserved), the warm-up's model is the extractor of the profiles,
 and D_ref comes from the devices' split halves (4.1). Local work is counted in SGD steps, equal for all devices; section
-8 counts epochs (local_epochs=5), and the gain of the bandit over a random choice rests on that. Silent devices rest
+8 counts epochs (local_epochs=5), so that time and progress grow with a device's samples. Silent devices rest
 (`coordinator.methods.silence`). The stop rule of section 6 is off unless asked for: the specification's table 8.2 is
 without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop
 early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower
@@ -206,7 +206,7 @@ class FedEpc:
         epochs, batch = self.options.local_epochs, min(self._sgd.batch_size, max(device.n_samples, 1))
         if epochs is None:
             return self._sgd
-        return msgspec.structs.replace(self._sgd, steps=max(1, epochs * -(-device.n_samples // batch)))
+        return msgspec.structs.replace(self._sgd, steps=max(1, -(-epochs * device.n_samples // batch)))
 
     def _after(self, state: FedEpcState, asked: int, updates: dict[str, Trained]) -> FedEpcState:
         r = state.round + 1

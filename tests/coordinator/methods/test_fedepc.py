@@ -271,7 +271,7 @@ async def test_local_epochs_are_passes_over_the_samples_of_each_device(tmp_path)
     assert set(sent) == set(groups)
     for i, order in sent.items():
         n = fleet.workers[i].data.n_shared
-        assert order.sgd.steps == 5 * math.ceil(n / min(SGD.batch_size, n))
+        assert order.sgd.steps == math.ceil(5 * n / min(SGD.batch_size, n))
 
 
 async def test_a_budget_bounds_the_device_seconds_of_a_cohort(tmp_path) -> None:
