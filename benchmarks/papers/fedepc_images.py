@@ -21,9 +21,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from sklearn.metrics import adjusted_rand_score
 from table import chosen, claim, compared, parser_of, show, write
 
 from coordinator.simulation.compare import Comparison, MethodOutcome
+from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import Hardware
 
 METHODS = {
@@ -87,6 +89,16 @@ def taken(found: Comparison, name: str) -> float | None:
     return None if cost is None else cost.seconds
 
 
+def clusters(runs: list[RunOutcome]) -> str:
+    """How many there are on each seed, and their adjusted Rand index against the planted groups, 0 without any."""
+    told = []
+    for run in runs:
+        of = {i: k for k, members in run.clusters.items() for i in members}
+        groups, found = zip(*((device.group, of.get(device.id)) for device in run.devices), strict=True)
+        told.append(f"{len(run.clusters)} ({adjusted_rand_score(groups, [str(k) for k in found]):.2f})")
+    return f"clusters (Rand index) {', '.join(told)}"
+
+
 def main() -> None:
     parser = parser_of(__doc__, "fedepc_images")
     parser.add_argument("--full", action="store_true", help="the paper's size")
@@ -102,6 +114,9 @@ def main() -> None:
         [f"{name} (target {100 * found[name].target:.0f} %)" for name in names],
         {row: [cell(by_method[name][method]) for name in names] for row, method in METHODS.items()},
     )
+    for name in names:
+        for row in ("FedEPC", "FedEPC, k-means"):
+            print(f"{name}, {row}: {clusters([run for run in found[name].runs if run.method == METHODS[row]])}")
     figures = [{"setting": name, "methods": msgspec.to_builtins(found[name].methods)} for name in names]
     write(arguments, figures, judge(found))
 
