@@ -1,19 +1,32 @@
-"""What does the fused skeleton cost against the floor: one session per candidate and the gate, back to back?
+"""How fast and small is the device's runtime? Every target of the findings about ONNX Runtime, met or missed.
 
-    python benchmarks/inference.py [--json FILE] [--rounds 9]
+    python benchmarks/inference.py [--json FILE] [--rounds 7] [--quick] [--large]
 
-CPU time of the calling thread, one thread, so that other load on the machine counts little. Each round times every
-variant once, in turn; a ratio is the median over the rounds of the ratios within a round. The floor runs M networks
-with different weights and a session of the gate's size; it fuses nothing. Target (findings): at most 1.05 at batch 1.
+Processor time of the calling thread, one thread, so that other load on the machine counts little. Each round times
+every variant once, in turn; a ratio is the median over the rounds of the ratios within a round.
+
+    floor      one session per candidate, weights inside, and one of the gate's size, back to back: fuses nothing
+    fused      the bundle's skeleton: gate, candidates and fusion in one call
+    predict    the same with preprocessing and `Prediction`
+    torch      the same networks and the formula in eager torch
+
+Load times and memory are those of processes that do nothing else, median of 3. --quick: one network, few rounds, to
+see that it runs; --large: a ResNet-18 too (minutes).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -22,121 +35,447 @@ import onnxruntime
 import torch
 
 import deploy
+from deploy.runtime import session_options
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.branch import branch
-from export.parity import n_gate_features
+from export.graph import filled
+from export.parity import logits_of, n_gate_features
+from fedge.bundle import INPUT, read
 from fedge.messages import Role
-from fedge.models import initial
-from fedge.task import TaskSpec
+from fedge.models import build, initial
+from fedge.models import load as load_model
+from fedge.preprocess import apply
+from fedge.task import TaskSpec, gate_pool
 from fedge.tensors import unflatten
 
+DIGITS = tuple("0123456789")
 TASKS = {
-    "mlp8": TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp"),
-    "cnn28": TaskSpec(name="mnist", classes=tuple("0123456789"), input_shape=(1, 28, 28), model="cnn_fedavg"),
-    "cnn32": TaskSpec(name="cifar", classes=tuple("0123456789"), input_shape=(3, 32, 32), model="cnn"),
-}
+    "cnn28": TaskSpec(name="mnist", classes=DIGITS, input_shape=(1, 28, 28), model="cnn_fedavg"),
+    "cnn32": TaskSpec(name="cifar", classes=DIGITS, input_shape=(3, 32, 32), model="cnn"),
+    "rn18": TaskSpec(
+        name="resnet", classes=DIGITS, input_shape=(3, 32, 32), model="torchvision:resnet18",
+    ),
+}  # fmt: skip
+EXPERTS = (1, 2, 4, 8)
+BATCHES = (1, 8, 64)
+BUDGET_MS = 20.0
+"""Work of a variant in a round."""
 
 
-def sessions(task: TaskSpec, n_experts: int, folder: Path) -> tuple[deploy.Runtime, list, object]:
-    """The bundle's runtime, a session per candidate with its weights inside, and one of the gate."""
-    import onnx
-    from onnx import helper, numpy_helper
+@dataclass(frozen=True)
+class Target:
+    """What was found against what the findings ask for; `found` is the worst case."""
 
-    layout, _ = initial(task, 0)
-    m = n_experts + 1
-    models = [initial(task, k)[1] for k in range(m)]
-    n_features = n_gate_features(task)
-    roles = [Role.PRIVATE, *[Role.EXPERT] * n_experts]
-    mixture = Mixture(
-        tuple(Candidate(roles[k], f"c{k}", models[k], 1.4, 0.5, 2.3, 0.3, 1 / m) for k in range(m)),
-        np.full(task.n_classes, -np.log(task.n_classes)), 0.5, GateWeights.untrained(n_features, m),
-    )  # fmt: skip
-    write_bundle(
-        folder, task=task, layout=layout, mixture=mixture, validation=np.zeros((0, *task.input_shape)),
-        release=1, method="benchmark", metrics={},
-    )  # fmt: skip
-    singles = []
-    for model in models:
-        graph = branch(task)
-        tensors = unflatten(model, layout)
+    name: str
+    found: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.found >= self.limit if self.at_least else self.found <= self.limit
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        return f"{'met   ' if self.met else 'MISSED'}  {self.name:<66} {self.found:>10.3g}  ({sign} {self.limit:g})"
+
+
+# ------------------------------------------------------------------------------------------------- what is timed
+
+
+class Subject:
+    """A bundle of J experts and a private model with random weights, and the same networks in every other form."""
+
+    def __init__(self, name: str, n_experts: int, folder: Path) -> None:
+        self.task = TASKS[name]
+        self.name, self.n_experts, self.folder = name, n_experts, folder
+        m = n_experts + 1
+        self.layout, _ = initial(self.task, 0)
+        self.models = [initial(self.task, k)[1] for k in range(m)]
+        roles = [Role.PRIVATE, *[Role.EXPERT] * n_experts]
+        rng = np.random.default_rng(0)
+        n_features = n_gate_features(self.task)
+        gate = GateWeights(*(rng.normal(size=s) * 0.1 for s in ((16, n_features), (16,), (m, 16), (m,))))
+        self.mixture = Mixture(
+            tuple(Candidate(roles[k], f"c{k}", self.models[k], 1.4, 0.5, 2.3, 0.3, 1 / m) for k in range(m)),
+            np.full(self.task.n_classes, -np.log(self.task.n_classes)), 0.5, gate,
+        )  # fmt: skip
+        write_bundle(
+            folder, task=self.task, layout=self.layout, mixture=self.mixture,
+            validation=np.zeros((0, *self.task.input_shape)), release=1, method="benchmark", metrics={},
+        )  # fmt: skip
+
+    def floor(self) -> Callable[[np.ndarray], object]:
+        """Gate and candidates as sessions of their own, one after the other."""
+        singles = [session(self.single(k)) for k in range(self.n_experts + 1)]
+        gate, n_features = session(self._gate()), n_gate_features(self.task)
+
+        def run(x: np.ndarray) -> list:
+            features = np.ascontiguousarray(x.reshape(len(x), -1)[:, :n_features])
+            return [gate.run(None, {INPUT: features}), *(single.run(None, {INPUT: x}) for single in singles)]
+
+        return run
+
+    def single(self, k: int) -> bytes:
+        """Candidate k's network with its weights inside."""
+        from onnx import numpy_helper
+
+        graph = branch(self.task)
+        tensors = unflatten(self.models[k], self.layout)
         for held in graph.graph.initializer:
             if held.name in tensors:
                 held.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(tensors[held.name]), held.name))
-        singles.append(session(graph.SerializeToString()))
-    nodes = [
-        helper.make_node("Gemm", ["x", "a"], ["h"]), helper.make_node("Relu", ["h"], ["r"]),
-        helper.make_node("Gemm", ["r", "b"], ["s"]),
-    ]  # fmt: skip
-    arrays = {"a": np.ones((n_features, 16), np.float32), "b": np.ones((16, m), np.float32)}
-    gate = helper.make_graph(
-        nodes, "gate",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", n_features])],
-        [helper.make_tensor_value_info("s", onnx.TensorProto.FLOAT, ["n", m])],
-        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
-    )  # fmt: skip
-    gate_model = helper.make_model(gate, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    return deploy.load(folder), singles, session(gate_model.SerializeToString())
+        data: bytes = graph.SerializeToString()
+        return data
+
+    def fused_file(self, path: Path) -> None:
+        """The skeleton with all numbers inside: what a bundle would be without parts."""
+        path.write_bytes(filled(read(self.folder)).SerializeToString())
+
+    def eager(self) -> Callable[[np.ndarray], object]:
+        """The formula of the mixture in torch, as one would write it."""
+        modules = []
+        for model in self.models:
+            module = build(self.task).eval()
+            load_model(module, model, self.layout)
+            modules.append(module)
+        gate, kernel = self.mixture.gate, gate_pool(self.task.input_shape)
+        w1, b1, w2, b2 = (
+            torch.from_numpy(np.float32(a))
+            for a in (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias)
+        )
+        weights = torch.log(torch.tensor([c.weight for c in self.mixture.candidates]))
+        prior = torch.from_numpy(np.float32(self.mixture.log_prior))
+
+        def run(array: np.ndarray) -> torch.Tensor:
+            with torch.inference_mode():
+                x = torch.from_numpy(array)
+                logits = torch.stack([module(x) for module in modules], dim=1)
+                pooled = torch.nn.functional.avg_pool2d(x, kernel).flatten(1)
+                scores = torch.relu(pooled @ w1.T + b1) @ w2.T + b2
+                energy = ((torch.logsumexp(logits, 2) - 2.3) / 0.3).clip(-3, 3)
+                scores = scores + weights + 0.5 * energy
+                if self.n_experts > 2:
+                    dropped = scores[:, 1:].argsort(dim=1, descending=True)[:, 2:] + 1
+                    scores = scores.scatter(1, dropped, -torch.inf)
+                alpha = torch.softmax(scores, 1)
+                return (alpha[:, :, None] * torch.softmax(logits / 1.4 + 0.5 * prior, 2)).sum(1)
+
+        return run
+
+    def _gate(self) -> bytes:
+        import onnx
+        from onnx import helper, numpy_helper
+
+        n_features, m = n_gate_features(self.task), self.n_experts + 1
+        nodes = [
+            helper.make_node("Gemm", ["x", "a"], ["h"]), helper.make_node("Relu", ["h"], ["r"]),
+            helper.make_node("Gemm", ["r", "b"], ["s"]),
+        ]  # fmt: skip
+        arrays = {"a": np.ones((n_features, 16), np.float32), "b": np.ones((16, m), np.float32)}
+        gate = helper.make_graph(
+            nodes, "gate",
+            [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", n_features])],
+            [helper.make_tensor_value_info("s", onnx.TensorProto.FLOAT, ["n", m])],
+            [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+        )  # fmt: skip
+        model = helper.make_model(gate, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+        data: bytes = model.SerializeToString()
+        return data
 
 
 def session(graph: bytes) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(graph, session_options(Path(), 1), providers=["CPUExecutionProvider"])
 
 
-def cpu_ms(call: Callable[[], object], repeats: int) -> float:
-    begin = time.thread_time()
+# ------------------------------------------------------------------------------------------------- latency
+
+
+def call_times(call: Callable[[], object], repeats: int) -> list[float]:
+    """Processor time of each call in ms."""
+    times = [time.thread_time()]
     for _ in range(repeats):
         call()
-    return (time.thread_time() - begin) / repeats * 1000
+        times.append(time.thread_time())
+    return (np.diff(times) * 1000).tolist()
 
 
-def measure(name: str, n_experts: int, batch: int, rounds: int, folder: Path) -> dict[str, object]:
-    task = TASKS[name]
-    runtime, singles, gate = sessions(task, n_experts, folder)
-    rng = np.random.default_rng(0)
-    x = rng.random((batch, *task.input_shape), dtype=np.float32)
-    features = rng.random((batch, n_gate_features(task)), dtype=np.float32)
-
-    def floor() -> None:
-        gate.run(None, {"x": features})
-        for single in singles:
-            single.run(None, {"x": x})
-
+def latencies(subject: Subject, batch: int, rounds: int) -> dict[str, object]:
+    """Median and p99 of every variant, and its ratio to the floor and to the fused graph."""
+    runtime = deploy.load(subject.folder)
+    x = np.random.default_rng(0).random((batch, *subject.task.input_shape), dtype=np.float32)
     graph = runtime._run  # noqa: SLF001 - the graph alone, without preprocessing
-    variants = {"floor": floor, "fused": lambda: graph(x), "predict": lambda: runtime.predict(x)}
+    floor, eager = subject.floor(), subject.eager()
+    variants: dict[str, Callable[[], object]] = {
+        "floor": lambda: floor(x),
+        "fused": lambda: graph(x),
+        "predict": lambda: runtime.predict(x),
+        "torch": lambda: eager(x),
+    }
+    difference = float(np.abs(runtime.predict_inputs(x).probabilities - eager(x).numpy()).max())
     for call in variants.values():
-        cpu_ms(call, 3)
-    repeats = max(5, int(20 / max(cpu_ms(floor, 5), 1e-3)))  # about 20 ms of work each
-    times = [{key: cpu_ms(call, repeats) for key, call in variants.items()} for _ in range(rounds)]
-    row: dict[str, object] = {"network": name, "experts": n_experts, "batch": batch}
-    row |= {f"{key}_ms": median(t[key] for t in times) for key in variants}
-    row |= {f"{key}_ratio": median(t[key] / t["floor"] for t in times) for key in ("fused", "predict")}
-    return row
+        call_times(call, 3)
+    repeats = max(5, int(BUDGET_MS / max(median(call_times(variants["floor"], 5)), 1e-3)))
+    if subject.name == "rn18":
+        repeats = 2
+    rounds_of: list[dict[str, list[float]]] = [
+        {key: call_times(call, repeats) for key, call in variants.items()} for _ in range(rounds)
+    ]
+    row: dict[str, object] = {"network": subject.name, "experts": subject.n_experts, "batch": batch}
+    for key in variants:
+        everything = [t for times in rounds_of for t in times[key]]
+        row[f"{key}_ms"], row[f"{key}_p99_ms"] = float(np.median(everything)), float(np.percentile(everything, 99))
+        row[f"{key}_ratio"] = median(median(times[key]) / median(times["floor"]) for times in rounds_of)
+        row[f"{key}_to_fused"] = median(median(times[key]) / median(times["fused"]) for times in rounds_of)
+    return row | {"max_dp_torch": difference}
+
+
+# ------------------------------------------------------------------------------------------------- load and memory
+
+_CHILD = """
+import json, sys, time
+def memory():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return {key: int(fields[key].split()[0]) / 1024 for key in ("VmRSS", "VmHWM")}
+begin = time.process_time()
+"""
+_LOAD = """
+import numpy as np, onnxruntime
+from pathlib import Path
+from deploy.runtime import session_options
+graph, folder, shape = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+data = open(graph, "rb").read() if graph.endswith(".bytes") else graph
+before, begin = memory()["VmRSS"], time.process_time()
+session = onnxruntime.InferenceSession(data, session_options(Path(folder), 1), providers=["CPUExecutionProvider"])
+load_ms, added = (time.process_time() - begin) * 1000, memory()["VmRSS"] - before
+x = np.ones([1, *shape], np.float32)
+times = []
+for _ in range(200):
+    begin = time.process_time()
+    session.run(None, {"x": x})
+    times.append((time.process_time() - begin) * 1000)
+print(json.dumps({"load_ms": load_ms, "added_mb": added, "run_ms": sorted(times)[100], "peak_mb": memory()["VmHWM"]}))
+"""
+
+
+def child(code: str, *arguments: str, times: int = 3) -> dict[str, float]:
+    """The medians of what a process of its own prints."""
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    found = []
+    for _ in range(times):
+        command = [sys.executable, "-c", _CHILD + code, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout))
+    return {key: median(one[key] for one in found) for key in found[0]}
+
+
+def skeleton_against_file(subject: Subject, times: int) -> dict[str, object]:
+    """Loading the skeleton with its parts against one file that holds everything; their results."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, graph = Path(folder) / "fused.onnx", Path(folder) / "skeleton.bytes"
+        subject.fused_file(file)
+        graph.write_bytes(read(subject.folder).graph)
+        shape = json.dumps(subject.task.input_shape)
+        whole = child(_LOAD, str(file), folder, shape, times=times)
+        parts = child(_LOAD, str(graph), str(subject.folder), shape, times=times)
+        x = np.random.default_rng(1).random((8, *subject.task.input_shape), dtype=np.float32)
+        one = session(file.read_bytes()).run(None, {INPUT: x})[0]
+        other = deploy.load(subject.folder).predict_inputs(x).probabilities
+    return {
+        "network": subject.name, "experts": subject.n_experts, "file": whole, "skeleton": parts,
+        "load_ratio": parts["load_ms"] / whole["load_ms"], "added_ratio": parts["added_mb"] / whole["added_mb"],
+        "run_ratio": parts["run_ms"] / whole["run_ms"], "max_dp": float(np.abs(one - other).max()),
+    }  # fmt: skip
+
+
+def update_share(subject: Subject) -> float:
+    """Bytes that an update of one expert sends, in shares of a fair part of all weights: 1 is perfect."""
+    manifest = read(subject.folder).manifest
+    sent = manifest.candidates[-1].part.size_bytes
+    everything = sum(candidate.part.size_bytes for candidate in manifest.candidates)
+    return sent / (everything / len(manifest.candidates))
+
+
+_IMPORT = """
+import {module}
+print(json.dumps({{"cpu_s": time.process_time() - begin, "peak_mb": memory()["VmHWM"]}}))
+"""
+_DEPENDENCIES = """
+import numpy, deploy
+runtime = deploy.load(sys.argv[1])
+runtime.predict(numpy.zeros(runtime.task.input_shape))
+site = {name.split(".")[0] for name, module in list(sys.modules.items())
+        if "site-packages" in (getattr(module, "__file__", "") or "")}
+print(json.dumps(sorted(site)))
+"""
+
+
+def imports(subject: Subject, times: int) -> dict[str, object]:
+    """What `import deploy` costs beside `import torch`, and which distributions a prediction needs."""
+    ours, torchs = (child(_IMPORT.format(module=module), times=times) for module in ("deploy", "torch"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", "import json, sys\n" + _DEPENDENCIES, str(subject.folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    imported = [name for name in json.loads(done.stdout) if not name.startswith("_")]
+    return {
+        "deploy": ours, "torch": torchs, "cpu_ratio": ours["cpu_s"] / torchs["cpu_s"], "imported": imported,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- where time goes
+
+
+def profile(subject: Subject, batch: int, runs: int = 200) -> dict[str, object]:
+    """Shares of a prediction's processor time: preprocessing, the graph by kind of node, the rest of Python."""
+    runtime = deploy.load(subject.folder)
+    x = np.random.default_rng(0).random((batch, *subject.task.input_shape), dtype=np.float32)
+    raw = x.astype(np.float64)
+    graph = runtime._run  # noqa: SLF001
+    inputs = apply(subject.task, raw)
+    whole = median(call_times(lambda: runtime.predict(raw), runs))
+    prepared = median(call_times(lambda: apply(subject.task, runtime.as_batch(raw)), runs))
+    run = median(call_times(lambda: graph(inputs), runs))
+    kinds, outside = _node_times(subject, inputs, runs)
+    total = sum(kinds.values())
+    return {
+        "network": subject.name, "experts": subject.n_experts, "batch": batch, "predict_ms": whole,
+        "preprocessing": prepared / whole, "graph": run / whole,
+        "python": max(0.0, 1 - (prepared + run) / whole),
+        "nodes": {kind: t / total for kind, t in sorted(kinds.items(), key=lambda item: -item[1])},
+        "outside_the_candidates": outside / total,
+    }  # fmt: skip
+
+
+def _node_times(subject: Subject, x: np.ndarray, runs: int) -> tuple[dict[str, float], float]:
+    """ONNX Runtime's own profile: time by operator, and that of all nodes that belong to no candidate."""
+    bundle = read(subject.folder)
+    options = session_options(bundle.folder, 1)
+    options.enable_profiling = True
+    with tempfile.TemporaryDirectory() as folder:
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        profiled = onnxruntime.InferenceSession(bundle.graph, options, providers=["CPUExecutionProvider"])
+        for _ in range(runs):
+            profiled.run(None, {INPUT: x})
+        events = json.loads(Path(profiled.end_profiling()).read_text())
+    kinds: dict[str, float] = defaultdict(float)
+    outside = 0.0
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            kinds[event["args"]["op_name"]] += event["dur"]
+            of_fusion = ":" in event["name"]  # how the exporter names what it adds to the candidates
+            outside += event["dur"] if of_fusion else 0.0
+    return dict(kinds), outside
+
+
+# ------------------------------------------------------------------------------------------------- targets
+
+
+def worst(rows: Sequence[dict], key: str, batches: Sequence[int], *, largest: bool = True) -> float:
+    values = [row[key] for row in rows if row["batch"] in batches]
+    return (max if largest else min)(values)
+
+
+def targets(rows: list[dict], loads: list[dict], importing: dict, singles: list[float], updates: list[float]) -> list:
+    small, large = ([r for r in rows if (r["network"] == "rn18") is is_large] for is_large in (False, True))
+    found = [
+        Target("fused / floor, batch 1", worst(rows, "fused_ratio", [1]), 1.05),
+        Target("fused / floor, batch 8 and 64", worst(rows, "fused_ratio", [8, 64]), 1.03),
+        Target("torch eager / fused, batch 1", worst(small, "torch_to_fused", [1], largest=False), 3, at_least=True),
+    ]
+    if large:
+        slowest = worst(large, "torch_to_fused", [1], largest=False)
+        found.append(Target("torch eager / fused, batch 1, ResNet-18", slowest, 2, at_least=True))
+    found += [
+        Target("max |dp|, fused to torch", max(row["max_dp_torch"] for row in rows), 1e-6),
+        Target("max |d logit|, a single network to torch", max(singles), 5e-6),
+        Target("skeleton / one file: processor time of loading", max(r["load_ratio"] for r in loads), 0.8),
+        Target("skeleton / one file: memory added by loading", max(r["added_ratio"] for r in loads), 0.9),
+        Target("skeleton / one file: time of a run", max(r["run_ratio"] for r in loads), 1.05),
+        Target("skeleton / one file: max |dp|", max(r["max_dp"] for r in loads), 0.0),
+        Target("bytes of an update of one expert x (J + 1) / all weights", max(updates), 1.02),
+        Target("import deploy: MB", importing["deploy"]["peak_mb"], 50),
+        Target("import deploy / import torch: processor time", importing["cpu_ratio"], 0.15),
+        Target("distributions imported beside numpy, onnxruntime and msgspec", len(_more(importing)), 0),
+    ]
+    return found
+
+
+def _more(importing: dict) -> set[str]:
+    return set(importing["imported"]) - {"numpy", "onnxruntime", "msgspec", "typing_extensions"}  # the last is msgspec's
+
+
+def logit_difference(subject: Subject) -> float:
+    x = np.random.default_rng(2).random((64, *subject.task.input_shape), dtype=np.float32)
+    found = session(subject.single(0)).run(None, {INPUT: x})[0]
+    return float(np.abs(found - logits_of(subject.task, subject.layout, subject.models[:1], x)[0]).max())
+
+
+# ------------------------------------------------------------------------------------------------- main
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write everything there, too")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one network, to see that it runs")
+    parser.add_argument("--large", action="store_true", help="a ResNet-18, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    print("network   J batch   floor ms   fused ms  ratio   predict ratio")
+    names = ["cnn28"] if arguments.quick else ["cnn28", "cnn32", *(["rn18"] if arguments.large else [])]
+    rounds, times = (2, 1) if arguments.quick else (arguments.rounds, 3)
+    rows, loads, profiles, singles, updates = [], [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name in TASKS:
-            for n_experts in (1, 2, 4):
-                for batch in (1, 8):
-                    where = Path(folder) / f"{name}-{n_experts}-{batch}"
-                    row = measure(name, n_experts, batch, arguments.rounds, where)
+        print("network  J batch  floor ms   fused ms (p99)       fused  predict  torch  (of floor)")
+        for name in names:
+            for n_experts in (1, 4) if arguments.quick else EXPERTS[: 3 if name == "rn18" else 4]:
+                subject = Subject(name, n_experts, Path(folder) / f"{name}-{n_experts}")
+                for batch in BATCHES[: 2 if name == "rn18" else 3]:
+                    row = latencies(subject, batch, rounds)
                     rows.append(row)
                     print(
-                        f"{name:<8} {n_experts:>2} {batch:>5} {row['floor_ms']:>10.4f} {row['fused_ms']:>10.4f} "
-                        f"{row['fused_ratio']:>6.2f} {row['predict_ratio']:>15.2f}", flush=True,
+                        f"{name:<7} {n_experts:>2} {batch:>5} {row['floor_ms']:>9.3f} {row['fused_ms']:>10.3f} "
+                        f"({row['fused_p99_ms']:>8.3f}) {row['fused_ratio']:>8.2f} {row['predict_ratio']:>8.2f} "
+                        f"{row['torch_ratio']:>6.2f}", flush=True,
                     )  # fmt: skip
+                updates.append(update_share(subject))
+                if n_experts in (4, 8):
+                    loads.append(skeleton_against_file(subject, times))
+                if n_experts == 4:
+                    singles.append(logit_difference(subject))
+                    profiles += [profile(subject, batch) for batch in (1, 8)]
+        importing = imports(subject, times)
+    _print_tables(loads, profiles, importing)
+    reached = targets(rows, loads, importing, singles, updates)
+    print("\nTargets (worst case over networks and numbers of experts)")
+    print("\n".join(map(str, reached)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+        record = {
+            "machine": platform.processor() or platform.machine(), "onnxruntime": onnxruntime.__version__,
+            "latency": rows, "load": loads, "profile": profiles, "import": importing,
+            "targets": [asdict(target) | {"met": target.met} for target in reached],
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _print_tables(loads: list[dict], profiles: list[dict], importing: dict) -> None:
+    print("\nLoading: skeleton and parts / one file")
+    for row in loads:
+        skeleton, file = row["skeleton"], row["file"]
+        print(
+            f"{row['network']:<7} J={row['experts']}  {skeleton['load_ms']:.1f} / {file['load_ms']:.1f} ms  "
+            f"+{skeleton['added_mb']:.1f} / +{file['added_mb']:.1f} MB  "
+            f"peak {skeleton['peak_mb']:.0f} / {file['peak_mb']:.0f} MB  run {row['run_ratio']:.2f}"
+        )
+    print("\nWhere the time of a prediction goes")
+    for row in profiles:
+        nodes = ", ".join(f"{kind} {share:.0%}" for kind, share in list(row["nodes"].items())[:6])
+        print(
+            f"{row['network']:<7} J={row['experts']} batch {row['batch']}: {row['predict_ms']:.3f} ms; preprocessing "
+            f"{row['preprocessing']:.0%}, graph {row['graph']:.0%}, Python {row['python']:.0%}; "
+            f"in the graph: {nodes}; gate and fusion {row['outside_the_candidates']:.0%}"
+        )
+    print(f"\nA prediction imports: {', '.join(importing['imported'])}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from export.branch import IR_VERSION, LOGITS, branch
 from export.mixture import MIN_ENERGY_STD, Mixture
 from export.reference import ZERO_WEIGHT
-from fedge.bundle import INPUT, OUTPUTS, slot
+from fedge.bundle import INPUT, OUTPUTS, Bundle, slot
 from fedge.task import TaskSpec, gate_pool
 
 if TYPE_CHECKING:
@@ -222,6 +222,22 @@ def _select(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int
     best, where = graph.ops("TopK", 2, competing, graph.const([top]), axis=1)
     others = graph.op("Where", expert, graph.const(LOWEST), score)
     return graph.op("ScatterElements", others, where, best, axis=1)
+
+
+def filled(bundle: Bundle) -> onnx.ModelProto:
+    """A bundle's graph with the numbers of its parts inside: one model that needs no other file."""
+    import onnx
+
+    model = onnx.load_from_string(bundle.graph)
+    for held in model.graph.initializer:
+        if held.data_location == onnx.TensorProto.EXTERNAL:
+            place = {entry.key: entry.value for entry in held.external_data}
+            with (bundle.folder / place["location"]).open("rb") as part:
+                part.seek(int(place["offset"]))
+                held.raw_data = part.read(int(place["length"]))
+            held.ClearField("external_data")
+            held.data_location = onnx.TensorProto.DEFAULT
+    return model
 
 
 Place = tuple[str, list[int], int, int]
