@@ -52,13 +52,11 @@ def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
     if not now.finite:
         return "not-finite: it puts out numbers that are not finite on this device's samples"
     latency = now.quality.latency_ms or 0.0
-    if limits.latency_ms is not None and latency > limits.latency_ms:
-        return f"latency: {latency:.2f} ms a sample, at most {limits.latency_ms:.2f} ms allowed"
+    allowed = allowed_ms(None if before is None else before.quality, limits)
+    if allowed is not None and latency > allowed:
+        return f"latency: {latency:.2f} ms a sample, at most {allowed:.2f} ms allowed"
     if before is None:
         return ""
-    allowed = limits.latency_ratio * (before.quality.latency_ms or 0.0) + limits.latency_slack_ms
-    if latency > allowed:
-        return f"latency: {latency:.2f} ms a sample, at most {allowed:.2f} ms allowed by the running bundle's"
     if before.correct is not None and now.correct is not None and len(now.correct):
         difference = before.correct.astype(np.float64) - now.correct
         error = float(difference.std() / np.sqrt(len(difference)))
@@ -66,6 +64,14 @@ def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
             was, is_now = before.correct.mean(), now.correct.mean()
             return f"accuracy: {is_now:.3f} on this device's samples, where the running bundle has {was:.3f}"
     return ""
+
+
+def allowed_ms(before: Quality | None, limits: Limits) -> float | None:
+    """Median latency of single samples that a new bundle may have, given that of the running one; None: any."""
+    bounds = [] if limits.latency_ms is None else [limits.latency_ms]
+    if before is not None and before.latency_ms is not None:
+        bounds.append(limits.latency_ratio * before.latency_ms + limits.latency_slack_ms)
+    return min(bounds, default=None)
 
 
 def examine(running: Path | None, staged: Path, home: Path, limits: Limits) -> Examination:

@@ -37,7 +37,8 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
     single = validation.x[:TIMED] if n else np.zeros((1, *runtime.task.input_shape), np.float32)
     latency = _median_ms(runtime, single)
     if not answers:
-        return Measured(Quality(n=0, latency_ms=latency), np.zeros(0, np.int64), None, finite=True)
+        finite = bool(np.isfinite(runtime.predict_inputs(single).probabilities).all())
+        return Measured(Quality(n=0, latency_ms=latency), np.zeros(0, np.int64), None, finite=finite)
     predicted = np.concatenate([answer.class_index for answer in answers])
     free = np.concatenate([free_energy(answer.weights, answer.energies) for answer in answers])
     entropy = np.concatenate([gate_entropy(answer.weights) for answer in answers])

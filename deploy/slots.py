@@ -213,9 +213,11 @@ class Slots:
         """
         if self.state.trial is None:
             try:
-                read(self.staged)
+                other = read(self.staged)
             except UpdateRejected as error:
                 raise StoreError(f"there is no bundle to go back to: {error}") from error
+            if other.digest in self.state.refused:
+                raise StoreError(f"the only bundle to go back to was refused: {self.state.refused[other.digest]}")
             self._save(msgspec.structs.replace(self.state, good=self._idle, trial=Trial(rollout=None)))
         elif self.state.good is None:
             raise StoreError("there is no bundle to go back to")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 
 from fedge.messages import Context
+from fedge.sensors import temperature_c
 
 
 def measure(device_id: str, n_samples: int) -> Context:
@@ -16,7 +17,7 @@ def measure(device_id: str, n_samples: int) -> Context:
         free_ram_gb=psutil.virtual_memory().available / 1e9,
         free_disk_gb=psutil.disk_usage(".").free / 1e9,
         battery=_battery(),
-        temperature_c=_temperature_c(),
+        temperature_c=temperature_c(),
         n_samples=n_samples,
     )
 
@@ -37,10 +38,3 @@ def _battery() -> float | None:
     if battery is None or battery.power_plugged:
         return None
     return min(max(float(battery.percent) / 100, 0.0), 1.0)
-
-
-def _temperature_c() -> float | None:
-    """The hottest sensor: it is what makes a device throttle."""
-    read = getattr(psutil, "sensors_temperatures", None)
-    sensors = read() if read is not None else {}
-    return max((float(entry.current) for entries in sensors.values() for entry in entries), default=None)

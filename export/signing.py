@@ -163,6 +163,11 @@ class Repository:
         """Paths of all releases."""
         return sorted(self._current(Targets).targets)
 
+    def expiries(self) -> dict[str, datetime]:
+        """Until when each role's newest signature is good."""
+        roles = (self._current(Root), self._current(Targets), self._current(Snapshot), self._current(Timestamp))
+        return {signed.type: signed.expires for signed in roles}
+
     # ------------------------------------------------------------------------------------------------- within
 
     def _current(self, kind: type[S]) -> S:

@@ -554,12 +554,12 @@ class Want(_Message, frozen=True, kw_only=True, tag="want"):
 
 
 class RolloutState(StrEnum):
-    """Where a rollout stands; devices install while it is running."""
+    """Where a rollout stands; devices install while it is running, and those that come late when it is done."""
 
     RUNNING = "running"
     PAUSED = "paused"
     ABORTED = "aborted"  # devices that run the new release go back to the one before
-    DONE = "done"
+    DONE = "done"  # all stages are behind it
 
 
 class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
@@ -594,7 +594,7 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     n: Count  # validation samples
     accuracy: Share | None = None  # on labelled validation samples
     gate_entropy: NonNegative | None = None  # mean over samples, nats
-    free_energy: float | None = None  # mean over samples (`deploy.statistics`)
+    free_energy: float | None = None  # mean over samples (`fedge.energies`)
     latency_ms: NonNegative | None = None  # median of single samples
 
 

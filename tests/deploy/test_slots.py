@@ -300,3 +300,15 @@ def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, sec
     slots.switch()
     assert {(tmp_path / "home" / "slots.json").stat().st_ino, (tmp_path / "home").stat().st_ino} <= forced
     assert json.loads((tmp_path / "home" / "slots.json").read_bytes())["trial"] is not None
+
+
+def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    slots.stage(slots.take_in(second))
+    slots.refuse(digest(second), "accuracy: worse")
+
+    with pytest.raises(StoreError, match="accuracy"):
+        slots.go_back("aborted")
+
+    assert release_of(slots.running) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 
 import click
 
@@ -25,17 +26,26 @@ SIGTERM.
 
 def reference() -> str:
     """The whole file."""
-    return "\n".join([HEAD, *(section(name) for name in COMMANDS)])
+    return "\n".join([HEAD, *(section(name, found) for name, found in commands())])
 
 
-def section(name: str) -> str:
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """All commands in their order; after one that has sub-commands come these, as "release add"."""
+    for name in COMMANDS:
+        found = command.get_command(click.Context(command), name)  # type: ignore[attr-defined]
+        assert found is not None
+        yield name, found
+        if isinstance(found, click.Group):
+            yield from ((f"{name} {part}", below) for part, below in found.commands.items())
+
+
+def section(name: str, found: click.Command) -> str:
     """One command: what it does, its examples and exit codes, and a table of its options."""
-    found = command.get_command(click.Context(command), name)  # type: ignore[attr-defined]
-    assert found is not None
     usage = " ".join(found.collect_usage_pieces(click.Context(found)))
     parts = [f"## fedge {name}", f"`fedge {name} {usage}`", *map(paragraph, inspect.cleandoc(found.help).split("\n\n"))]
     options = [option for option in found.params if isinstance(option, click.Option)]
-    return "\n\n".join([*parts, "\n".join(["| option | |", "|---|---|", *map(row, options)])]) + "\n"
+    table = ["\n".join(["| option | |", "|---|---|", *map(row, options)])] if options else []
+    return "\n\n".join([*parts, *table]) + "\n"
 
 
 def paragraph(text: str) -> str:

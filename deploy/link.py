@@ -1,0 +1,571 @@
+"""A device's runtime on the wire: the fleet's rollout comes in, how the device is goes out.
+
+    Rollout, retained  ──▶  `decide`: what to do next  ──▶  fetch the metadata, verify them (`deploy.trust`)
+    Health, retained   ◀──  `phase_of`: where it stands      fetch what is missing, into the content store
+                                                             stage, examine, switch, serve on trial, settle
+
+Nothing is believed that the metadata do not sign; nothing that answers is touched before the new bundle has passed its
+examination. Whatever is cut off whenever, the next process looks at the slots and goes on: `decide` knows no history
+but what lies there. The inbox HOME/bundles goes the same way, without signatures: who writes there owns the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import shutil
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from deploy.answering import Answering
+from deploy.examination import Limits, allowed_ms, examine
+from deploy.slots import Slots
+from deploy.trust import MAX_METADATA_BYTES, Trust
+from fedge.background import Background
+from fedge.bundle import MANIFEST, Manifest
+from fedge.bundle import decode as decode_manifest
+from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
+from fedge.files import BlobFolder, write_atomically
+from fedge.messages import BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.rollout import takes_part
+from fedge.sensors import temperature_c
+from fedge.tensors import digest_of
+from fedge.topics import Topics
+from fedge.transfer import Receiver
+from fedge.transport import Inbound, Transport
+
+log = logging.getLogger("fedge.deploy")
+
+MAX_ALL_METADATA_BYTES: Final = 8 << 20
+"""Of one announcement; a device that is asked to fetch more does not ask for a byte."""
+MAX_RELEASE_BYTES: Final = 4 << 30
+"""Of the parts that a device fetches for one release."""
+SPARE_DISK_BYTES: Final = 64 << 20
+"""What a release must leave free."""
+FETCH_S: Final = 600.0
+"""Time for one file, after which what has come is kept and the rest is asked for again later."""
+HEALTH_S: Final = 60.0
+"""Pause between two reports of a device where nothing happens."""
+LOOK_S: Final = 10.0
+"""Pause between two looks at the inbox and at drift."""
+TRIAL_S: Final = 1.0
+"""Pause between two looks at a bundle on trial."""
+RETRY_S: Final = 5.0
+"""Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
+RETRY_CAP_S: Final = 600.0
+
+INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
+
+
+# ------------------------------------------------------------------------------------------------------------- core
+
+
+class Do(Enum):
+    """What a device does next."""
+
+    NOTHING = auto()
+    SETTLE = auto()  # see whether the bundle on trial has proved itself
+    GO_BACK = auto()  # the rollout was aborted, and its bundle answers here
+    INSTALL = auto()  # fetch the rollout's bundle and try it
+    TAKE_IN = auto()  # try the bundle of the inbox
+
+
+class Situation(Struct, frozen=True, kw_only=True):
+    """All that `decide` and `phase_of` look at.
+
+    state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
+    manifest that it names; refused: why this device does not want that bundle; switched: it answered here; judged: why
+    the announcement is not to be trusted; failed: why it could not be fetched; waiting: until the next attempt.
+    """
+
+    state: RolloutState | None = None
+    takes_part: bool = False
+    announced: str | None = None
+    running: str
+    on_trial: bool = False
+    refused: str | None = None
+    switched: bool = False
+    judged: str | None = None
+    failed: str = ""
+    waiting: bool = False
+    no_way_back: bool = False
+    inbox: bool = False
+
+
+def decide(now: Situation) -> Do:
+    """What to do next."""
+    there = now.state is not None and now.announced == now.running
+    if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
+        return Do.GO_BACK
+    if now.on_trial:
+        return Do.SETTLE
+    wanted = now.state in INSTALLING and now.takes_part and not there
+    if wanted and now.refused is None and now.judged is None and not now.waiting:
+        return Do.INSTALL
+    return Do.TAKE_IN if now.inbox else Do.NOTHING
+
+
+def phase_of(now: Situation) -> tuple[Phase, str]:
+    """Where the device stands with the rollout's release, and why."""
+    if now.state is not None and now.takes_part and now.announced != now.running:
+        if now.refused is not None:
+            return (Phase.ROLLED_BACK if now.switched else Phase.REFUSED), now.refused
+        if now.judged is not None:
+            return Phase.REFUSED, now.judged
+        if now.failed:
+            return Phase.FAILED, now.failed
+    return (Phase.TRIAL if now.on_trial else Phase.SERVING), ""
+
+
+def announced(rollout: Rollout) -> str | None:
+    """Digest of the manifest that a rollout names; it is a claim until the metadata have said so."""
+    folder, _, name = rollout.target.rpartition("/")
+    names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
+    return next((names[file] for file in rollout.metadata if file in names), None)
+
+
+def announcement(rollout: Rollout) -> str:
+    """Names what a rollout wants to be believed: equal for equal metadata and target."""
+    return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
+
+
+def too_much(metadata: Mapping[str, BlobRef]) -> str:
+    """Why not a byte of these metadata is worth asking for, or ""."""
+    largest = max((ref.size_bytes for ref in metadata.values()), default=0)
+    total = sum(ref.size_bytes for ref in metadata.values())
+    if largest > MAX_METADATA_BYTES:
+        return f"endless-data: metadata of {largest} bytes, at most {MAX_METADATA_BYTES} allowed"
+    if total > MAX_ALL_METADATA_BYTES:
+        return f"endless-data: metadata of {total} bytes, at most {MAX_ALL_METADATA_BYTES} allowed"
+    return ""
+
+
+def retry_s(attempt: int, draw: float) -> float:
+    """Pause before attempt number `attempt` + 1, from half to all of a doubling step; `draw` in [0, 1)."""
+    return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
+
+
+class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """HOME/outcome.json: what the last examination found. `switched`: the bundle was let answer after it."""
+
+    rollout: str | None = None
+    digest: str = ""
+    switched: bool = False
+    before: Quality | None = None
+    now: Quality | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ shell
+
+
+class Link:
+    """One device in one federation.
+
+        link = Link("cam1", "shop", home, slots, answering, limits)
+        await link.attach(transport)
+        async with transport:
+            await link.run()  # until it is cancelled
+
+    Nothing that a peer sends ends it; what it cannot do now it tries again later, while the device goes on answering.
+    """
+
+    def __init__(
+        self, device_id: str, federation: str, home: Path, slots: Slots, answering: Answering, limits: Limits
+    ) -> None:
+        self._id = device_id
+        self._topics = Topics(federation)
+        self._home = home
+        self._slots = slots
+        self._answering = answering
+        self._limits = limits
+        self._received = BlobFolder(home / "received")  # metadata, until they are verified
+        self._rollout: Rollout | None = None
+        self._outcome = _read_outcome(home)
+        self._judged: tuple[str, str] | None = None  # announcement, why not
+        self._failed: tuple[str, str] | None = None  # announcement, what went wrong
+        self._n_failures = 0
+        self._retry_at = 0.0
+        self._no_way_back: str | None = None  # rollout
+        self._fetching = False
+        self._news = asyncio.Event()
+        self._health: Health | None = None
+        self._unsaid = asyncio.Event()
+        self._trusting = threading.Lock()
+
+    async def attach(self, transport: Transport) -> None:
+        """Subscribe. Do it before the transport is entered."""
+        self._transport = transport
+        self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES)
+        self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES)
+        await transport.subscribe(self._topics.rollout, self._on_rollout)
+        transport.on_connect(self._on_connect)
+
+    async def run(self) -> None:
+        """Follow the rollout and the inbox, and tell how the device is, until cancelled."""
+        loop = asyncio.get_running_loop()
+        failure: asyncio.Future[None] = loop.create_future()
+        background = Background(lambda error: None if failure.done() else failure.set_exception(error))
+        background.spawn(self._publish())
+        background.spawn(self._follow())
+        try:
+            await failure
+        finally:
+            background.cancel()
+            await asyncio.gather(*background.tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------- inwards
+
+    async def _on_rollout(self, inbound: Inbound) -> None:
+        self._rollout = decode(inbound.payload, Rollout) if inbound.payload else None
+        self._news.set()
+
+    async def _on_connect(self) -> None:
+        self._unsaid.set()  # a broker that forgot everything is told again
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    async def _follow(self) -> None:
+        while True:
+            self._news.clear()
+            try:
+                pause_s = await self._step()
+            except StoreError as error:  # the disk may be mended; the bundle in memory answers all the while
+                log.error("event=store_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
+                pause_s = LOOK_S
+            if pause_s > 0 and not self._news.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._news.wait()
+
+    async def _step(self) -> float:
+        """Do what is next; the time until the next look, if no rollout comes in before."""
+        rollout, inbox = self._rollout, self._inbox()
+        situation = self._situation(rollout, inbox)
+        match decide(situation):
+            case Do.GO_BACK:
+                assert rollout is not None
+                await self._go_back(rollout)
+            case Do.SETTLE:
+                await asyncio.to_thread(self._answering.settle)
+                self._tell()
+                return TRIAL_S if self._slots.state.trial is not None else 0.0
+            case Do.INSTALL:
+                assert rollout is not None
+                await self._install(rollout)
+            case Do.TAKE_IN:
+                assert inbox is not None
+                await self._take_in(inbox)
+            case Do.NOTHING:
+                self._tell()
+                left = self._retry_at - time.monotonic()
+                return min(max(left, 0.01), LOOK_S) if situation.waiting else LOOK_S
+        return 0.0
+
+    def _situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
+        state = self._slots.state
+        running = self._answering.runtime.digest
+        if rollout is None:
+            return Situation(running=running, on_trial=state.trial is not None, inbox=inbox is not None)
+        digest, claim = announced(rollout), announcement(rollout)
+        judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
+        if not judged and self._judged is not None and self._judged[0] == claim:
+            judged = self._judged[1]
+        return Situation(
+            state=rollout.state,
+            takes_part=takes_part(rollout, self._id),
+            announced=digest,
+            running=running,
+            on_trial=state.trial is not None,
+            refused=None if digest is None else state.refused.get(digest),
+            switched=self._outcome.switched and self._outcome.digest == digest,
+            judged=judged or None,
+            failed=self._failed[1] if self._failed is not None and self._failed[0] == claim else "",
+            waiting=time.monotonic() < self._retry_at,
+            no_way_back=self._no_way_back == rollout.id,
+            inbox=inbox is not None,
+        )
+
+    def _inbox(self) -> Path | None:
+        """The newest bundle that the agent on this device has written, if it is newer than the one that answers."""
+        numbers = [int(p.name) for p in (self._home / "bundles").glob("[0-9]*") if p.name.isdecimal()]
+        if not numbers or max(numbers) <= self._answering.runtime.manifest.release:
+            return None
+        folder = self._home / "bundles" / str(max(numbers))
+        try:
+            digest = digest_of((folder / MANIFEST).read_bytes())
+        except OSError:
+            return None
+        return None if digest == self._answering.runtime.digest or digest in self._slots.state.refused else folder
+
+    def _wanted(self, rollout: Rollout) -> bool:
+        """Whether what was begun for this rollout is still to be done."""
+        now = self._rollout
+        return (
+            now is not None
+            and now.id == rollout.id
+            and now.state in INSTALLING
+            and takes_part(now, self._id)
+            and announcement(now) == announcement(rollout)
+        )
+
+    # ------------------------------------------------------------------------------------------------- doing
+
+    async def _go_back(self, rollout: Rollout) -> None:
+        await asyncio.to_thread(self._answering.give_up, f"aborted: rollout {rollout.id}")
+        if self._answering.runtime.digest == announced(rollout):
+            self._no_way_back = rollout.id
+        self._tell()
+
+    async def _install(self, rollout: Rollout) -> None:
+        """From the announcement to the trial, or to the reason why not."""
+        self._fetching = True
+        self._tell()
+        try:
+            manifest = await self._while_wanted(rollout, self._verified(rollout))
+            if manifest is not None:
+                self._fetching = False
+                await self._try(manifest, rollout)
+        except UpdateRejected as error:
+            if str(error).startswith("clock"):  # it can be set
+                self._failure(rollout, error)
+            else:
+                self._judged = (announcement(rollout), str(error))
+                log.warning(
+                    "event=release_refused rollout=%s target=%s reason=%r", rollout.id, rollout.target, str(error)
+                )
+        except (ProtocolError, StoreError, TransportError, ConfigError, OSError) as error:
+            self._failure(rollout, error)
+        else:
+            self._failed, self._n_failures, self._retry_at = None, 0, 0.0
+        finally:
+            self._fetching = False
+            self._tell()
+
+    def _failure(self, rollout: Rollout, error: Exception) -> None:
+        """Something that may be better next time."""
+        self._n_failures += 1
+        pause = retry_s(self._n_failures, random.SystemRandom().random())
+        self._retry_at = time.monotonic() + pause
+        reason = str(error) or f"time-out: a file took more than {FETCH_S:.0f} s"
+        self._failed = (announcement(rollout), reason)
+        log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
+
+    async def _while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
+        """The work's result; None as soon as another rollout, a pause or an end of this one came in."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done() and self._wanted(rollout):
+                self._news.clear()
+                news = asyncio.ensure_future(self._news.wait())
+                await asyncio.wait({task, news}, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _verified(self, rollout: Rollout) -> bytes | None:
+        """Fetch the metadata, verify them, fetch the parts that are missing; the manifest. None: the bundle is refused.
+
+        Raises:
+            UpdateRejected: the metadata are not to be trusted, or the release is older than one before.
+            ProtocolError, StoreError, TransportError, TimeoutError: something could not be fetched or stored.
+        """
+        files: dict[str, bytes] = {}
+        try:
+            for name, ref in rollout.metadata.items():
+                files[name] = (await self._fetch(self._metadata, ref)).read_bytes()
+        finally:
+            for ref in rollout.metadata.values():
+                self._received.remove(ref.digest)
+        data = await asyncio.to_thread(self._trusted, files, rollout.target)
+        digest = digest_of(data)
+        if digest != announced(rollout):
+            raise UpdateRejected(f"mix-and-match: the metadata sign the manifest {digest}, the rollout names another")
+        manifest = self._fit(data, digest)
+        if manifest is None:
+            return None
+        missing = self._slots.lacks(manifest)
+        self._require_room(sum(size for _, size in missing))
+        for missed, size in missing:
+            await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size))
+        return data
+
+    def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
+        with self._trusting:  # one that was cancelled may still be at it
+            return Trust(self._home).manifest(files, target)
+
+    async def _fetch(self, receiver: Receiver, ref: BlobRef) -> Path:
+        async with asyncio.timeout(FETCH_S):
+            return await receiver.fetch(
+                ref,
+                chunks=self._topics.model_chunk(ref.digest),
+                wants=self._topics.agent(self._id, "release-wants"),
+                device_id=self._id,
+            )
+
+    def _fit(self, data: bytes, digest: str) -> Manifest | None:
+        """A genuine manifest, parsed, if this device can run it; otherwise it is refused for good and None comes back.
+
+        Raises:
+            UpdateRejected: `rollback`, it is older than what was run before.
+        """
+        try:
+            manifest = decode_manifest(data)
+        except UpdateRejected as error:
+            self._refuse(digest, f"schema: {error}")
+            return None
+        mine = self._answering.runtime.task
+        if manifest.task.fingerprint() != mine.fingerprint():
+            self._refuse(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
+            return None
+        try:
+            self._slots.may_take(manifest, digest)
+        except UpdateRejected as error:
+            raise UpdateRejected(f"rollback: {error}") from error
+        return manifest
+
+    def _require_room(self, size_bytes: int) -> None:
+        if size_bytes > MAX_RELEASE_BYTES:
+            raise UpdateRejected(f"oversized: parts of {size_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
+        free = shutil.disk_usage(self._home).free
+        if size_bytes + SPARE_DISK_BYTES > free:
+            raise StoreError(f"disk: {size_bytes} bytes are to be fetched, {free} are free")
+
+    async def _take_in(self, folder: Path) -> None:
+        """Try a bundle that was written on this device."""
+        try:
+            data = await asyncio.to_thread(self._slots.take_in, folder)
+            manifest = self._fit(data, digest_of(data))
+            if manifest is not None:
+                await self._try(data, None)
+        except UpdateRejected as error:
+            self._refuse(digest_of((folder / MANIFEST).read_bytes()), str(error))
+        except OSError as error:
+            raise StoreError(f"cannot read {folder}: {error}") from error
+        self._tell()
+
+    async def _try(self, data: bytes, rollout: Rollout | None) -> None:
+        """Stage, examine, switch; all parts are there."""
+        digest = digest_of(data)
+        try:
+            await asyncio.to_thread(self._slots.stage, data)
+        except UpdateRejected as error:
+            if await asyncio.to_thread(self._drop_damaged, data):
+                raise StoreError(f"damaged: {error}") from error
+            self._refuse(digest, f"malformed: {error}")
+            return
+        found = await asyncio.to_thread(examine, self._slots.running, self._slots.staged, self._home, self._limits)
+        fit = not found.reason
+        if fit and rollout is not None and not self._wanted(rollout):
+            return
+        self._note(
+            Outcome(
+                rollout=None if rollout is None else rollout.id,
+                digest=digest,
+                switched=fit,
+                before=found.before,
+                now=found.now,
+            )
+        )
+        if not fit:
+            self._refuse(digest, found.reason)
+            return
+        self._slots.switch(None if rollout is None else rollout.id)
+        try:
+            await asyncio.to_thread(self._answering.swap, allowed_ms(found.before, self._limits))
+        except FedgeError as error:  # the one before goes on answering
+            log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
+        self._tell()
+
+    def _drop_damaged(self, data: bytes) -> bool:
+        """Remove files of the store that no longer hold what they are named by; whether there were any."""
+        manifest = decode_manifest(data)
+        damaged = False
+        for part in (manifest.skeleton, *manifest.parts):
+            if part.digest not in self._slots.parts or digest_of(self._slots.parts.get(part.digest)) != part.digest:
+                self._slots.parts.remove(part.digest)
+                damaged = True
+        return damaged
+
+    def _refuse(self, digest: str, reason: str) -> None:
+        log.warning("event=bundle_refused bundle=%s reason=%r", digest, reason)
+        self._slots.refuse(digest, reason)
+
+    def _note(self, outcome: Outcome) -> None:
+        write_atomically(self._home / "outcome.json", msgspec.json.encode(outcome))
+        self._outcome = outcome
+
+    # ------------------------------------------------------------------------------------------------- outwards
+
+    def _tell(self) -> None:
+        """Say how the device is, if it is otherwise than was said."""
+        health = self._now()
+        said = self._health
+        self._health = health
+        if said is None or _lasting(said) != _lasting(health):
+            log.info("event=health phase=%s release=%d reason=%r", health.phase, health.release, health.reason)
+            self._unsaid.set()
+
+    def _now(self) -> Health:
+        rollout, runtime = self._rollout, self._answering.runtime
+        situation = self._situation(rollout, None)
+        phase, reason = phase_of(situation)
+        if self._fetching:
+            phase, reason = Phase.FETCHING, ""
+        concerned = rollout is not None and (situation.takes_part or situation.announced == situation.running)
+        measured = self._outcome.digest == (situation.announced if concerned else situation.running)
+        counters = self._answering.counters
+        return Health(
+            device_id=self._id,
+            at=time.time(),
+            phase=phase,
+            release=runtime.manifest.release,
+            bundle_digest=runtime.digest,
+            rollout=rollout.id if concerned and rollout is not None else self._outcome.rollout,
+            reason=reason[:1000],
+            before=self._outcome.before if measured else None,
+            now=self._outcome.now if measured else None,
+            temperature_c=temperature_c(),
+            n_predictions=counters.n_predictions,
+            n_failed=counters.n_failed,
+            drift=self._answering.drifted,
+        )
+
+    async def _publish(self) -> None:
+        """Publish what `_tell` found, and the newest now and then."""
+        topic = self._topics.agent(self._id, "health")
+        while True:
+            try:
+                async with asyncio.timeout(HEALTH_S):
+                    await self._unsaid.wait()
+            except TimeoutError:
+                self._health = self._now()
+            self._unsaid.clear()
+            if self._health is not None:
+                try:
+                    await self._transport.publish(topic, encode(self._health), retain=True)
+                except (TransportError, ValueError) as error:
+                    log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+
+
+def _lasting(health: Health) -> Health:
+    """What of it is worth a message of its own when it changes."""
+    return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0)
+
+
+def _read_outcome(home: Path) -> Outcome:
+    try:
+        return msgspec.json.decode((home / "outcome.json").read_bytes(), type=Outcome)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return Outcome()

@@ -1,0 +1,152 @@
+"""`fedge release`: the signed repository of releases from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from export.signing import LIFETIMES, ROLES, Repository
+
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_repo = click.argument("repo", type=click.Path(path_type=Path))
+
+
+@click.group()
+def release() -> None:
+    """Sign bundles, so that devices can tell what is genuine.
+
+    REPO is a folder of The Update Framework: keys, signed metadata, manifests and parts. Devices hold its first root
+    (`fedge install --root REPO/metadata/1.root.json`); `fedge rollout` brings its releases to them.
+
+    \b
+    Examples:
+      fedge release init releases
+      fedge release add releases bundle
+      fedge release renew releases
+      fedge release show releases --json
+
+    \b
+    Exit codes: 0 done, 2 no repository there, a key is missing, or that release exists, 4 the disk is full or broken,
+    5 the bundle is not what its manifest says.
+    """  # noqa: D301 - click needs the character itself
+
+
+@release.command()
+@_repo
+@_json
+def init(repo: Path, *, as_json: bool) -> None:
+    """Make a repository with new keys, one for each role.
+
+    Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem off line, on a medium of their own; `add` needs the second,
+    `rotate` both, `renew` for a machine that is on line needs targets, snapshot and timestamp.
+
+    \b
+    Examples:
+      fedge release init releases
+
+    \b
+    Exit codes: 0 done, 2 REPO is not empty, 4 it cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    _tell(repo, Repository.create(repo), as_json=as_json)
+
+
+@release.command()
+@_repo
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--name", default="manifest", show_default=True, help="Tells bundles of one release apart.")
+@_json
+def add(repo: Path, bundle: Path, name: str, *, as_json: bool) -> None:
+    """Release a bundle: sign its manifest, keep its files for the devices to fetch.
+
+    The release's number is that of the manifest. A release is never changed: count up.
+
+    \b
+    Examples:
+      fedge release add releases bundle
+      fedge release add releases cam1/bundles/7 --name cam1
+
+    \b
+    Exit codes: 0 done, 2 no repository there, a key is missing, or that release exists with another content, 4 the disk
+    is full or broken, 5 the bundle is not what its manifest says.
+    """  # noqa: D301 - click needs the character itself
+    target = Repository(repo).add(bundle, name)
+    click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
+
+
+@release.command()
+@_repo
+@click.argument("role", type=click.Choice(ROLES))
+@_json
+def rotate(repo: Path, role: str, *, as_json: bool) -> None:
+    """Replace the key of a role: it was lost, leaked, or is old. Devices follow by the new root.
+
+    A root key that was lost cannot be replaced so: the old one has to sign for the new. Then devices need a new root of
+    trust by hand.
+
+    \b
+    Examples:
+      fedge release rotate releases timestamp
+
+    \b
+    Exit codes: 0 done, 2 no repository there or a key is missing, 4 the disk is full or broken.
+    """  # noqa: D301 - click needs the character itself
+    repository = Repository(repo)
+    repository.rotate(role)
+    _tell(repo, repository, as_json=as_json)
+
+
+@release.command()
+@_repo
+@_json
+def renew(repo: Path, *, as_json: bool) -> None:
+    """Sign the newest state again before it expires; to be run daily, as by cron.
+
+    A device that hears of nothing new within a role's lifetime refuses all updates until it is renewed.
+
+    \b
+    Examples:
+      fedge release renew releases
+
+    \b
+    Exit codes: 0 done, 2 no repository there or a key is missing, 4 the disk is full or broken.
+    """  # noqa: D301 - click needs the character itself
+    repository = Repository(repo)
+    repository.renew()
+    _tell(repo, repository, as_json=as_json)
+
+
+@release.command()
+@_repo
+@_json
+def show(repo: Path, *, as_json: bool) -> None:
+    """Show the releases, and when the signatures expire.
+
+    \b
+    Examples:
+      fedge release show releases
+      fedge release show releases --json
+
+    \b
+    Exit codes: 0 done, 2 no repository there.
+    """  # noqa: D301 - click needs the character itself
+    _tell(repo, Repository(repo), as_json=as_json)
+
+
+def _tell(repo: Path, repository: Repository, *, as_json: bool) -> None:
+    record: dict[str, Any] = {
+        "repo": str(repo),
+        "root": str(repo / "metadata" / "1.root.json"),
+        "targets": repository.targets(),
+        "expires": {role: date.isoformat() for role, date in repository.expiries().items()},
+    }
+    if as_json:
+        click.echo(json.dumps(record))
+        return
+    click.echo(f"{repo}: root of trust for devices: {record['root']}")
+    for role, date in record["expires"].items():
+        click.echo(f"  {role:<10} signed until {date} (renewed: {LIFETIMES[role].days} days)")
+    for target in record["targets"] or ["nothing released yet"]:
+        click.echo(f"  {target}")

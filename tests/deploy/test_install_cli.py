@@ -1,0 +1,84 @@
+"""`fedge install`: what a person puts on a device by hand is examined like everything else."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from deploy.install_cli import install
+from deploy.slots import Slots
+from fedge.bundle import read
+from fedge.errors import ConfigError, UpdateRejected
+
+from .bundles import GOLDEN, broken_gate, variant
+from .repository import Simulator
+
+pytestmark = pytest.mark.torch_free
+
+
+def run(*arguments):
+    result = CliRunner().invoke(install, [*map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def release(home):
+    return read(Slots(home).running).manifest.release
+
+
+def test_the_first_bundle_answers(tmp_path):
+    code, out = run("--home", tmp_path / "pi", GOLDEN, "--json")
+
+    assert code == 0
+    assert json.loads(out)["task"] == read(GOLDEN).manifest.task.name
+    assert Slots(tmp_path / "pi").running == Slots(tmp_path / "pi").good
+
+
+def test_a_root_of_trust_alone(tmp_path):
+    root = tmp_path / "1.root.json"
+    root.write_bytes(Simulator().files["1.root.json"])
+
+    assert run("--home", tmp_path / "pi", "--root", root)[0] == 0
+    assert (tmp_path / "pi" / "root.json").read_bytes() == root.read_bytes()
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"no json"])
+def test_what_is_no_root_is_refused(tmp_path, data):
+    (tmp_path / "root").write_bytes(data)
+
+    with pytest.raises(ConfigError):
+        run("--home", tmp_path / "pi", "--root", tmp_path / "root")
+
+    assert not (tmp_path / "pi" / "root.json").exists()
+
+
+def test_nothing_to_do_is_wrong_usage(tmp_path):
+    assert run("--home", tmp_path / "pi")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"gate": broken_gate, "release": 9}, "not-finite"), ({"release": 1}, "older")],
+)
+def test_what_is_not_fit_leaves_the_old_one(tmp_path, changes, reason):
+    home = tmp_path / "pi"
+    run("--home", home, variant(tmp_path / "5", release=5))
+
+    with pytest.raises(UpdateRejected, match=reason):
+        run("--home", home, variant(tmp_path / "new", **changes))
+
+    assert release(home) == 5
+
+
+def test_another_task_is_refused(tmp_path):
+    home = tmp_path / "pi"
+    run("--home", home, variant(tmp_path / "5", release=5))
+    other = variant(tmp_path / "6", release=6)
+    text = (other / "manifest.json").read_text()
+    (other / "manifest.json").write_text(text.replace('"name": "digits"', '"name": "cats"', 1))
+
+    with pytest.raises(UpdateRejected, match=r"^task: "):
+        run("--home", home, other)
+
+    assert release(home) == 5

@@ -1,0 +1,208 @@
+"""What a device does next and what it says of itself, as tables; the shell: tests/integration/test_rollout.py."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.answering import Answering
+from deploy.examination import Limits
+from deploy.link import (
+    MAX_ALL_METADATA_BYTES,
+    RETRY_CAP_S,
+    RETRY_S,
+    Do,
+    Link,
+    Situation,
+    announced,
+    announcement,
+    decide,
+    phase_of,
+    retry_s,
+    too_much,
+)
+from deploy.slots import Slots
+from deploy.trust import MAX_METADATA_BYTES
+from fedge.messages import BlobRef, Phase, Rollout, RolloutState
+
+from .bundles import other_gate, poor_gate, variant
+
+pytestmark = pytest.mark.torch_free
+
+OLD, NEW = "a" * 64, "b" * 64
+RUNNING, PAUSED, ABORTED, DONE = RolloutState
+
+
+def situation(state=RUNNING, *, running=OLD, takes_part=True, **others):
+    return Situation(state=state, announced=NEW, running=running, takes_part=takes_part, **others)
+
+
+@pytest.mark.parametrize(
+    ("now", "do"),
+    [
+        (Situation(running=OLD), Do.NOTHING),
+        (Situation(running=OLD, on_trial=True), Do.SETTLE),
+        (Situation(running=OLD, inbox=True), Do.TAKE_IN),
+        (Situation(running=OLD, inbox=True, on_trial=True), Do.SETTLE),
+        (situation(), Do.INSTALL),
+        (situation(DONE), Do.INSTALL),  # was off when its stage came
+        (situation(takes_part=False), Do.NOTHING),
+        (situation(PAUSED), Do.NOTHING),
+        (situation(ABORTED), Do.NOTHING),
+        (situation(refused="accuracy: worse"), Do.NOTHING),
+        (situation(judged="forged: no"), Do.NOTHING),
+        (situation(failed="digest: x", waiting=True), Do.NOTHING),
+        (situation(failed="digest: x"), Do.INSTALL),
+        (situation(on_trial=True), Do.SETTLE),  # one after the other: the slots are taken
+        (situation(inbox=True), Do.INSTALL),
+        (situation(inbox=True, waiting=True), Do.TAKE_IN),
+        (situation(running=NEW), Do.NOTHING),
+        (situation(running=NEW, on_trial=True, switched=True), Do.SETTLE),
+        (situation(PAUSED, running=NEW, on_trial=True, switched=True), Do.SETTLE),
+        (situation(ABORTED, running=NEW, on_trial=True, switched=True), Do.GO_BACK),
+        (situation(ABORTED, running=NEW, switched=True), Do.GO_BACK),
+        (situation(ABORTED, running=NEW, switched=True, takes_part=False), Do.GO_BACK),
+        (situation(ABORTED, running=NEW, switched=True, no_way_back=True), Do.NOTHING),
+        (situation(ABORTED, running=NEW), Do.NOTHING),  # it had it before the rollout
+    ],
+)
+def test_what_is_next(now, do):
+    assert decide(now) is do
+
+
+@pytest.mark.parametrize(
+    ("now", "phase"),
+    [
+        (Situation(running=OLD), (Phase.SERVING, "")),
+        (Situation(running=OLD, on_trial=True), (Phase.TRIAL, "")),
+        (situation(), (Phase.SERVING, "")),
+        (situation(running=NEW, on_trial=True), (Phase.TRIAL, "")),
+        (situation(running=NEW), (Phase.SERVING, "")),
+        (situation(refused="accuracy: x"), (Phase.REFUSED, "accuracy: x")),
+        (situation(ABORTED, refused="aborted: x", switched=True), (Phase.ROLLED_BACK, "aborted: x")),
+        (situation(judged="forged: x"), (Phase.REFUSED, "forged: x")),
+        (situation(judged="forged: x", takes_part=False), (Phase.SERVING, "")),
+        (situation(failed="disk: x", waiting=True), (Phase.FAILED, "disk: x")),
+    ],
+)
+def test_what_it_says(now, phase):
+    assert phase_of(now) == phase
+
+
+def rollout(target="5/manifest.json", metadata=None, **others):
+    if metadata is None:
+        metadata = {"timestamp.json": BlobRef(digest=OLD, size_bytes=5), f"5/{NEW}.manifest.json": ref(NEW)}
+    return Rollout(id="r", state=RUNNING, target=target, release=5, share=1.0, metadata=metadata, **others)
+
+
+def ref(digest, size_bytes=5):
+    return BlobRef(digest=digest, size_bytes=size_bytes)
+
+
+def test_the_manifest_is_named_by_its_digest():
+    assert announced(rollout()) == NEW
+    assert announced(rollout(metadata={f"5/{OLD}.manifest.json": ref(NEW)})) is None
+    assert announced(rollout(metadata={})) is None
+
+
+def test_an_announcement_is_another_when_its_metadata_are():
+    assert announcement(rollout()) == announcement(rollout(canaries=("cam1",)))
+    assert announcement(rollout()) != announcement(rollout(metadata={"timestamp.json": ref(NEW)}))
+    assert announcement(rollout()) != announcement(rollout(target="4/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ([], ""),
+        ([MAX_METADATA_BYTES], ""),
+        ([MAX_METADATA_BYTES + 1], "endless-data"),
+        ([MAX_METADATA_BYTES] * (MAX_ALL_METADATA_BYTES // MAX_METADATA_BYTES), ""),
+        ([MAX_METADATA_BYTES] * (MAX_ALL_METADATA_BYTES // MAX_METADATA_BYTES) + [1], "endless-data"),
+    ],
+)
+def test_metadata_beyond_all_measure_are_not_asked_for(sizes, reason):
+    assert too_much({str(i): ref(OLD, size) for i, size in enumerate(sizes)}).split(":")[0] == reason
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
+def test_pauses_between_attempts_grow_up_to_a_bound(attempt, draw):
+    assert RETRY_S / 2 <= retry_s(attempt, draw) <= RETRY_CAP_S
+
+
+# ------------------------------------------------------------------------------------- the inbox, without a broker
+
+
+class Unheard:
+    """A transport to nobody: it keeps what was published."""
+
+    def __init__(self):
+        self.published = []
+
+    def on_connect(self, callback):
+        pass
+
+    async def subscribe(self, topic_filter, handler):
+        pass
+
+    async def publish(self, topic, payload, **options):
+        self.published.append(payload)
+
+
+async def followed(home, until, limits=None):
+    """A device that runs until something is so."""
+    slots = Slots(home)
+    answering = Answering(slots, limits or Limits(probation_s=0, latency_slack_ms=1e6))
+    link = Link("pi", "test", home, slots, answering, limits or Limits(probation_s=0, latency_slack_ms=1e6))
+    await link.attach(Unheard())
+    running = asyncio.ensure_future(link.run())
+    try:
+        async with asyncio.timeout(60):
+            while not until(slots, answering):  # noqa: ASYNC110 - a thread does it
+                await asyncio.sleep(0.02)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return answering
+
+
+@pytest.fixture
+def home(tmp_path):
+    slots = Slots(tmp_path / "home")
+    slots.stage(slots.take_in(variant(tmp_path / "first", release=1)))
+    slots.switch()
+    slots.confirm()
+    return tmp_path / "home"
+
+
+async def test_a_bundle_that_the_agent_wrote_is_taken_over(home):
+    variant(home / "bundles" / "2", release=2, gate=other_gate)
+
+    answering = await followed(home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b")
+
+    assert answering.runtime.manifest.release == 2
+
+
+async def test_one_for_another_task_stays_in_the_inbox(home):
+    from .bundles import digest
+
+    folder = variant(home / "bundles" / "2", release=2)
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"name": "digits"', '"name": "cats"', 1))
+
+    answering = await followed(home, lambda slots, answering: digest(folder) in slots.state.refused)
+
+    assert answering.runtime.manifest.release == 1
+    assert Slots(home).state.refused[digest(folder)].startswith("task: ")
+
+
+async def test_one_that_is_damaged_stays_there_too(home):
+    from .bundles import digest
+
+    folder = variant(home / "bundles" / "2", release=2, gate=poor_gate)
+    (folder / "skeleton.onnx").write_bytes(b"no graph")
+
+    answering = await followed(home, lambda slots, answering: digest(folder) in slots.state.refused)
+
+    assert answering.runtime.manifest.release == 1
