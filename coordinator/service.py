@@ -19,14 +19,14 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.methods import METHODS, Method, MethodSettings, Option, State, dump, load, make
+from coordinator.methods import METHODS, Method, MethodSettings, Option, State, dump, load, make, settings_of
 from coordinator.store import Store
 from fedge.codec import encode
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
-from fedge.messages import BlobRef, Codec, Sgd, blobs_of
+from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
@@ -82,21 +82,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
 
     def for_method(self, options: Mapping[str, Option] = NO_OPTIONS) -> MethodSettings:
         """What the method needs to know; `options` are its own."""
-        sgd = Sgd(
-            steps=self.local_steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            momentum=self.momentum,
-        )
-        return MethodSettings(
-            rounds=self.rounds,
-            participation=self.participation,
-            min_reports=self.min_reports,
-            seed=self.seed,
-            sgd=sgd,
-            codec=self.codec,
-            options=dict(options),
-        )
+        return settings_of(self, self.seed, options)
 
 
 def start(

@@ -11,6 +11,7 @@ refused by name, and takes no more memory than that model needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -21,6 +22,9 @@ from numpy.typing import NDArray
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
 from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, to_bytes, to_pieces, unflatten, views_of
+
+Norms = tuple[float, float]
+"""L2 norms of a model's parameters and of its buffers, in float64."""
 
 _BLOCK: Final = 65_536  # numbers that are rounded at a time, so that they stay in the CPU's cache from step to step
 _LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
@@ -91,13 +95,24 @@ def decode(data: bytes, codec: Codec, layout: Layout) -> Model:
     return model
 
 
-def check(data: bytes, codec: Codec, layout: Layout) -> None:
-    """Refuse what `decode` refuses, in half the time and without the memory of a model.
+def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
+    """Refuse what `decode` refuses, without the memory of a model; the norms of what it would give.
+
+    With 45 MB of weights 13 ms of processor time in int8 and 8 ms in float32.
 
     Raises:
         ProtocolError: as `decode`.
     """
-    _checked(data, codec, layout)
+    tensors = _checked(data, codec, layout)
+    squares = {"param": 0.0, "buffer": 0.0, "counter": 0.0}
+    for info in layout.tensors:
+        squares[info.kind] += _square(tensors, info, codec) if info.kind != "counter" else 0.0
+    return math.sqrt(squares["param"]), math.sqrt(squares["buffer"])
+
+
+def norms_of(model: Model) -> Norms:
+    """L2 norms of parameters and of buffers."""
+    return math.sqrt(_sum_of_squares(model.params)), math.sqrt(_sum_of_squares(model.buffers))
 
 
 def _checked(data: bytes, codec: Codec, layout: Layout) -> Tensors:
@@ -119,6 +134,27 @@ def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
     if info.kind == "param" and codec is Codec.BFLOAT16:
         return bool(np.max(stored & np.uint16(0x7FFF), initial=0) <= _LARGEST_BFLOAT16)
     return bool(np.isfinite(stored).all())
+
+
+def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
+    """Sum of squares of what `_restore` makes of a tensor."""
+    stored = tensors[info.name]
+    if info.kind == "param" and codec is Codec.INT8:
+        return _sum_of_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
+    if info.kind == "param" and codec is Codec.BFLOAT16:
+        bits = stored.reshape(-1)
+        blocks = (bits[k : k + _BLOCK].astype(np.uint32) << np.uint32(16) for k in range(0, bits.size, _BLOCK))
+        return sum(_sum_of_squares(block.view(np.float32)) for block in blocks)
+    return _sum_of_squares(stored)
+
+
+def _sum_of_squares(array: NDArray[Any]) -> float:
+    """In float64, block by block: neither overflows nor doubles the memory."""
+    numbers, total = array.reshape(-1), 0.0
+    for start in range(0, numbers.size, _BLOCK):
+        block = numbers[start : start + _BLOCK].astype(np.float64)
+        total += float(np.dot(block, block))
+    return total
 
 
 def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:

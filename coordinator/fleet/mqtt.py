@@ -131,6 +131,7 @@ class MqttFleet:
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
         self._decoding = asyncio.Lock()  # one update in memory at a time
+        self._norms: dict[BlobRef, codec.Norms] = {}  # of the updates of this step; not of those from before a restart
         self._under_way: set[tuple[str, bytes]] = set()
         self._failure: asyncio.Future[None] | None = None
         self._settled_at = 0.0
@@ -227,7 +228,8 @@ class MqttFleet:
             self._decide(Tick())
         found = [_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()]
         answers = {answer.device_id: self._of_our_network(answer) for answer in self._with_profile_length(found)}
-        answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self.get)
+        answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self._norms_of)
+        self._norms.clear()
         for device, error in refused.items():
             self._refuse(error, self._topics.agent(device, "reports"), device)
         return answers
@@ -435,10 +437,13 @@ class MqttFleet:
             device_id=device,
         )
         async with self._decoding:
-            await asyncio.to_thread(self._check_update, ref, layout)
+            self._norms[ref] = await asyncio.to_thread(self._checked, ref, layout)
 
-    def _check_update(self, ref: BlobRef, layout: Layout) -> None:
-        codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
+    def _norms_of(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+        return self._norms.get(ref) or self._checked(ref, layout)
+
+    def _checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+        return codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""

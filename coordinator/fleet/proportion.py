@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from coordinator.fleet import Answer
+from fedge.codec import Norms
 from fedge.errors import ProtocolError
 from fedge.messages import Action, BlobRef, Train, Trained
-from fedge.tensors import Floats, Layout, Model
+from fedge.tensors import Layout
 
 FACTOR: Final = 100.0
 """Times the median of a step. Generous: in four simulated federations of 20 devices (Dirichlet 0.1 and 1, log-normal
@@ -24,13 +25,6 @@ FEWEST: Final = 3
 """With fewer numbers a median says nothing of what is usual."""
 HUGE: Final = 1e15
 """Norm from which on a network of float32 numbers computes nothing any more, whatever the others have sent."""
-
-Norms = tuple[float, float]
-
-
-def norms_of(update: Model) -> Norms:
-    """L2 norms of an update's parameters and of its buffers, in float64."""
-    return _norm(update.params), _norm(update.buffers)
 
 
 def in_proportion(
@@ -43,7 +37,7 @@ def in_proportion(
 
     Args:
         answers: of a step, by device id.
-        norms: of each update among them (`norms_of`), by device id.
+        norms: of each update among them, by device id.
 
     Returns:
         The answers, those refused without result; `out-of-proportion` for each that was refused.
@@ -68,11 +62,11 @@ def without_outliers(
     answers: Mapping[str, Answer],
     actions: Mapping[str, Action],
     layout: Layout,
-    get: Callable[[BlobRef, Layout], Model],
+    norms_of: Callable[[BlobRef, Layout], Norms],
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
-    """`in_proportion` for a fleet, which can `get` the updates of a model of this layout. Each is read once."""
+    """`in_proportion` for a fleet, which knows the norms of the updates of a model of this layout."""
     norms = {
-        i: norms_of(get(answer.result.update, layout.part(action.part)))
+        i: norms_of(answer.result.update, layout.part(action.part))
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
@@ -83,7 +77,3 @@ def _limit(values: list[float] | list[int]) -> float:
     """100 times the median of the positive values; infinite where they are fewer than three."""
     positive = [value for value in values if value > 0]
     return FACTOR * float(np.median(positive)) if len(positive) >= FEWEST else np.inf
-
-
-def _norm(vector: Floats) -> float:
-    return float(np.linalg.norm(vector.astype(np.float64)))

@@ -159,7 +159,7 @@ class SimulatedFleet:
             else:
                 answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
         self.bytes_down += received.total()
-        answers, refused = without_outliers(answers, actions, self._layout, self.get)
+        answers, refused = without_outliers(answers, actions, self._layout, self._norms)
         for i, error in refused.items():
             log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
         self.seconds += max((answer.seconds for answer in answers.values()), default=0.0)
@@ -220,6 +220,12 @@ class SimulatedFleet:
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.model
         return codec.decode(self._bytes(ref), ref.codec, layout)
+
+    def _norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+        found = self._blobs[ref.digest]
+        if isinstance(found, Unpacked) and found.layout == layout:
+            return codec.norms_of(found.model)
+        return codec.check(self._bytes(ref), ref.codec, layout)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""

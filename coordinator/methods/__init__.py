@@ -40,6 +40,15 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
 
+def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:
+    """The settings of a command as a method's: rounds, learning and codec, under equal names."""
+    found = msgspec.structs.asdict(given)
+    learning = {name: found[name] for name in ("batch_size", "learning_rate", "momentum")}
+    own = {name: found[name] for name in ("rounds", "participation", "min_reports", "codec")}
+    sgd = Sgd(steps=found["local_steps"], **learning)
+    return MethodSettings(seed=seed, sgd=sgd, options=dict(options), **own)
+
+
 class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a method that has none."""
 

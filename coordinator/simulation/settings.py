@@ -8,8 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from coordinator.methods import MethodSettings, Option
-from fedge.messages import Codec, Sgd
+from coordinator.methods import MethodSettings, Option, settings_of
+from fedge.messages import Codec
 
 
 class Partition(StrEnum):
@@ -115,21 +115,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
         """What the method needs to know."""
-        sgd = Sgd(
-            steps=self.local_steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            momentum=self.momentum,
-        )
-        return MethodSettings(
-            rounds=self.rounds,
-            participation=self.participation,
-            min_reports=self.min_reports,
-            seed=seed,
-            sgd=sgd,
-            codec=self.codec,
-            options=options,
-        )
+        return settings_of(self, seed, options)
 
     @property
     def spacing(self) -> int:

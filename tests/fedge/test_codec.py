@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedge.codec import check, decode, encode, pieces
+from fedge.codec import check, decode, encode, norms_of, pieces
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
-from fedge.tensors import Layout, TensorInfo, Tensors, flatten, to_bytes
+from fedge.tensors import Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
 
 LAYOUT = Layout(
     tensors=(
@@ -47,6 +47,23 @@ def refusal(data: bytes, codec: Codec, layout: Layout = LAYOUT) -> str:
 
 def packed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def test_norms_are_those_of_parameters_and_of_buffers_also_where_squares_overflow() -> None:
+    update = Model(np.float32([3e30, 4e30]), np.float32([6.0, 8.0]), np.zeros(0, np.int64))
+    assert norms_of(update) == pytest.approx((5e30, 10.0))
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("size", [1, 70_000])
+def test_the_norms_that_a_check_tells_are_those_of_the_decoded_model(codec: Codec, size: int) -> None:
+    layout = Layout(tensors=(TensorInfo(name="v", shape=(2, size)), *LAYOUT.tensors))
+    model = flatten({"v": np.random.default_rng(size).normal(size=(2, size)).astype(np.float32), **tensors()}, layout)
+    data = encode(unflatten(model, layout), codec, EXACT)
+    decoded = decode(data, codec, layout)
+    expected = [np.linalg.norm(vector.astype(np.float64)) for vector in (decoded.params, decoded.buffers)]
+    assert check(data, codec, layout) == pytest.approx(expected, rel=1e-6)  # a product with a scale is rounded
+    assert norms_of(decoded) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("codec", [Codec.FLOAT32, Codec.FLOAT32_ZSTD])

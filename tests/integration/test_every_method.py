@@ -61,7 +61,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
             summary = await serve(settings, samples.spec, store, lambda *_: None, OPTIONS.get(case, {}))
     assert summary["done"]
     assert set(summary["installed"]) == set(DEVICES)
-    assert not summary["refused"]
+    assert set(summary["refused"]) <= {"replayed-report"}  # a report is repeated after 2 s, however slow the Ack is
     right = []
     for device, share in zip(DEVICES, shares, strict=True):
         folder = bundle.find(tmp_path / device / "bundles", summary["installed"][device]["bundle_digest"])

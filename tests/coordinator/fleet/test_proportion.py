@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.fleet import Answer
-from coordinator.fleet.proportion import FACTOR, Norms, in_proportion, norms_of
+from coordinator.fleet.proportion import FACTOR, in_proportion
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.outcome import Outcome
 from edge_agent.together import execute
 from fedge import codec
+from fedge.codec import Norms
 from fedge.messages import BlobRef, Codec, Declined, Sgd, Trained
 from fedge.tensors import Model, digest_of, unflatten
 from tests.support.simulation import digits
@@ -29,11 +30,6 @@ def answers(*sizes: int) -> dict[str, Answer]:
 
 def norms(*values: float, buffers: float = 0.0) -> dict[str, Norms]:
     return {f"d{k}": (value, buffers) for k, value in enumerate(values)}
-
-
-def test_norms_are_those_of_parameters_and_of_buffers_also_where_squares_overflow() -> None:
-    update = Model(np.float32([3e30, 4e30]), np.float32([6.0, 8.0]), np.zeros(0, np.int64))
-    assert norms_of(update) == pytest.approx((5e30, 10.0))
 
 
 def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> None:
