@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 $(BIN)/fedge: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torch==2.13.0 torchvision==0.28.0
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torch torchvision
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(BIN)/fedge
 

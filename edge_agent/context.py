@@ -32,9 +32,12 @@ def _cpu_ghz() -> float | None:
 
 
 def _battery() -> float | None:
-    """Charge as a share of full; None on mains."""
+    """Charge as a share of full; None on mains, and where the kernel knows of no power supplies."""
     read = getattr(psutil, "sensors_battery", None)
-    battery = read() if read is not None else None
+    try:
+        battery = read() if read is not None else None
+    except OSError:  # psutil lists /sys/class/power_supply without asking whether it is there
+        return None
     if battery is None or battery.power_plugged:
         return None
     return min(max(float(battery.percent) / 100, 0.0), 1.0)

@@ -39,3 +39,11 @@ def test_missing_sensors_are_none(monkeypatch):
     monkeypatch.delattr(psutil, "sensors_temperatures", raising=False)
     found = measure("d", 0)
     assert (found.cpu_ghz, found.battery, found.temperature_c) == (None, None, None)
+
+
+def test_a_kernel_without_power_supplies(monkeypatch):
+    def no_folder():
+        raise FileNotFoundError("/sys/class/power_supply")
+
+    monkeypatch.setattr(psutil, "sensors_battery", no_folder, raising=False)
+    assert measure("d", 0).battery is None
