@@ -127,7 +127,7 @@ def cost(found: Cost | None) -> str:
 
 def table_of(comparison: Comparison) -> Table:
     """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
-    found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)  # as narrow as it goes: names of variants are long
     found.add_column("method", overflow="fold")
     new = ["new"] if comparison.scenario.newcomers else []
     for heading in ("accuracy", "− base", "− best", "worst", "F1", "global", *new, "MB", "r", "s"):
@@ -177,6 +177,7 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
         ("experts", experts),
         ("traffic", f"{megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down"),
         ("simulated time", f"{outcome.seconds:.1f} s"),
+        *((name, f"{value:.2f}") for name, value in outcome.details.items()),
         ("bundles", f"{outcome.bundles} of {len(outcome.devices)}, torch − ONNX Runtime <= {outcome.max_abs_diff:.0e}"),
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]

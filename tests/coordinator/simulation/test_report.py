@@ -113,6 +113,18 @@ def test_the_table_fits_eighty_columns() -> None:
     assert "to m0" in legend_of(a_comparison(2))
 
 
+def test_names_of_variants_can_be_read_in_eighty_columns() -> None:
+    name = "fedepc:selection=fastest:clustering=k-means"
+    runs = [a_run(method, seed, cold_start=0.6) for seed in (0, 1) for method in ("local", name)]
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table_of(together(Scenario(newcomers=1), runs, ["local", name], (0, 1), "local", None)))
+    text = console.export_text()
+    assert "80.0 ±0.0" in text
+    parts = [line.split()[0] for line in text.splitlines() if line and line[0] not in "ml─"]
+    assert "".join(parts) == name
+    assert len(parts) <= 3
+
+
 def test_a_single_run_in_lines() -> None:
     lines = dict(lines_of(a_run(split=True, clusters={"0": ("a",), "1": ("b",)}), None, 0.9))
     assert lines["accuracy"] == "80.0 %  ± 5.0 over 2 devices"
@@ -120,3 +132,4 @@ def test_a_single_run_in_lines() -> None:
     assert lines["until 90.0 %"] == "not reached"
     assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
     assert dict(lines_of(a_run(global_accuracy=None), None, None))["global accuracy"] == "–"
+    assert dict(lines_of(a_run(details={"silhouette": 0.561}), None, None))["silhouette"] == "0.56"
