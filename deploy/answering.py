@@ -88,6 +88,10 @@ class Answering:
         Raises:
             ConfigError: the samples have another shape than the task's.
         """
+        return self.answer(x)[1]
+
+    def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
+        """Predict raw samples, and say which bundle did: `runtime` may be another one by now."""
         runtime = self._runtime
         try:
             answer = runtime.predict(x)
@@ -97,7 +101,7 @@ class Answering:
             self._note_failure(runtime, error)
             raise
         self._note(runtime, answer)
-        return answer
+        return runtime, answer
 
     def swap(self, allowed_ms: float | None = None) -> None:
         """Load the slots' running bundle and let it answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,17 @@ class Prediction:
         """(n,) whether a sample is unlike those that the bundle was made with; a sample without free energy is."""
         flagged: NDArray[np.bool_] = ~(free_energy(self.weights, self.energies) <= self.outlier_above)
         return flagged
+
+    def rows(self, start: int, stop: int) -> Prediction:
+        """What is said of the samples in [start, stop) alone; `latency_ms` is still that of all."""
+        return replace(
+            self,
+            class_index=self.class_index[start:stop],
+            class_name=self.class_name[start:stop],
+            probabilities=self.probabilities[start:stop],
+            weights=self.weights[start:stop],
+            energies=self.energies[start:stop],
+        )
 
 
 class Runtime:

@@ -42,6 +42,7 @@ COMMANDS: Final = {
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator"),
     "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent"),
     "infer": About("Predict with an installed bundle; needs no torch.", "deploy"),
+    "serve": About("Answer inference requests over HTTP and MQTT, as Triton does.", "serve"),
     "status": About("Show rounds, devices and counters of a federation.", "coordinator"),
 }
 

@@ -34,7 +34,7 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "method", "simulate", "status"),
+    *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "method", "serve", "simulate", "status"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 

@@ -119,11 +119,16 @@ def parse_address(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """A message from the broker. `retained`: it lay there before we subscribed."""
+    """A message from the broker. `retained`: it lay there before we subscribed.
+
+    Who wants an answer names its topic, and data to send back with it (MQTT 5 only).
+    """
 
     topic: str
     payload: bytes
     retained: bool
+    response_topic: str | None = None
+    correlation: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +183,8 @@ class _Publish:
     qos: int
     retain: bool
     expires_in_s: int | None
+    response_topic: str | None
+    correlation: bytes | None
     done: asyncio.Future[None]
 
 
@@ -370,7 +377,7 @@ class _Connection:
         client.on_unsubscribe = self._on_unsubscribe
         return client
 
-    def _properties(self, packet: int, **values: int) -> Properties | None:
+    def _properties(self, packet: int, **values: int | str | bytes) -> Properties | None:
         if not self.is_v5:
             return None
         properties = Properties(packet)  # type: ignore[no-untyped-call]
@@ -496,9 +503,14 @@ class _Connection:
 
     def send(self, publish: _Publish) -> int:
         """Hand a publish to paho and return its packet id."""
-        properties = None
+        values: dict[str, int | str | bytes] = {}
         if publish.expires_in_s is not None:
-            properties = self._properties(PacketTypes.PUBLISH, MessageExpiryInterval=publish.expires_in_s)
+            values["MessageExpiryInterval"] = publish.expires_in_s
+        if publish.response_topic is not None:
+            values["ResponseTopic"] = publish.response_topic
+        if publish.correlation is not None:
+            values["CorrelationData"] = publish.correlation
+        properties = self._properties(PacketTypes.PUBLISH, **values) if values else None
         while True:
             info = self._client.publish(publish.topic, publish.payload, publish.qos, publish.retain, properties)
             if info.rc != paho.MQTT_ERR_QUEUE_SIZE:  # that would mean: this packet id is still in flight, try the next
@@ -559,7 +571,13 @@ class _Connection:
             topic = message.topic
         except UnicodeDecodeError:
             return
-        inbound = Inbound(topic, bytes(message.payload), message.retain)
+        inbound = Inbound(
+            topic,
+            bytes(message.payload),
+            message.retain,
+            getattr(message.properties, "ResponseTopic", None),
+            getattr(message.properties, "CorrelationData", None),
+        )
         self._transport.deliver(inbound, message.mid if message.qos else 0, self)
 
     def _on_publish(
@@ -791,7 +809,15 @@ class Transport:
     # ---------------------------------------------------------------------------------------------- outwards
 
     async def publish(
-        self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False, expires_in_s: int | None = None
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        qos: int = 1,
+        retain: bool = False,
+        expires_in_s: int | None = None,
+        response_topic: str | None = None,
+        correlation: bytes | None = None,
     ) -> None:
         """Publish and return when the broker has acknowledged (QoS 1) or the socket has taken it (QoS 0).
 
@@ -804,13 +830,15 @@ class Transport:
             qos: 0 or 1.
             retain: whether the broker keeps it for whoever subscribes later.
             expires_in_s: seconds after which the broker drops it undelivered (MQTT 5 only).
+            response_topic: where the answer shall go (MQTT 5 only).
+            correlation: data that the answer shall bring back, or did bring (MQTT 5 only).
 
         Raises:
             ValueError: the packet would be larger than the broker takes.
             TransportError: the broker refused the message; the text holds the reason code.
         """
         done = asyncio.get_running_loop().create_future()
-        publish = _Publish(topic, payload, qos, retain, expires_in_s, done)
+        publish = _Publish(topic, payload, qos, retain, expires_in_s, response_topic, correlation, done)
         self._check_size(publish)
         self._window.add(publish)
         self._pump()
@@ -830,8 +858,9 @@ class Transport:
             self._window.sent(self._connection.send(publish), publish)
 
     def _check_size(self, publish: _Publish) -> None:
-        # Fixed header 5, topic length 2, packet id 2, properties 9.
-        size = len(publish.payload) + len(publish.topic.encode()) + 18
+        # Fixed header 5, topic length 2, packet id 2, properties 9, and for what wants or gives an answer 3 each.
+        answer = len((publish.response_topic or "").encode()) + len(publish.correlation or b"")
+        size = len(publish.payload) + len(publish.topic.encode()) + answer + 24
         if self.max_packet_bytes is not None and size > self.max_packet_bytes:
             raise ValueError(f"{publish.topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
 

@@ -13,7 +13,7 @@ def test_names_are_those_of_the_table() -> None:
     table = re.findall(r"^ *(fedge/\S+)", topics.__doc__, flags=re.MULTILINE)
     built = [
         *(T.agent("{id}", leaf) for leaf in ("status", "context", "orders", "reports", "acks", "wants")),
-        *(T.agent("{id}", leaf) for leaf in ("health", "release-wants", "predict")),
+        *(T.agent("{id}", leaf) for leaf in ("health", "release-wants", "predict", "predictions")),
         T.rollout,
         T.coordinator_wants("{id}"),
         T.model_chunk("{digest}", "{offset}"),

@@ -105,7 +105,7 @@ def test_password_is_not_shown():
 
 async def publishes(n: int, qos: int = 1) -> list[_Publish]:
     loop = asyncio.get_running_loop()
-    return [_Publish(f"t/{i}", b"", qos, False, None, loop.create_future()) for i in range(n)]
+    return [_Publish(f"t/{i}", b"", qos, False, None, None, None, loop.create_future()) for i in range(n)]
 
 
 async def test_window_is_never_exceeded_and_keeps_the_order():
@@ -592,3 +592,16 @@ async def test_lost_for_good_while_closing_does_not_hang(broker):
     one = transport(broker, "one")
     async with one:
         await broker.kill()
+
+
+async def test_who_asks_says_where_to_answer(mosquitto):
+    asked = asyncio.Queue()
+    async with transport(mosquitto, "device") as device, transport(mosquitto, "sensor") as sensor:
+        await device.subscribe("ask", asked.put)
+        await sensor.subscribe("answer", asked.put)
+        await sensor.publish("ask", b"?", response_topic="answer", correlation=b"\x00\xff")
+        question = await asyncio.wait_for(asked.get(), 10)
+        assert (question.response_topic, question.correlation) == ("answer", b"\x00\xff")
+        await device.publish(question.response_topic, b"!", correlation=question.correlation)
+        answer = await asyncio.wait_for(asked.get(), 10)
+        assert (answer.payload, answer.response_topic, answer.correlation) == (b"!", None, b"\x00\xff")

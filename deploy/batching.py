@@ -1,0 +1,134 @@
+"""Concurrent requests share calls: what waits while the graph is busy goes into it together.
+
+One thread runs the graph, so that the event loop never waits for it. The queue is bounded: who comes when it is full
+is told so at once, and may come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.runtime import Prediction, Runtime
+
+MAX_WAITING_BYTES: Final = 64 << 20
+"""Of the samples that wait, whatever their number."""
+
+Answer = tuple[Runtime, Prediction]
+
+
+class BusyError(Exception):
+    """As many requests wait as may."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    x: NDArray[np.float32]
+    arrived: float
+    answer: asyncio.Future[Answer]
+
+
+class Batcher:
+    """Gathers requests into calls. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        answer: Callable[[NDArray[np.float32]], Answer],
+        pool: Executor,
+        *,
+        max_batch: int = 8,
+        max_delay_s: float = 0.0,
+        max_waiting: int = 64,
+    ) -> None:
+        """Make one for a model.
+
+        Args:
+            answer: predicts samples (n, ...) and says by which bundle; called in the pool, once at a time.
+            pool: of one thread, which several batchers may share.
+            max_batch: samples in a call; a request of more has one of its own.
+            max_delay_s: how long a request waits for others while the graph is idle.
+            max_waiting: requests that wait, beside those in the graph.
+        """
+        self._answer = answer
+        self._pool = pool
+        self._max_batch = max_batch
+        self._max_delay_s = max_delay_s
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._arrival = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+
+    async def predict(self, x: NDArray[np.float32]) -> Answer:
+        """Predict samples (n, ...), perhaps together with those of others; n answers.
+
+        Raises:
+            BusyError: too many requests wait.
+            ConfigError: the samples have another shape than the task's.
+        """
+        held = sum(waiting.x.nbytes for waiting in self._waiting)
+        if len(self._waiting) >= self._max_waiting or (held and held + x.nbytes > MAX_WAITING_BYTES):
+            raise BusyError(f"{len(self._waiting)} requests wait already; try again in a second")
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(x, loop.time(), loop.create_future())
+        self._waiting.append(waiting)
+        self._arrival.set()
+        if self._work is None:
+            self._work = loop.create_task(self._answer_all(), name="batching")
+        return await waiting.answer
+
+    async def _answer_all(self) -> None:
+        while self._waiting:
+            await self._delay()
+            group = self._next_group()
+            if group:
+                await self._answer_group(group)
+        self._work = None
+
+    async def _delay(self) -> None:
+        """Wait for a full call until the request in front has waited long enough."""
+        until = self._waiting[0].arrived + self._max_delay_s
+        try:
+            async with asyncio.timeout_at(until if self._max_delay_s else None):
+                while self._max_delay_s and sum(len(waiting.x) for waiting in self._waiting) < self._max_batch:
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError:
+            pass
+
+    def _next_group(self) -> list[_Waiting]:
+        """The requests in front that fit into a call together; without those whose client has gone."""
+        group: list[_Waiting] = []
+        n = 0
+        while self._waiting:
+            first = self._waiting[0]
+            if group and (first.x.shape[1:] != group[0].x.shape[1:] or n + len(first.x) > self._max_batch):
+                break
+            self._waiting.popleft()
+            if not first.answer.done():
+                group.append(first)
+                n += len(first.x)
+        return group
+
+    async def _answer_group(self, group: list[_Waiting]) -> None:
+        x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
+        loop = asyncio.get_running_loop()
+        try:
+            runtime, prediction = await loop.run_in_executor(self._pool, self._answer, x)
+        except Exception as error:  # noqa: BLE001 - each of them is told
+            for waiting in group:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
+            return
+        start = 0
+        for waiting in group:
+            stop = start + len(waiting.x)
+            if not waiting.answer.done():
+                waiting.answer.set_result((runtime, prediction.rows(start, stop)))
+            start = stop

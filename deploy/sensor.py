@@ -1,0 +1,91 @@
+"""Prediction over MQTT: a sensor publishes an inference request, the device answers.
+
+The request is the JSON of the Open Inference Protocol on agents/{id}/predict. With MQTT 5 the answer goes to the
+message's response topic, with its correlation data; without a response topic to agents/{id}/predictions, where the
+request's `id` tells whose it is. Bad input is answered with {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from deploy.batching import BusyError
+from deploy.serving import Served
+from fedge.errors import ConfigError, TransportError
+from fedge.topics import ROOT, Topics
+from fedge.transport import Inbound, Transport
+
+log = logging.getLogger("fedge.deploy")
+
+MAX_OPEN: Final = 32
+"""Samples that are being answered; the broker keeps the others back."""
+EXPIRES_S: Final = 60
+"""A sensor that has not fetched its answer by then has asked again."""
+
+
+class Sensor:
+    """Answers the samples of sensors. Async context manager inside its transport's: leaving it drops what is open."""
+
+    def __init__(self, model: Served, transport: Transport, federation: str, device_id: str) -> None:
+        topics = Topics(federation)
+        self.topic = topics.agent(device_id, "predict")
+        self._answers = topics.agent(device_id, "predictions")
+        self._model = model
+        self._transport = transport
+        self._free = asyncio.Semaphore(MAX_OPEN)
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
+
+    async def handle(self, message: Inbound) -> None:
+        """Take in a sample; its answer is published when there is one."""
+        if message.retained:
+            log.warning("event=ignored topic=%s reason='a sample must not be retained'", message.topic)
+            return
+        await self._free.acquire()
+        self._tasks.create_task(self._answer(message)).add_done_callback(lambda _: self._free.release())
+
+    async def _answer(self, message: Inbound) -> None:
+        try:
+            payload = (await self._model.infer(message.payload)).body
+        except (ConfigError, BusyError) as error:
+            payload = self._refusal(str(error))
+        except Exception:
+            log.exception("event=request_failed topic=%s", message.topic)
+            payload = self._refusal("the model failed; the device's log says why")
+        topic = message.response_topic
+        if topic is not None and not self._may_answer(topic):
+            payload, topic = self._refusal(f"no answer goes to {topic[:100]}; ask for {self._answers} or below"), None
+        await self._publish(topic or self._answers, payload, message.correlation)
+
+    async def _publish(self, topic: str, payload: bytes, correlation: bytes | None) -> None:
+        try:
+            await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
+        except ValueError:
+            too_large = self._refusal("the answer is larger than the broker takes; ask for fewer outputs or samples")
+            await self._transport.publish(topic, too_large, expires_in_s=EXPIRES_S, correlation=correlation)
+        except TransportError as error:
+            log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
+
+    def _may_answer(self, topic: str) -> bool:
+        """Nobody has this device write on topics of the federation that mean something else."""
+        if set(topic) & set("+#\0"):
+            return False
+        ours = topic == self._answers or topic.startswith(f"{self._answers}/")
+        return ours or not topic.startswith((f"{ROOT}/", "$"))
+
+    def _refusal(self, error: str) -> bytes:
+        log.warning("event=refused name=sample topic=%s detail=%r", self.topic, error)
+        return msgspec.json.encode({"error": error})

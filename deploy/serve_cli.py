@@ -1,0 +1,227 @@
+"""`fedge serve`: answer inference requests over HTTP, and those of sensors over MQTT."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Final
+
+import click
+from msgspec import Meta
+
+from deploy.answering import Answering
+from deploy.batching import Batcher
+from deploy.examination import Limits
+from deploy.link import Link
+from deploy.runtime import load
+from deploy.sensor import Sensor
+from deploy.server import Server
+from deploy.serving import Answers, Fixed, Served
+from deploy.slots import Slots
+from fedge.config import resolve, settings_options
+from fedge.credentials import Credentials
+from fedge.errors import ConfigError
+from fedge.transport import BrokerSettings, Transport
+
+INTERRUPTED: Final = 130
+SETTLE_S: Final = 1.0
+"""How often a bundle on trial is looked at."""
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
+
+
+class ServeSettings(Credentials, frozen=True, kw_only=True):
+    """Section [serve] of the configuration."""
+
+    home: (
+        Annotated[Path, Meta(description="Folder of a device: serve what is installed there, as it is updated.")] | None
+    ) = None
+    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: everybody in the network may ask.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: a free one.")] = 8000
+    max_batch: Annotated[int, Meta(ge=1, le=256, description="Samples of several requests in one call.")] = 8
+    max_delay_ms: Annotated[
+        float, Meta(ge=0, le=1000, description="A request waits so long for others.", extra={"unit": "ms"})
+    ] = 0.0
+    max_waiting: Annotated[int, Meta(ge=1, le=10000, description="Requests that wait; more are told to come back.")] = (
+        64
+    )
+    max_body: Annotated[float, Meta(gt=0, le=1024, description="Of a request.", extra={"unit": "MiB"})] = 8.0
+    threads: Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")] = 1
+    broker: (
+        Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer the samples of sensors there.")] | None
+    ) = None
+    federation: Annotated[str, Meta(pattern=NAME, description="With a broker: the federation's name.")] | None = None
+    id: Annotated[str, Meta(pattern=NAME, description="With a broker: the name of this device.")] | None = None
+    keepalive_s: Annotated[
+        int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
+    ] = 30
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("bundles", nargs=-1, metavar="[BUNDLE|NAME=BUNDLE]...")
+@settings_options(ServeSettings, "serve")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
+    """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
+
+    BUNDLE is a folder; its model is called like the folder, or NAME. With --home the bundle that is installed on the
+    device answers, under its task's name; with --broker too, the device follows the fleet's rollouts, and the bundle is
+    switched while it is served. With --broker, sensors may also send samples over MQTT. HTTP has no TLS and no password
+    here: other machines should ask through a reverse proxy (docs/runtime.md).
+
+    \b
+    Examples:
+      fedge serve cam1/bundles/3
+      fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
+      fedge serve --home cam1
+      fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
+
+    \b
+    Exit codes: 2 wrong configuration, no such bundle, 3 the port is taken or the broker refuses us, 4 the disk is full
+    or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are answered.
+    """  # noqa: D301 - click wants the backspace character itself
+    settings = resolve(ServeSettings, "serve", config, flags)
+    slots = _slots(settings, bundles)
+    if slots is None:
+        models: dict[str, Answers] = {
+            name: Fixed(load(path, settings.threads)) for name, path in _named(bundles).items()
+        }
+    else:
+        answering = Answering(slots, Limits(), settings.threads)
+        models = {answering.runtime.task.name: answering}
+    if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
+        raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")
+    broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
+    asyncio.run(_run(settings, models, slots, broker, as_json))
+    return INTERRUPTED
+
+
+def _slots(settings: ServeSettings, bundles: Sequence[str]) -> Slots | None:
+    """The slots of the device that is served; None where bundles are named."""
+    if (settings.home is None) == (not bundles):
+        raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
+    if settings.home is None:
+        return None
+    if not settings.home.is_dir():
+        raise ConfigError(f"there is no folder {settings.home}; install a bundle with `fedge install HOME BUNDLE`")
+    return Slots(settings.home)
+
+
+def _named(bundles: Sequence[str]) -> dict[str, Path]:
+    """Folder by name, of FOLDER and NAME=FOLDER."""
+    found: dict[str, Path] = {}
+    for text in bundles:
+        name, equals, path = text.partition("=")
+        folder = Path(path if equals else text)
+        name = name if equals else folder.resolve().name
+        if re.match(NAME, name) is None:
+            raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
+        if name in found:
+            raise ConfigError(f"two bundles are called {name}; write NAME={folder}")
+        found[name] = folder
+    return found
+
+
+async def _run(
+    settings: ServeSettings,
+    models: dict[str, Answers],
+    slots: Slots | None,
+    broker: BrokerSettings | None,
+    as_json: bool,
+) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    stopped = _stopped()
+    with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
+        served = [
+            Served(
+                name,
+                model,
+                Batcher(
+                    model.answer,
+                    graph,
+                    max_batch=settings.max_batch,
+                    max_delay_s=settings.max_delay_ms / 1000,
+                    max_waiting=settings.max_waiting,
+                ),
+                pictures,
+            )
+            for name, model in models.items()
+        ]
+        server = Server(served, settings.host, settings.port, max_body_bytes=int(settings.max_body * 2**20))
+        async with server:
+            _say(server.url, [model.name for model in served], as_json)
+            answering = next((model for model in models.values() if isinstance(model, Answering)), None)
+            beside: list[Coroutine[None, None, None]] = []
+            if broker is not None:
+                beside.append(_on_broker(settings, broker, served[0], slots, answering))
+            elif answering is not None:
+                beside.append(_settle(answering))
+            await _until(stopped, beside)
+
+
+async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
+    """Run what goes on beside the port; the first of it that fails ends all."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work) for work in beside]
+            await stopped.wait()
+            for task in running:
+                task.cancel()
+    except BaseExceptionGroup as group:  # one line for the user, as without tasks
+        first = group.exceptions[0]
+        raise first from first.__cause__
+
+
+async def _settle(answering: Answering) -> None:
+    """Confirm a bundle on trial when it has proved itself; with a broker the link does."""
+    while True:
+        await asyncio.sleep(SETTLE_S)
+        await asyncio.to_thread(answering.settle)
+
+
+async def _on_broker(
+    settings: ServeSettings, broker: BrokerSettings, model: Served, slots: Slots | None, answering: Answering | None
+) -> None:
+    """All that this device does over MQTT, until cancelled; HTTP goes on while the broker is away."""
+    assert settings.federation is not None
+    assert settings.id is not None
+    transport = Transport(broker, f"{settings.federation}-{settings.id}-serve")
+    sensor = Sensor(model, transport, settings.federation, settings.id)
+    await transport.subscribe(sensor.topic, sensor.handle)
+    if settings.home is None or slots is None or answering is None:
+        async with transport, sensor:
+            await asyncio.Event().wait()
+    else:
+        link = Link(settings.id, settings.federation, settings.home, slots, answering, Limits())
+        await link.attach(transport)
+        async with transport, sensor:
+            await link.run()
+
+
+def _stopped() -> asyncio.Event:
+    """Set by SIGINT and SIGTERM; who asks twice is in a hurry."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+
+    def interrupted() -> None:
+        event.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, os._exit, INTERRUPTED)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    return event
+
+
+def _say(url: str, names: list[str], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"event": "serving", "url": url, "models": names}))
+    else:
+        click.echo(f"serving {', '.join(names)} at {url}/v2/models/ (Ctrl-C to stop)")

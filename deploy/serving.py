@@ -1,0 +1,92 @@
+"""A model that is served: from the bytes of an inference request to those of its response, whatever carries them."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy import protocol
+from deploy.batching import Answer, Batcher
+from deploy.drift import Drift
+from deploy.runtime import Runtime
+from fedge.bundle import Manifest, Reference
+
+
+class Answers(Protocol):
+    """What can be served: a `Fixed` bundle, or an `Answering` device whose bundle changes."""
+
+    @property
+    def runtime(self) -> Runtime:
+        """The bundle that answers now."""
+
+    @property
+    def drifted(self) -> bool:
+        """Whether what is asked has left the bundle's reference."""
+
+    def answer(self, x: NDArray[np.float32]) -> Answer:
+        """Predict raw samples, as `Runtime.predict`, and say which bundle did."""
+
+
+class Fixed:
+    """A bundle that is never changed. `answer` is called by one thread at a time."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        reference = runtime.manifest.reference
+        self._drift = Drift(reference) if isinstance(reference, Reference) else None
+
+    @property
+    def drifted(self) -> bool:
+        """Whether what is asked has left the bundle's reference; never where it has none."""
+        return self._drift is not None and self._drift.drifted
+
+    def answer(self, x: NDArray[np.float32]) -> Answer:
+        """Predict raw samples."""
+        prediction = self.runtime.predict(x)
+        if self._drift is not None:
+            self._drift.observe(prediction.weights, prediction.energies)
+        return self.runtime, prediction
+
+
+class Served:
+    """A model under its name. Belongs to one event loop."""
+
+    def __init__(self, name: str, model: Answers, batcher: Batcher, pictures: Executor) -> None:
+        """`pictures`: where PNG and JPEG files are read, which takes longer than a small graph."""
+        self.name = name
+        self._model = model
+        self._batcher = batcher
+        self._pictures = pictures
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the bundle that answers now."""
+        return self._model.runtime.manifest
+
+    async def infer(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
+        """Answer a request.
+
+        Raises:
+            ConfigError: it is malformed, or the samples do not fit the task; the text says what to change.
+            BusyError: too many requests wait.
+        """
+        request = protocol.decode(body, header_bytes)
+        runtime, prediction = await self._batcher.predict(await self._samples(request))
+        parameters: protocol.Parameters = {
+            "bundle": runtime.digest,
+            "release": runtime.manifest.release,
+            "drifted": self._model.drifted,
+            "latency_ms": round(prediction.latency_ms, 3),
+        }
+        return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
+
+    async def _samples(self, request: protocol.Request) -> NDArray[np.float32]:
+        runtime, x = self._model.runtime, request.x
+        if isinstance(x, tuple):
+            loop = asyncio.get_running_loop()
+            x = await loop.run_in_executor(self._pictures, protocol.load_images, runtime.task, x)
+        return runtime.as_batch(x)

@@ -1,0 +1,179 @@
+"""`fedge serve` as its users meet it: help, settings, and the process between start and SIGTERM."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE
+from contextlib import asynccontextmanager
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+import aiohttp
+from click.testing import CliRunner
+
+from deploy.serve_cli import INTERRUPTED, ServeSettings, serve
+from deploy.slots import Slots
+from fedge.config import describe
+from fedge.errors import ConfigError, TransportError, UpdateRejected
+
+from .bundles import GOLDEN, other_gate, variant
+from .serving import body, golden
+
+pytestmark = pytest.mark.torch_free
+
+X = golden()["x"]
+
+
+@asynccontextmanager
+async def process(*arguments, **environment):
+    """`fedge serve` on a free port: the process, its URL and a client session."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "fedge.cli", "serve", "--json", "--port", "0", *map(str, arguments),
+        stdout=PIPE, stderr=PIPE, env=os.environ | environment,
+    )  # fmt: skip
+    try:
+        line = await asyncio.wait_for(child.stdout.readline(), 60)
+        assert line, (await child.stderr.read()).decode()
+        said = json.loads(line)
+        assert said["event"] == "serving"
+        async with aiohttp.ClientSession(said["url"], timeout=aiohttp.ClientTimeout(30)) as session:
+            yield child, said, session
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def ask(session, model, **fields):
+    async with session.post(f"/v2/models/{model}/infer", data=body(X, **fields)) as response:
+        return response.status, await response.json()
+
+
+def refused(*arguments):
+    """The error of a call that starts nothing."""
+    result = CliRunner().invoke(serve, list(map(str, arguments)))
+    assert result.exception is not None
+    return result.exception
+
+
+def test_help_shows_every_setting():
+    text = CliRunner().invoke(serve, ["--help"]).output
+    for setting in describe(ServeSettings, "serve"):
+        assert setting.flag in text
+        assert setting.help, setting.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ((), ConfigError, "give --home"),
+        ((GOLDEN, "--home", "."), ConfigError, "give --home"),
+        ((GOLDEN.parent / "nothing",), ConfigError, "no bundle at"),
+        ((GOLDEN, f"bundle={GOLDEN}"), ConfigError, "NAME="),
+        ((f"a/b={GOLDEN}",), ConfigError, "no name of a model"),
+        ((f"={GOLDEN}",), ConfigError, "no name of a model"),
+        (("--home", "/nowhere"), ConfigError, "fedge install"),
+        ((GOLDEN.parent,), UpdateRejected, "manifest"),
+        ((GOLDEN, "--port", "70000"), ConfigError, "--port"),
+        ((GOLDEN, "--max-batch", "0"), ConfigError, "--max-batch"),
+        ((GOLDEN, "--broker", "localhost"), ConfigError, "--federation, --id"),
+        ((GOLDEN, f"b={GOLDEN}", "--broker", "x", "--federation", "f", "--id", "a"), ConfigError, "exactly one model"),
+        ((GOLDEN, "--broker", "x:y", "--federation", "f", "--id", "a"), ConfigError, "no address of a broker"),
+        ((GOLDEN, "--host", "203.0.113.1"), TransportError, "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_says_what_to_do(arguments, kind, says):
+    error = refused(*arguments)
+    assert isinstance(error, kind), error
+    assert says in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_several_bundles_until_it_is_stopped(number, tmp_path):
+    other = variant(tmp_path / "cam2", release=9)
+    async with process(GOLDEN, f"back={other}") as (child, said, session):
+        assert said["models"] == ["bundle", "back"]
+        assert said["url"].startswith("http://127.0.0.1:")
+        for model, release in (("bundle", 3), ("back", 9)):
+            status, content = await ask(session, model)
+            assert (status, content["parameters"]["release"]) == (200, release)
+        child.send_signal(number)
+        assert await asyncio.wait_for(child.wait(), 30) == INTERRUPTED
+        assert b"Traceback" not in await child.stderr.read()
+
+
+def confirmed(file):
+    while json.loads(file.read_bytes())["trial"] is not None:
+        time.sleep(0.05)
+
+
+async def test_a_device_with_a_bundle_on_trial_confirms_it_by_its_work(tmp_path):
+    slots = Slots(tmp_path)
+    slots.stage(slots.take_in(variant(tmp_path / "new", release=4)))
+    slots.switch()
+    async with process("--home", tmp_path) as (child, said, session):
+        assert said["models"] == ["digits"]
+        for _ in range(2):
+            assert (await ask(session, "digits"))[1]["parameters"]["release"] == 4
+        await asyncio.wait_for(asyncio.to_thread(confirmed, tmp_path / "slots.json"), 30)
+        child.terminate()
+        assert await asyncio.wait_for(child.wait(), 30) == INTERRUPTED
+    assert Slots(tmp_path).good is not None
+
+
+async def test_settings_come_from_the_environment_and_the_file(tmp_path):
+    file = tmp_path / "fedge.toml"
+    file.write_text("[serve]\nmax_body = 0.01\n")
+    async with process(GOLDEN, FEDGE_CONFIG=str(file), FEDGE_SERVE_MAX_WAITING="1") as (_, _, session):
+        async with session.post("/v2/models/bundle/infer", data=b" " * 20_000) as response:
+            assert response.status == 413
+        assert (await ask(session, "bundle", outputs=[{"name": "class"}]))[0] == 200
+
+
+async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_when_it_is_there(tmp_path):
+    pytest.importorskip("amqtt")
+    from fedge.broker import LocalBroker
+    from fedge.topics import Topics
+    from fedge.transport import BrokerSettings, Transport
+
+    async with LocalBroker("auto", home=tmp_path / "broker") as broker:
+        address = f"{broker.host}:{broker.port}"
+    flags = ("--broker", address, "--federation", "shop", "--id", "cam1")
+    async with process(GOLDEN, *flags) as (child, _, session):
+        assert (await ask(session, "bundle"))[0] == 200
+        async with LocalBroker("auto", home=tmp_path / "again", port=broker.port):
+            answers = asyncio.Queue()
+            sensor = Transport(BrokerSettings(broker.host, broker.port), "sensor")
+            await sensor.subscribe(Topics("shop").agent("cam1", "predictions"), answers.put)
+            async with sensor, asyncio.timeout(60):
+                while answers.empty():  # until the device has found the broker
+                    await sensor.publish(Topics("shop").agent("cam1", "predict"), body(X))
+                    await asyncio.sleep(0.2)
+                assert "outputs" in json.loads((await answers.get()).payload)
+            child.terminate()
+            assert await asyncio.wait_for(child.wait(), 30) == INTERRUPTED
+
+
+async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_path):
+    pytest.importorskip("amqtt")
+    from fedge.broker import LocalBroker
+
+    home = tmp_path / "home"
+    slots = Slots(home)
+    slots.stage(slots.take_in(variant(tmp_path / "new", release=4)))
+    slots.switch()
+    slots.confirm()
+    variant(home / "bundles" / "5", release=5, gate=other_gate)
+    async with LocalBroker("auto", home=tmp_path / "broker") as broker:
+        flags = ("--broker", f"{broker.host}:{broker.port}", "--federation", "shop", "--id", "cam1")
+        async with process("--home", home, *flags) as (_, _, session), asyncio.timeout(60):
+            release = 4
+            while release != 5:
+                status, content = await ask(session, "digits")
+                assert status == 200
+                release = content["parameters"]["release"]

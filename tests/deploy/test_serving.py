@@ -1,0 +1,111 @@
+"""From a request's bytes to its response's, by a bundle that stays and by one that is switched."""
+
+import asyncio
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deploy.answering import Answering
+from deploy.drift import WINDOW
+from deploy.examination import Limits
+from deploy.runtime import load
+from deploy.serving import Fixed
+from deploy.slots import Slots
+from fedge.errors import ConfigError
+
+from .bundles import GOLDEN, digest, other_gate, variant
+from .serving import body, golden, outputs, served
+
+pytestmark = pytest.mark.torch_free
+
+EXPECTED = golden()
+X = EXPECTED["x"]
+
+
+async def test_the_answer_is_that_of_the_runtime():
+    async with served() as model:
+        response = await model.infer(body(X))
+    found = outputs(response)
+    for name in ("probabilities", "weights", "energies"):
+        values = np.array(found[name]["data"]).reshape(found[name]["shape"])
+        np.testing.assert_allclose(values, EXPECTED[name], atol=1e-4)
+    assert found["class"]["data"] == EXPECTED["y"].tolist()
+    assert found["class_name"]["data"] == [str(y) for y in EXPECTED["y"]]
+    parameters = json.loads(response.body)["parameters"]
+    assert (parameters["bundle"], parameters["release"]) == (digest(GOLDEN), 3)
+    assert parameters["drifted"] is False
+    assert parameters["latency_ms"] > 0
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (1, 1, 8, 8), (1, 8, 8, 1)])
+async def test_a_single_sample_in_every_shape_that_the_runtime_takes(shape):
+    async with served() as model:
+        found = outputs(await model.infer(body(X[0].reshape(shape))))
+    assert found["class"]["data"] == EXPECTED["y"][:1].tolist()
+
+
+async def test_a_picture():
+    file = io.BytesIO()
+    Image.fromarray(X[0]).save(file, "PNG")
+    text = base64.b64encode(file.getvalue()).decode()
+    tensor = {"name": "x", "shape": [1], "datatype": "BYTES", "data": [text]}
+    async with served() as model:
+        found = outputs(await model.infer(json.dumps({"inputs": [tensor]}).encode()))
+        broken = json.dumps({"inputs": [tensor | {"data": [text[:40]]}]}).encode()
+        with pytest.raises(ConfigError, match="cannot read the image"):
+            await model.infer(broken)
+    assert found["class"]["data"] == EXPECTED["y"][:1].tolist()
+
+
+async def test_samples_of_another_shape_are_refused():
+    async with served() as model:
+        with pytest.raises(ConfigError, match=r"takes \(1, 8, 8\)"):
+            await model.infer(body(np.zeros((1, 9), np.uint8)))
+
+
+async def test_a_bundle_that_is_switched_answers_under_its_own_digest(tmp_path):
+    slots = Slots(tmp_path / "home")
+    folders = [variant(tmp_path / str(i), release=i, gate=other_gate if i == 2 else None) for i in (1, 2)]
+
+    def put(folder):
+        slots.stage(slots.take_in(folder))
+        slots.switch()
+
+    put(folders[0])
+    slots.confirm()
+    answering = Answering(slots, Limits())
+    async with served(answering) as model:
+        asked = [asyncio.create_task(model.infer(body(X))) for _ in range(20)]
+        await asked[0]
+        await asyncio.to_thread(put, folders[1])
+        await asyncio.to_thread(answering.swap)
+        asked.append(asyncio.create_task(model.infer(body(X))))
+        found = [json.loads(response.body) for response in await asyncio.gather(*asked)]
+        assert model.manifest.release == 2
+
+    digests = {1: digest(folders[0]), 2: digest(folders[1])}
+    for response in found:
+        parameters = response["parameters"]
+        assert parameters["bundle"] == digests[parameters["release"]]
+        assert response["model_version"] == str(parameters["release"])
+    assert found[-1]["parameters"]["release"] == 2
+    assert answering.counters.n_predictions == 21 * len(X)
+
+
+REFERENCE = {
+    "n": 1000, "free_energy_mean": 0.0, "free_energy_std": 1e-3, "gate_entropy_mean": 0.0,
+    "gate_entropy_std": 1.0, "outlier_above": 1e-3,
+}  # fmt: skip
+
+
+def test_what_a_bundle_was_not_made_for_drifts_and_is_flagged(tmp_path):
+    model = Fixed(load(variant(tmp_path / "1", release=1, reference=REFERENCE)))
+    noise = np.random.default_rng(0).uniform(0, 16, (WINDOW, 8, 8)).astype(np.float32)
+    assert not model.drifted
+    _, prediction = model.answer(noise)
+    assert model.drifted
+    assert prediction.outlier.any()
