@@ -402,7 +402,7 @@ def targets(rows: list[dict], loads: list[dict], importing: dict, singles: list[
 
 
 def _more(importing: dict) -> set[str]:
-    return set(importing["imported"]) - {"numpy", "onnxruntime", "msgspec", "typing_extensions"}  # the last is msgspec's
+    return set(importing["imported"]) - {"numpy", "onnxruntime", "msgspec", "typing_extensions"}  # msgspec's
 
 
 def logit_difference(subject: Subject) -> float:
