@@ -5,9 +5,6 @@ Source: fedepc.md sections 3 and 4.1. The child is `coordinator.extractor`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge import child
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, flatten, from_bytes
@@ -64,17 +62,9 @@ def trained_extractor(
         folder = Path(name)
         (folder / "task.json").write_bytes(msgspec.json.encode(task))
         np.savez(folder / "samples.npz", x=x, y=y)
-        child = subprocess.run(
-            [sys.executable, "-m", "coordinator.extractor", str(seed), name],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the user's modules are found
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if child.returncode != 0:
-            last_line = (child.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {last_line}")
+        try:
+            child.run("coordinator.extractor", str(seed), name)
+        except ConfigError as error:
+            raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {error}") from error
         model = flatten(from_bytes((folder / "model.safetensors").read_bytes()), layout)
         return Extractor(model, np.load(folder / "classes.npy"))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -21,11 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator.aggregation.correlation import Array
-from export import Candidate, GateWeights, Mixture, write_bundle
+from coordinator.assembling import files_of, mixture_of
 from export.gate import POOLED
-from export.parity import n_gate_features
 from fedge.errors import ConfigError
-from fedge.messages import Role, Sgd
+from fedge.messages import Sgd
 from fedge.models.training import Network, Trainer, batches, tensor
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
@@ -207,32 +204,5 @@ class ReservedSet:
             release: of the bundle.
             method: named in the manifest.
         """
-        alone = len(models) == 1
-        mixture = Mixture(
-            candidates=tuple(
-                Candidate(
-                    role=Role.GLOBAL if alone else Role.EXPERT,
-                    name=Role.GLOBAL.value if alone else f"{Role.EXPERT.value}-{k}",
-                    model=model,
-                    kappa=0.0 if log_prior is None else 1.0,
-                    weight=share,
-                )
-                for k, (model, share) in enumerate(zip(models, shares, strict=True))
-            ),
-            log_prior=np.zeros(self.task.n_classes) if log_prior is None else log_prior,
-            beta=0.0,
-            gate=GateWeights.untrained(n_gate_features(self.task), len(models)),
-            top=len(models),
-        )
-        with tempfile.TemporaryDirectory(prefix="fedge-cold-start-") as folder:
-            info = write_bundle(
-                Path(folder) / "bundle",
-                task=self.task,
-                layout=layout,
-                mixture=mixture,
-                validation=self.x,
-                release=release,
-                method=method,
-                metrics={},
-            )
-            return {file.name: file.read_bytes() for file in sorted(info.path.iterdir())}
+        mixture = mixture_of(self.task, models, shares, log_prior)
+        return files_of(mixture, self.x, task=self.task, layout=layout, release=release, method=method)

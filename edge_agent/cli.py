@@ -85,7 +85,8 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
 
     Raw samples, labels, samples marked sensitive and the private model never leave the device (docs/privacy.md).
     Killed at any moment and started again with the same --home it goes on where it was. Without torch (or with
-    --inference-only) it trains nothing and needs no labels: method fedcoe sends it a finished bundle.
+    --inference-only) it trains nothing and needs no labels: methods with a global model (fedge, fedavg, ...) send it
+    that as a finished bundle, fedcoe sends one for its samples.
 
     \b
     Examples:

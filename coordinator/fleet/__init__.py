@@ -87,7 +87,9 @@ def require_sendable(actions: Iterable[Action]) -> None:
 
 
 class Fleet(Protocol):
-    """The devices of one federation, as a method sees them during one round."""
+    """The devices of one federation, as a method sees them during one round. `task`: what they learn."""
+
+    task: TaskSpec
 
     def devices(self) -> tuple[Device, ...]:
         """Those that can be asked to train, by ascending id; a snapshot taken and stored when the round began."""

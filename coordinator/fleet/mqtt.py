@@ -112,7 +112,7 @@ class MqttFleet:
         self._counted: Counter[str] = Counter()
         self._store = store
         self._run = run
-        self._task = task
+        self.task = task
         self._layout = layout
         self._seed = seed
         self._deadline_s = deadline_s
@@ -212,7 +212,7 @@ class MqttFleet:
         require_sendable(actions.values())
         deadline = time.time() + self._deadline_s
         entries = self._store.write_orders(
-            order_for(self._run, self._seed, self._round, step, device, self._task, actions[device], deadline=deadline)
+            order_for(self._run, self._seed, self._round, step, device, self.task, actions[device], deadline=deadline)
             for device in sorted(actions)
         )
         still_open = [
@@ -410,7 +410,7 @@ class MqttFleet:
         """Fetch the update that a report names, and see that it is one."""
         error = None
         try:
-            check(order.action, report.result, self._task)
+            check(order.action, report.result, self.task)
             if isinstance(report.result, Profiled):
                 self._check_length(report.result)
             match order.action, report.result:

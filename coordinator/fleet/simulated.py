@@ -78,7 +78,7 @@ class SimulatedFleet:
         self.bytes_up = 0
         self.bytes_down = 0
         self.workers = dict(sorted(workers.items()))
-        self._task = task
+        self.task = task
         self._layout = layout
         self._seed = seed
         self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
@@ -145,7 +145,7 @@ class SimulatedFleet:
         jobs = [
             together.Job(
                 self.workers[i],
-                order_for("simulation", self._seed, self.round, step, i, self._task, actions[i], deadline=0.0),
+                order_for("simulation", self._seed, self.round, step, i, self.task, actions[i], deadline=0.0),
                 fetch_for(i),
             )
             for i in reached

@@ -7,7 +7,9 @@ come from (seed, round), so a round that is run again after a crash writes the s
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import logging
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args, get_origin
@@ -17,12 +19,27 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Fleet
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import BlobRef, Codec, Declined, FineTune, Install, Installed, Keep, Part, Sgd, Trained
+from fedge.messages import (
+    BlobRef,
+    Codec,
+    Declined,
+    FineTune,
+    Install,
+    InstallBundle,
+    Installed,
+    Keep,
+    Part,
+    Sgd,
+    Trained,
+)
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, from_bytes, to_bytes
+
+log = logging.getLogger("fedge.method")
 
 Option = int | float | str | bool
 
@@ -207,7 +224,8 @@ async def install(
 ) -> S:
     """The last round of a method whose devices run one model: each installs what it is served, or `model`.
 
-    `among`: the devices that do; None: all. `part`, `keep`, `initial`: as in `Install`.
+    `among`: the devices that do; None: all, and if a whole model travels, a finished bundle for those without training.
+    `part`, `keep`, `initial`: as in `Install`.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
@@ -226,7 +244,41 @@ async def install(
     }
     answers = await fleet.run("install", orders)
     installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
-    return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
+    state = msgspec.structs.replace(state, round=state.round + 1, installed=installed)
+    if among is not None or part is not Part.ALL:
+        return state
+    served = {device.id: model or method.serves(state, device.id) for device in fleet.inference_only()}
+    return await equip(method, state, fleet, served, release)
+
+
+async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str, BlobRef], release: int = 1) -> S:
+    """A finished bundle for each device that does not train and has none: its model, with kappa = 0 (fedge.md 12).
+
+    `models`: by device id; each is made into a bundle once.
+    """
+    new = {i: model for i, model in models.items() if i not in state.installed}
+    finished = {model: await _finished(method, state, fleet, model, release) for model in dict.fromkeys(new.values())}
+    orders = {i: order for i, model in new.items() if (order := finished[model]) is not None}
+    if not orders:
+        return state
+    answers = await fleet.run("equip", orders)
+    installed = state.installed | {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+    return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+
+async def _finished(
+    method: Method[Any], state: State, fleet: Fleet, model: BlobRef, release: int
+) -> InstallBundle | None:
+    """The model as a bundle; None where the network cannot be one, which is no reason to end a federation."""
+    own = fleet.get(model, state.layout)
+    try:
+        files = await asyncio.to_thread(
+            bundle_in_subprocess, fleet.task, state.layout, own, release=release, method=method.name
+        )
+    except ConfigError as error:
+        log.error("event=no_bundle reason=%r", str(error))  # noqa: TRY400 - the child's text says it all
+        return None
+    return InstallBundle(files={name: fleet.put_bytes(data) for name, data in files.items()}, release=release)
 
 
 def summary_of(method: Method[S], state: S) -> dict[str, Any]:

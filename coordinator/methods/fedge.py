@@ -30,6 +30,7 @@ from coordinator.methods import (
     MethodSettings,
     accepted,
     counted,
+    equip,
     install,
     options_of,
     round_rng,
@@ -186,6 +187,7 @@ class Fedge:
             if self.options.mode == "shift":
                 return await install(self, state, fleet)
             state = await personalise(state, fleet, self.settings, self.options, r)
+            state = await equip(self, state, fleet, for_inference(state, fleet))
             return msgspec.structs.replace(state, round=r)
         if r > WARM_UP:
             state = await profile(state, fleet, r)
@@ -267,10 +269,10 @@ class Fedge:
         return Train(starts=starts(state, device_id, r), sgd=sgd, codec=codec, measure=measure)
 
     async def welcome(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """A mixture for each device that comes after the last round."""
-        if state.pool is None:
-            return state
-        return await welcome(state, fleet, self.settings, self.options, state.round + 1)
+        """For each device that comes after the last round: a mixture, or where it does not train the global model."""
+        if state.pool is not None:
+            state = await welcome(state, fleet, self.settings, self.options, state.round + 1)
+        return await equip(self, state, fleet, for_inference(state, fleet))
 
     def serves(self, state: FedgeState, device_id: str) -> BlobRef:
         """The device's primary expert, or the global model."""
@@ -580,6 +582,11 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(results(answers, CandidatesFitted), finish))
     installed = state.installed | results(answers, Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+
+def for_inference(state: FedgeState, fleet: Fleet) -> dict[str, BlobRef]:
+    """Section 12: the global model for each device that does not train, and so has no labels to choose by."""
+    return dict.fromkeys((device.id for device in fleet.inference_only()), state.shared.model)
 
 
 def drawn(ids: Sequence[str], rng: np.random.Generator) -> list[str]:

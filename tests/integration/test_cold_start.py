@@ -1,4 +1,4 @@
-"""FedCoE over Mosquitto: four devices train, a fifth without torch and without labels ends with a bundle that runs."""
+"""Over Mosquitto: some devices train, another without torch and without labels ends with a bundle that runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 import deploy
 from coordinator.aggregation import correlation
 from coordinator.methods.fedcoe import FedCoEState
+from coordinator.methods.fedge import FedgeState
 from coordinator.reserved import ReservedSet
+from export import parity
 from fedge.broker import mosquitto_path
 from fedge.tasks import device_inputs, labelled, pool
 from fedge.tensors import flatten, from_bytes
@@ -72,6 +74,43 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
     np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
 
 
+async def test_the_default_method_gives_a_device_without_torch_the_global_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is there when training ends, and one that comes later."""
+    monkeypatch.setenv("FEDGE_COORDINATOR_WELCOME", "true")
+    async with (
+        local_broker("mosquitto", tmp_path) as broker,
+        Federation(broker, tmp_path, devices=["a", "b"]) as federation,
+    ):
+        samples = pool("digits", seed=1)
+        np.savez(tmp_path / "e.npz", x=samples.x[:30])  # no labels
+        early = await without_torch(federation, "early", tmp_path / "e.npz")
+        await early.said("online")
+        coordinator = await federation.coordinator(method="fedge", rounds=1)
+        await federation.agents()
+        await until(lambda: {"a", "b", "early"} <= set(installed(federation)))
+        late = await without_torch(federation, "late", tmp_path / "e.npz")
+        await until(lambda: "late" in installed(federation))
+        for newcomer in (early, late):
+            await newcomer.said("report_acked", accepted=True)
+            asked = [event["action"] for event in newcomer.events if event["event"] == "order_started"]
+            assert asked == ["install_bundle"]
+        coordinator.send(signal.SIGTERM)
+        assert await coordinator.ended() == 130
+        state = federation.state(FedgeState)
+        model = flatten(from_bytes(blob(federation, state.shared.model.digest)), state.layout)
+
+    assert state.participations == {"a": 1, "b": 1}
+    assert state.installed["early"].bundle_digest == state.installed["late"].bundle_digest
+    runtime = deploy.load(tmp_path / "late" / "bundles" / "1")
+    assert runtime.manifest.method == "fedge"
+    x = device_inputs(federation.task, tmp_path / "e.npz")
+    (logits,) = parity.logits_of(federation.task, state.layout, [model], x)
+    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(runtime.predict(samples.x[:30]).probabilities, expected, atol=1e-4)
+
+
 async def test_devices_that_come_after_the_last_round_are_welcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +151,7 @@ def installed(federation: Federation) -> list[str]:
 
 async def without_torch(federation: Federation, device: str, data: Path) -> Running:
     """`fedge agent` where torch, onnx and all else that trains are not installed."""
-    python, variables = environment(federation.folder / "site")
+    python, variables = environment(federation.folder / f"site-{device}")
     check = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, ('torch', 'onnx', 'safetensors'))))"
     absent = await asyncio.create_subprocess_exec(*python, "-c", check, env=variables, cwd=federation.folder)
     assert await absent.wait() == 0

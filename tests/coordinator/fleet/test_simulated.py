@@ -40,10 +40,10 @@ async def test_answers_are_the_workers_and_their_updates_can_be_read(tmp_path) -
 async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=2)
     order = Train(starts=(Start(model=first),), sgd=Sgd(steps=2), codec=codec_)
-    alone = SimulatedFleet(fleet._task, layout, fleet.workers, seed=0, execute=one_by_one)
+    alone = SimulatedFleet(fleet.task, layout, fleet.workers, seed=0, execute=one_by_one)
     alone.put(fleet.get_tensors(first))
     answers = await alone.run("train", {"d01": order})
-    sent = order_for("simulation", 0, 0, "train", "d01", fleet._task, order, deadline=0.0)
+    sent = order_for("simulation", 0, 0, "train", "d01", fleet.task, order, deadline=0.0)
     outcome = fleet.workers["d01"].execute(sent, alone._bytes)
     (data,) = outcome.blobs.values()
     device, update = codec.decode(data, codec_, layout), answers["d01"].result.update
@@ -81,14 +81,14 @@ def on(hardware, tmp_path, n=6, **rest):
     """A fleet of digits devices that are all of one class, its first model, and an order to train."""
     fleet, layout, first, _ = digits(tmp_path, n=n)
     own = dict.fromkeys(fleet.workers, hardware)
-    timed = SimulatedFleet(fleet._task, layout, fleet.workers, seed=3, hardware=own, **rest)
+    timed = SimulatedFleet(fleet.task, layout, fleet.workers, seed=3, hardware=own, **rest)
     first = timed.put(fleet.get_tensors(first))
     return timed, first, Train(starts=(Start(model=first),), sgd=Sgd(steps=2), codec=Codec.FLOAT32)
 
 
 async def test_without_hardware_nothing_takes_time(tmp_path) -> None:
     fleet, _, first, _ = digits(tmp_path, n=3)
-    plain = SimulatedFleet(fleet._task, fleet._layout, fleet.workers, seed=0)
+    plain = SimulatedFleet(fleet.task, fleet._layout, fleet.workers, seed=0)
     order = Train(starts=(Start(model=plain.put(fleet.get_tensors(first))),), sgd=Sgd(steps=2))
     answers = await plain.run("train", dict.fromkeys(plain.workers, order))
     assert plain.seconds == 0
@@ -164,7 +164,7 @@ async def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_pat
     async def history(seed: int) -> tuple[object, ...]:
         fleet, layout, first, _ = digits(tmp_path / str(seed), n=6)
         timed = SimulatedFleet(
-            fleet._task, layout, fleet.workers, seed=seed, hardware=mixed(fleet.workers, seed=seed), deadline_s=1.0
+            fleet.task, layout, fleet.workers, seed=seed, hardware=mixed(fleet.workers, seed=seed), deadline_s=1.0
         )
         method = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=2), seed=seed))
         state = await run(method, method.initial(layout, timed.put(fleet.get_tensors(first))), timed)

@@ -1,21 +1,26 @@
 """States as bytes, the names of methods, the round's random numbers."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+import deploy
+from coordinator.fleet import Answer
 from coordinator.fleet.simulated import run
-from coordinator.methods import MethodSettings, dump, load, make, mean_loss, round_rng
+from coordinator.methods import MethodSettings, dump, equip, load, make, mean_loss, round_rng
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.moving import Moving
 from coordinator.options import method_and_options
 from coordinator.selection import ccmab
+from edge_agent.cold_start import InferenceWorker
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Sgd, Trained, blobs_of
+from fedge.messages import Action, BlobRef, InstallBundle, Sgd, Trained, blobs_of
 from fedge.tensors import Layout, TensorInfo
-from tests.support.simulation import digits
+from tests.support.simulation import Fleet, digits
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
 
@@ -120,3 +125,63 @@ async def test_parts_are_exchanged_by_configuration_and_it_runs_to_its_end(text,
     state = await run(method, method.initial(layout, first), fleet)
     assert set(state.installed) == set(fleet.workers)
     assert load(dump(state), type(state)).installed == state.installed
+
+
+class Watch(Fleet):
+    """A fleet that notes every action."""
+
+    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        self.given = [*getattr(self, "given", []), *actions.items()]
+        return await super().run(step, actions)
+
+
+def with_two_that_do_not_train(home: Path) -> tuple[Watch, Layout, BlobRef]:
+    """Three devices of digits and the devices x and y, which only predict."""
+    small, layout, first, _ = digits(home, n=3, limit=200)
+    x = small.workers["d00"].data.x_val
+    others = {i: InferenceWorker(i, small.task, x, home / i) for i in ("x", "y")}
+    fleet = Watch(small.task, layout, dict(small.workers) | others, seed=0)
+    fleet._blobs = small._blobs
+    return fleet, layout, first
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedge", "ditto"])
+async def test_devices_that_do_not_train_end_with_the_global_model(tmp_path: Path, name: str) -> None:
+    fleet, layout, first = with_two_that_do_not_train(tmp_path)
+    method = make(name, MethodSettings(rounds=2, sgd=Sgd(steps=3)))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == {"d00", "d01", "d02", "x", "y"}
+    assert set(state.participations) == {"d00", "d01", "d02"}
+    assert {type(action) for i, action in fleet.given if i in "xy"} == {InstallBundle}
+    assert state.installed["x"] == state.installed["y"]
+    device = fleet.workers["d00"]
+    x = device.data.x_val
+    logits = device.logits(fleet.get(method.serves(state, "x"), layout), x)
+    expected = np.exp(logits - logits.max(axis=1, keepdims=True))
+    expected /= expected.sum(axis=1, keepdims=True)
+    how = device.task.preprocessing
+    bundle = deploy.load(tmp_path / "y" / "bundles" / "1")
+    assert bundle.digest == state.installed["y"].bundle_digest
+    assert bundle.manifest.method == name
+    np.testing.assert_allclose(bundle.predict((x * how.std + how.mean) * how.scale).probabilities, expected, atol=1e-4)
+
+
+async def test_where_no_whole_model_travels_they_are_not_asked(tmp_path: Path) -> None:
+    fleet, layout, first = with_two_that_do_not_train(tmp_path)
+    method = make("fedper", MethodSettings(rounds=1, sgd=Sgd(steps=1)))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert set(state.installed) == {"d00", "d01", "d02"}
+    assert not {i for i, _ in fleet.given} & {"x", "y"}
+
+
+async def test_a_network_that_cannot_be_a_bundle_leaves_them_without_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, layout, first = with_two_that_do_not_train(tmp_path)
+    fleet.task = msgspec.structs.replace(fleet.task, model="no_such_package:net")
+    method = make("fedavg", MethodSettings(rounds=0))
+    before = method.initial(layout, first)
+    after = await equip(method, before, fleet, dict.fromkeys(("x", "y"), first))
+    assert after == before
+    assert caplog.text.count("event=no_bundle") == 1
+    assert "no_such_package" in caplog.text

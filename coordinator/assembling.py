@@ -1,0 +1,128 @@
+"""Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md section 7).
+
+`files_of` needs torch, to compare with. Where the process shall not hold it, `bundle_in_subprocess` has a short-lived
+child do it: `python -m coordinator.assembling FOLDER METHOD RELEASE`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from export import Candidate, GateWeights, Mixture, write_bundle
+from export.parity import n_gate_features
+from fedge import child
+from fedge.errors import ConfigError, FedgeError
+from fedge.messages import Role
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, flatten, from_bytes, to_bytes, unflatten
+
+
+def mixture_of(
+    task: TaskSpec, models: Sequence[Model], shares: Sequence[float], log_prior: NDArray[np.float64] | None
+) -> Mixture:
+    """One model as it is, or the outputs of several, mixed in fixed shares.
+
+    Args:
+        task: of the models.
+        models: at least one.
+        shares: of each model in the output; sum to 1.
+        log_prior: added to the logits of class c, (C,); None: nothing is (kappa = 0).
+    """
+    alone = len(models) == 1
+    return Mixture(
+        candidates=tuple(
+            Candidate(
+                role=Role.GLOBAL if alone else Role.EXPERT,
+                name=Role.GLOBAL.value if alone else f"{Role.EXPERT.value}-{k}",
+                model=model,
+                kappa=0.0 if log_prior is None else 1.0,
+                weight=share,
+            )
+            for k, (model, share) in enumerate(zip(models, shares, strict=True))
+        ),
+        log_prior=np.zeros(task.n_classes) if log_prior is None else log_prior,
+        beta=0.0,
+        gate=GateWeights.untrained(n_gate_features(task), len(models)),
+        top=len(models),
+    )
+
+
+def files_of(
+    mixture: Mixture, samples: NDArray[np.floating], *, task: TaskSpec, layout: Layout, release: int, method: str
+) -> dict[str, bytes]:
+    """The files of a bundle by name; equal arguments give equal bytes.
+
+    Args:
+        mixture: what the bundle predicts.
+        samples: (n, *input_shape) model inputs on which torch and ONNX Runtime must agree; n may be 0.
+        task: what the bundle is for.
+        layout: of the models.
+        release: of the bundle.
+        method: named in the manifest.
+
+    Raises:
+        ConfigError: the network cannot be expressed in ONNX.
+        UpdateRejected: torch and ONNX Runtime disagree.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedge-bundle-") as folder:
+        info = write_bundle(
+            Path(folder) / "bundle",
+            task=task,
+            layout=layout,
+            mixture=mixture,
+            validation=samples,
+            release=release,
+            method=method,
+            metrics={},
+        )
+        return {file.name: file.read_bytes() for file in sorted(info.path.iterdir())}
+
+
+def bundle_in_subprocess(
+    task: TaskSpec, layout: Layout, model: Model, *, release: int, method: str
+) -> dict[str, bytes]:
+    """The files of a bundle that predicts what the model predicts, without torch in this process.
+
+    Raises:
+        ConfigError: there is none of such a network; the text says why.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedge-assembling-") as name:
+        folder = Path(name)
+        (folder / "task.json").write_bytes(msgspec.json.encode(task))
+        (folder / "layout.json").write_bytes(msgspec.json.encode(layout))
+        (folder / "model.safetensors").write_bytes(to_bytes(unflatten(model, layout)))
+        (folder / "bundle").mkdir()
+        try:
+            child.run("coordinator.assembling", name, method, str(release))
+        except ConfigError as error:
+            raise ConfigError(f"no bundle of the network of task {task.name} can be made: {error}") from error
+        return {file.name: file.read_bytes() for file in sorted((folder / "bundle").iterdir())}
+
+
+def main(folder: Path, method: str, release: int) -> None:
+    """The child's work: FOLDER holds task.json, layout.json and model.safetensors; FOLDER/bundle gets the files.
+
+    Raises:
+        ConfigError: the network cannot be built or expressed in ONNX.
+        UpdateRejected: torch and ONNX Runtime disagree.
+    """
+    task = msgspec.json.decode((folder / "task.json").read_bytes(), type=TaskSpec)
+    layout = msgspec.json.decode((folder / "layout.json").read_bytes(), type=Layout)
+    model = flatten(from_bytes((folder / "model.safetensors").read_bytes()), layout)
+    mixture, none = mixture_of(task, [model], [1.0], None), np.zeros((0, *task.input_shape), np.float32)
+    for name, data in files_of(mixture, none, task=task, layout=layout, release=release, method=method).items():
+        (folder / "bundle" / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    except FedgeError as error:
+        sys.exit(str(error))
