@@ -1,0 +1,129 @@
+"""What does the server cost against calling the runtime in a loop? Requests a second and latency of tritonclient.
+
+    python benchmarks/serving.py [BUNDLE] [--requests 600] [--rounds 5] [--json FILE]
+
+`fedge serve` runs in a process of its own, the clients are threads of this one, a tritonclient each, and send single
+samples; the loop is one thread of this process with the same bundle and samples. Each round measures every variant
+once, in turn; figures are medians over the rounds, ratios are taken within a round. `server ms` is the server's
+processor time per request, which other load on the machine changes little; requests a second and the latencies hold
+the clients' own work, which on a machine of few cores competes with the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+import tritonclient.http as triton
+
+import deploy
+
+GOLDEN = Path(__file__).parents[1] / "tests/deploy/golden/bundle"
+CONCURRENT = (1, 4, 16)
+OUTPUTS = ("class", "probabilities")
+
+
+@contextmanager
+def serving(bundle: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Address and process of a server."""
+    command = [sys.executable, "-m", "fedge.cli", "--log-level", "warning", "serve", f"model={bundle}"]
+    with subprocess.Popen([*command, "--port", "0", "--json"], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            yield url.removeprefix("http://"), psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def loop(runtime: deploy.Runtime, x: np.ndarray, n: int) -> dict[str, float]:
+    latencies = []
+    cpu, begin = time.thread_time(), time.perf_counter()
+    for i in range(n):
+        start = time.perf_counter()
+        runtime.predict(x[i % len(x)][np.newaxis])
+        latencies.append(time.perf_counter() - start)
+    return figures(n, begin, latencies, time.thread_time() - cpu)
+
+
+def clients(url: str, process: psutil.Process, x: np.ndarray, n: int, concurrent: int, *, binary: bool) -> dict:
+    """Figures of n requests by so many clients at once."""
+    wanted = [triton.InferRequestedOutput(name, binary_data=binary) for name in OUTPUTS]
+
+    def work(_: int) -> list[float]:
+        latencies = []
+        with triton.InferenceServerClient(url) as client:
+            for i in range(n // concurrent):
+                sample = x[i % len(x)][np.newaxis]
+                start = time.perf_counter()
+                tensor = triton.InferInput("x", sample.shape, "FP32").set_data_from_numpy(sample, binary_data=binary)
+                client.infer("model", [tensor], outputs=wanted).as_numpy("class")
+                latencies.append(time.perf_counter() - start)
+        return latencies
+
+    cpu, begin = cpu_s(process), time.perf_counter()
+    with ThreadPoolExecutor(concurrent) as pool:
+        latencies = [latency for part in pool.map(work, range(concurrent)) for latency in part]
+    return figures(len(latencies), begin, latencies, cpu_s(process) - cpu)
+
+
+def figures(n: int, begin: float, latencies: list[float], cpu: float) -> dict[str, float]:
+    return {
+        "per_s": n / (time.perf_counter() - begin),
+        "median_ms": 1e3 * float(np.median(latencies)),
+        "p99_ms": 1e3 * float(np.percentile(latencies, 99)),
+        "server_ms": 1e3 * cpu / n,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", nargs="?", type=Path, default=GOLDEN)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    runtime = deploy.load(arguments.bundle)
+    shape, scale = runtime.task.input_shape, runtime.task.preprocessing.scale
+    x = np.random.default_rng(0).uniform(0, scale, (64, *shape)).astype(np.float32)
+    found: dict[str, list[dict[str, float]]] = {}
+    with serving(arguments.bundle) as (url, process):
+        for i in range(-1, arguments.rounds):  # the first warms up
+            n = arguments.requests if i >= 0 else 32
+            measured = {"loop": loop(runtime, x, n)}
+            for concurrent in CONCURRENT:
+                for kind in ("json", "binary"):
+                    measured[f"{kind}, {concurrent}"] = clients(url, process, x, n, concurrent, binary=kind == "binary")
+            for name, result in measured.items() if i >= 0 else ():
+                found.setdefault(name, []).append(result)
+    rows = {name: {key: median(one[key] for one in results) for key in results[0]} for name, results in found.items()}
+    for name, results in found.items():
+        for key in ("per_s", "p99_ms", "server_ms"):
+            rows[name][f"{key}/loop"] = median(a[key] / b[key] for a, b in zip(results, found["loop"], strict=True))
+    print(f"{'variant':12}  requests/s  median ms  p99 ms  server ms   of the loop's: requests/s  p99  server ms")
+    for name, row in rows.items():
+        print(
+            f"{name:12}  {row['per_s']:10.0f}  {row['median_ms']:9.3f}  {row['p99_ms']:6.2f}  {row['server_ms']:9.3f}"
+            f"  {row['per_s/loop']:25.3f}  {row['p99_ms/loop']:3.0f}  {row['server_ms/loop']:9.1f}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
