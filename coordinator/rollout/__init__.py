@@ -1,0 +1,210 @@
+"""How far a release may go: decided from what the devices say, and nothing else.
+
+A rollout goes through stages, each a larger share of the fleet. The next one begins when every device of the stage that
+is there answers with the release for a soak time, and nothing that the devices measured speaks against it; otherwise it
+is aborted, and the devices that run it go back. Everything here is a function of its arguments; `service` acts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from fedge.messages import (
+    BlobRef,
+    Count,
+    Digest,
+    Health,
+    Id,
+    NonNegative,
+    Phase,
+    Quality,
+    Rollout,
+    RolloutState,
+    Share,
+    Text,
+)
+from fedge.rollout import place, takes_part
+
+MAX_REASONS: Final = 10
+"""Devices that are named when a rollout is aborted."""
+
+
+class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is to be rolled out, and what stops it.
+
+    The first stage is the canaries' one: not a single device may fail there. With named canaries its share is 0.
+    """
+
+    id: Id
+    target: Text
+    release: Count
+    digest: Digest  # of the manifest
+    canaries: tuple[Id, ...] = ()
+    stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
+    soak_s: NonNegative = 60.0  # how long all must be well before the next stage
+    absent_s: NonNegative = 600.0  # a device that is silent for so long is not waited for
+    max_failures: Share = 0.05  # of a stage's devices, after the first stage
+    accuracy_drop: NonNegative = 0.01  # mean over the devices that run it
+    latency_ratio: NonNegative = 1.5  # of the mean latencies
+    latency_slack_ms: NonNegative = 1.0  # on top
+    free_energy_shift: NonNegative = 1.0  # mean, in deviations of the bundles' validation samples
+    temperature_c: float = 85.0  # mean over the devices that run it
+
+
+class Progress(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a rollout stands. began: the stage, its resumption, or its end; good_since: all is well since then."""
+
+    state: RolloutState = RolloutState.RUNNING
+    stage: Count = 0
+    share: Share = 0.0
+    began: NonNegative
+    good_since: NonNegative | None = None
+    reasons: tuple[str, ...] = ()
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """The last that a device said, and when that was by our clock."""
+
+    health: Health
+    at: float
+
+
+def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> Progress:
+    """Where the rollout stands next: as before, a stage further, done, or aborted with the reasons.
+
+    Args:
+        plan: what is rolled out.
+        progress: where it stood.
+        fleet: what each device said last, by its id.
+        now: seconds since the epoch.
+    """
+    if progress.state is not RolloutState.RUNNING:
+        return progress
+    progress = replace(progress, share=share_of(plan, progress, fleet, now))
+    reasons = objections(plan, progress, fleet)
+    if reasons:
+        return aborted(progress, reasons, now)
+    if not _stage_is_well(plan, progress, fleet, now):
+        return replace(progress, good_since=None)
+    good_since = now if progress.good_since is None else progress.good_since
+    if now - good_since < plan.soak_s:
+        return replace(progress, good_since=good_since)
+    if progress.stage + 1 == len(plan.stages):
+        return replace(progress, state=RolloutState.DONE, good_since=good_since)
+    further = replace(progress, stage=progress.stage + 1, began=now, good_since=None)
+    return replace(further, share=share_of(plan, further, fleet, now))
+
+
+def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
+    """The rollout's end where the devices go back."""
+    return replace(progress, state=RolloutState.ABORTED, began=now, reasons=tuple(reasons[:MAX_REASONS]))
+
+
+def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> float:
+    """The stage's share, or as much as it takes that one device which is there takes part: no stage proves nothing."""
+    share = max(plan.stages[progress.stage], progress.share)
+    there = [device for device in fleet if not _absent(plan, progress, fleet[device], now)]
+    if plan.canaries or not there:
+        return share
+    first = min(place(plan.id, device) for device in there)
+    return share if first < share else math.nextafter(first, 1.0)
+
+
+def message(plan: Plan, progress: Progress, metadata: Mapping[str, BlobRef]) -> Rollout:
+    """What the fleet is told."""
+    return Rollout(
+        id=plan.id,
+        state=progress.state,
+        target=plan.target,
+        release=plan.release,
+        canaries=plan.canaries,
+        share=progress.share,
+        metadata=dict(metadata),
+    )
+
+
+def members(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
+    """The devices that take part at this stage, by ascending id."""
+    rollout = message(plan, progress, {})
+    return [device for device in sorted(fleet) if takes_part(rollout, device)]
+
+
+def runs(plan: Plan, health: Health) -> bool:
+    """Whether the release answers on the device, on trial or for good."""
+    return health.bundle_digest == plan.digest
+
+
+def objections(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
+    """Why the rollout must not go on; empty: it may."""
+    healths = {device: fleet[device].health for device in sorted(fleet)}
+    failed = {device: health for device, health in healths.items() if _has_failed(plan, health)}
+    allowed = 0.0 if progress.stage == 0 else plan.max_failures * len(members(plan, progress, fleet))
+    found = [f"{device} {health.phase}: {health.reason}" for device, health in failed.items()]
+    return [*(found if len(found) > allowed else []), *_measured(plan, [*healths.values()])]
+
+
+def _measured(plan: Plan, healths: list[Health]) -> list[str]:
+    """What the devices that run the release have measured, before and now, compared on average."""
+    there = [health for health in healths if runs(plan, health) and health.rollout == plan.id]
+    pairs = [(h.before, h.now) for h in there if h.before is not None and h.now is not None]
+    found = []
+    accuracy = _means(pairs, lambda quality: quality.accuracy)
+    if accuracy is not None and accuracy[1] - accuracy[0] < -plan.accuracy_drop:
+        found.append(f"accuracy: {accuracy[1]:.3f} on average, {accuracy[0]:.3f} before")
+    latency = _means(pairs, lambda quality: quality.latency_ms)
+    if latency is not None and latency[1] > plan.latency_ratio * latency[0] + plan.latency_slack_ms:
+        found.append(f"latency: {latency[1]:.2f} ms on average, {latency[0]:.2f} ms before")
+    free = _means(pairs, lambda quality: quality.free_energy)
+    if free is not None and abs(free[1] - free[0]) > plan.free_energy_shift:
+        found.append(f"free energy: {free[1]:.2f} on average, {free[0]:.2f} before")
+    warm = [health.temperature_c for health in there if health.temperature_c is not None]
+    if warm and sum(warm) / len(warm) > plan.temperature_c:
+        found.append(f"temperature: {sum(warm) / len(warm):.0f} C on average")
+    return found
+
+
+def _means(pairs: list[tuple[Quality, Quality]], of: Callable[[Quality], float | None]) -> tuple[float, float] | None:
+    """Mean before and now over the devices that measured both."""
+    both = [(was, now) for was, now in ((of(a), of(b)) for a, b in pairs) if was is not None and now is not None]
+    if not both:
+        return None
+    return sum(was for was, _ in both) / len(both), sum(now for _, now in both) / len(both)
+
+
+def _has_failed(plan: Plan, health: Health) -> bool:
+    return health.rollout == plan.id and health.phase in {Phase.REFUSED, Phase.ROLLED_BACK}
+
+
+def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
+    """Whether a device is not to be waited for: it is silent, or cannot fetch the release, for too long."""
+    if runs(plan, seen.health):
+        return False
+    heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)
+    return now - heard > plan.absent_s
+
+
+def _stage_is_well(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
+    """Whether all devices of the stage that are there answer with the release for good, and at least one does."""
+    waited_for = [
+        fleet[device].health
+        for device in members(plan, progress, fleet)
+        if not _absent(plan, progress, fleet[device], now) and not _has_failed(plan, fleet[device].health)
+    ]
+    return bool(waited_for) and all(runs(plan, h) and h.phase is Phase.SERVING for h in waited_for)
+
+
+def over(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
+    """Whether nobody is left to whom the rollout has something to bring or to take back."""
+    if progress.state is RolloutState.DONE:
+        return all(
+            _has_failed(plan, seen.health) or (runs(plan, seen.health) and seen.health.phase is Phase.SERVING)
+            for seen in fleet.values()
+        )
+    if progress.state is RolloutState.ABORTED:
+        return now - progress.began > plan.absent_s or not any(runs(plan, seen.health) for seen in fleet.values())
+    return False

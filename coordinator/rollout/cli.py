@@ -1,0 +1,272 @@
+"""`fedge rollout`: bring a release to a fleet, stage by stage."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+import uuid
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import click
+import msgspec
+from msgspec import Meta
+
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.service import Observer, Release, Supervisor
+from export.signing import Repository
+from fedge.config import resolve, settings_options
+from fedge.credentials import Credentials
+from fedge.errors import ConfigError
+from fedge.messages import RolloutState
+
+INTERRUPTED: Final = 130
+
+_json = click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")
+_repo = click.argument("repo", type=click.Path(path_type=Path))
+
+
+class RolloutSettings(Credentials, frozen=True, kw_only=True):
+    """Section [rollout] of the configuration."""
+
+    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
+    federation: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation.")
+    ]
+    stages: Annotated[str, Meta(description="Shares of the fleet, with commas, ascending up to 1.")] = "0.1,0.5,1"
+    canary: Annotated[str, Meta(description="Devices that go first, with commas; otherwise the first share does.")] = ""
+    soak_s: Annotated[float, Meta(ge=0, description="How long a stage must be well.", extra={"unit": "s"})] = 60.0
+    absent_s: Annotated[
+        float, Meta(ge=0, description="Silence after which a device is not waited for.", extra={"unit": "s"})
+    ] = 600.0
+    max_failures: Annotated[
+        float, Meta(ge=0, le=1, description="Share of a stage's devices that may fail; none in the first stage.")
+    ] = 0.05
+    accuracy_drop: Annotated[float, Meta(ge=0, description="Mean loss of accuracy that stops it.")] = 0.01
+
+
+@click.group()
+def rollout() -> None:
+    """Bring a release to a fleet, stage by stage, and stop by itself when the devices do worse.
+
+    REPO is a repository of `fedge release`; the state of its rollout is in REPO/rollout. Each device examines the
+    bundle on its own samples before the switch, and goes back by itself.
+
+    \b
+    Examples:
+      fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
+      fedge rollout status releases
+      fedge rollout pause releases
+      fedge rollout abort releases
+
+    \b
+    Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, or another rollout is under way, 3 the broker refuses
+    us, 4 the disk is full or broken, 130 stopped.
+    """  # noqa: D301 - click needs the character itself
+
+
+@rollout.command()
+@_repo
+@click.argument("target")
+@settings_options(RolloutSettings, "rollout")
+@_json
+def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flags: object) -> int:
+    """Supervise a rollout to its end, and serve its files: this process is the one that devices fetch from.
+
+    Killed at any moment and started again by the same command it goes on. It ends when every device that ever showed
+    itself has the release; while some are off it stays, so that they catch up. A release that was aborted is not tried
+    again: devices remember what they refused. Release the next number instead.
+
+    \b
+    Examples:
+      fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
+      fedge rollout start releases 5/manifest.json --broker server:8883 --federation shop --canary cam1,cam2
+      fedge rollout start releases 5/manifest.json --config fleet.toml --stages 0.05,0.25,1 --soak-s 3600 --json
+
+    \b
+    Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, or another rollout is under way, 3 the broker refuses
+    us, 4 the disk is full or broken, 130 stopped.
+    """  # noqa: D301 - click needs the character itself
+    settings = resolve(RolloutSettings, "rollout", config, flags)
+    broker = settings.at(settings.broker)
+    release = Release(Repository(repo), repo, target)
+    plan = plan_of(settings, target, release)
+    folder = Folder(repo)
+    with folder.supervised():
+        supervisor = Supervisor(folder, release, plan, broker, settings.federation, _observer(as_json=as_json))
+        ended = asyncio.run(_until_stopped(supervisor))
+    if ended is None:
+        return INTERRUPTED
+    return 0 if ended.state is RolloutState.DONE else 1
+
+
+def plan_of(settings: RolloutSettings, target: str, release: Release) -> Plan:
+    """The plan that the settings describe.
+
+    Raises:
+        ConfigError: the stages are not ascending shares up to 1.
+    """
+    canaries = tuple(filter(None, (name.strip() for name in settings.canary.split(","))))
+    try:
+        stages = tuple(float(share) for share in settings.stages.split(","))
+    except ValueError as error:
+        raise ConfigError(f"stages: {error}; such as 0.1,0.5,1") from error
+    if not all(a < b for a, b in itertools.pairwise((0.0, *stages))) or stages[-1] != 1:
+        raise ConfigError(f"stages must be ascending shares above 0, the last 1; got {settings.stages}")
+    described = {
+        "id": f"{release.manifest.release}-{uuid.uuid4().hex[:8]}",
+        "target": target,
+        "release": release.manifest.release,
+        "digest": release.digest,
+        "canaries": canaries,
+        "stages": (0.0, *stages) if canaries else stages,
+        "soak_s": settings.soak_s,
+        "absent_s": settings.absent_s,
+        "max_failures": settings.max_failures,
+        "accuracy_drop": settings.accuracy_drop,
+    }
+    try:
+        return msgspec.convert(described, Plan)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"canary: {error}") from error
+
+
+async def _until_stopped(supervisor: Supervisor) -> Progress | None:
+    """Supervise until the end, or until SIGINT or SIGTERM (None)."""
+    running = asyncio.ensure_future(supervisor.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return None
+
+
+def _observer(*, as_json: bool) -> Observer:
+    """JSON lines, or lines for people."""
+    if as_json:
+        return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
+    return lambda event, fields: click.echo(_event_line(event, fields), err=True)
+
+
+def _event_line(event: str, fields: dict[str, Any]) -> str:
+    if event == "device":
+        why = f" ({fields['reason']})" if fields["reason"] else ""
+        return f"  {fields['device']}: {fields['phase']}, release {fields['release']}{why}"
+    reasons = "".join(f"\n  {reason}" for reason in fields["reasons"])
+    return (
+        f"{fields['state']}: stage {fields['stage']} of {fields['stages']} ({fields['share']:.0%}), "
+        f"{fields['running']} of {fields['devices']} devices run it{reasons}"
+    )
+
+
+@rollout.command()
+@_repo
+@_json
+def pause(repo: Path, *, as_json: bool) -> None:
+    """Have no further device begin with the release; those that run it go on.
+
+    \b
+    Examples:
+      fedge rollout pause releases
+
+    \b
+    Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken.
+    """  # noqa: D301 - click needs the character itself
+    _ask(repo, Request.PAUSE, as_json=as_json)
+
+
+@rollout.command()
+@_repo
+@_json
+def resume(repo: Path, *, as_json: bool) -> None:
+    """Go on with a rollout that was paused.
+
+    \b
+    Examples:
+      fedge rollout resume releases
+
+    \b
+    Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken.
+    """  # noqa: D301 - click needs the character itself
+    _ask(repo, Request.RESUME, as_json=as_json)
+
+
+@rollout.command()
+@_repo
+@_json
+def abort(repo: Path, *, as_json: bool) -> None:
+    """Stop a rollout: the devices that run the release go back to the bundle before.
+
+    \b
+    Examples:
+      fedge rollout abort releases
+
+    \b
+    Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken.
+    """  # noqa: D301 - click needs the character itself
+    _ask(repo, Request.ABORT, as_json=as_json)
+
+
+def _ask(repo: Path, request: Request, *, as_json: bool) -> None:
+    folder = Folder(repo)
+    record = _record(folder, repo)
+    folder.ask(request)
+    supervised = folder.is_supervised()
+    if as_json:
+        click.echo(json.dumps({"id": record.plan.id, "request": str(request), "supervised": supervised}))
+    elif supervised:
+        click.echo(f"{record.plan.id}: asked to {request}")
+    else:
+        click.echo(f"{record.plan.id}: nobody supervises it; `fedge rollout start`, as before, will {request} it")
+
+
+@rollout.command()
+@_repo
+@_json
+def status(repo: Path, *, as_json: bool) -> None:
+    """Tell how the rollout stands: stage, devices, reasons.
+
+    \b
+    Examples:
+      fedge rollout status releases
+      fedge rollout status releases --json
+
+    \b
+    Exit codes: 0, 2 there is no rollout, 4 its state cannot be read.
+    """  # noqa: D301 - click needs the character itself
+    folder = Folder(repo)
+    record = _record(folder, repo)
+    supervised = folder.is_supervised()
+    if as_json:
+        click.echo(json.dumps({**msgspec.to_builtins(record), "supervised": supervised}))
+    else:
+        click.echo("\n".join(_lines(record, supervised=supervised)))
+
+
+def _record(folder: Folder, repo: Path) -> Record:
+    record = folder.read()
+    if record is None:
+        raise ConfigError(f"no rollout in {repo}: begin one with `fedge rollout start {repo} TARGET`")
+    return record
+
+
+def _lines(record: Record, *, supervised: bool) -> list[str]:
+    plan, progress = record.plan, record.progress
+    shown = [
+        f"rollout  {plan.id}: {plan.target}",
+        f"state    {progress.state}{'' if supervised else ' (nobody supervises it now)'}",
+        f"stage    {progress.stage + 1} of {len(plan.stages)}: {progress.share:.0%} of the fleet",
+        *(f"reason   {reason}" for reason in progress.reasons),
+    ]
+    for device, line in sorted(record.devices.items()):
+        why = f" ({line.reason})" if line.reason else ""
+        accuracy = "" if line.accuracy is None else f", accuracy {line.accuracy[0]:.3f} -> {line.accuracy[1]:.3f}"
+        drift = ", drift" if line.drift else ""
+        mark = "*" if line.takes_part else " "
+        shown.append(f"{mark} {device}: {line.phase}, release {line.release}{accuracy}{drift}{why}")
+    return shown

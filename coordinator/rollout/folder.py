@@ -1,0 +1,119 @@
+"""REPO/rollout: what survives the supervisor, and what others ask of it.
+
+state.json     `Record`: plan, progress and what the devices said; written before anything of it is published
+request        one word: pause, resume or abort; read and removed by the supervisor
+lock           held by the supervisor
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.rollout import Plan, Progress
+from fedge.errors import ConfigError, StoreError
+from fedge.files import make_folder, write_atomically
+from fedge.messages import Count, Id, Phase
+
+
+class Request(StrEnum):
+    """What a person may ask of a running rollout."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    ABORT = "abort"
+
+
+class Line(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A device as `fedge rollout status` shows it."""
+
+    phase: Phase
+    release: Count
+    reason: str = ""
+    accuracy: tuple[float, float] | None = None  # before, now
+    drift: bool = False
+    takes_part: bool = False
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of state.json."""
+
+    plan: Plan
+    progress: Progress
+    devices: dict[Id, Line] = {}
+
+
+class Folder:
+    """The folder of a repository's rollout; any process may read it and leave a request, one supervises."""
+
+    def __init__(self, repo: Path) -> None:
+        self.path = repo / "rollout"
+
+    def read(self) -> Record | None:
+        """The last rollout; None before the first.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        try:
+            return msgspec.json.decode((self.path / "state.json").read_bytes(), type=Record)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(f"cannot read {self.path / 'state.json'}: {error}") from error
+
+    def write(self, record: Record) -> None:
+        """Replace it.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+    def ask(self, request: Request) -> None:
+        """Leave a request; one that was not yet read is replaced.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        write_atomically(self.path / "request", request.encode())
+
+    def asked(self) -> Request | None:
+        """The request that waits."""
+        try:
+            return Request((self.path / "request").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def answered(self) -> None:
+        """The request was carried out."""
+        (self.path / "request").unlink(missing_ok=True)
+
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """Hold the lock.
+
+        Raises:
+            ConfigError: another process supervises the rollout.
+        """
+        make_folder(self.path)
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(f"another process supervises the rollout in {self.path}") from error
+            yield
+
+    def is_supervised(self) -> bool:
+        """Whether a process holds the lock."""
+        try:
+            with self.supervised():
+                return False
+        except ConfigError:
+            return True

@@ -1,0 +1,256 @@
+"""The rollout's supervisor: what `decide` decides, made durable, published, and its release served.
+
+It may be killed at any moment and started again: the state was written before it was published, the announcement is
+retained by the broker, and devices ask again for the bytes that they lack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from coordinator.registry import MAX_DEVICES
+from coordinator.rollout import Plan, Progress, Seen, aborted, decide, members, message, over, runs
+from coordinator.rollout.folder import Folder, Line, Record, Request
+from export.signing import Repository
+from fedge.bundle import Manifest
+from fedge.bundle import decode as decode_manifest
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import BlobRef, Health, Rollout, RolloutState, Want, decode, encode
+from fedge.tensors import digest_of
+from fedge.topics import Topics
+from fedge.transfer import Sender
+from fedge.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.rollout")
+
+QUIET_S: Final = 1.0
+"""A broker that has named no further device for so long has named all that it knows."""
+TICK_S: Final = 1.0
+"""Pause between two looks at requests and clocks."""
+WRITE_S: Final = 5.0
+"""What devices say is written no more often, unless the rollout itself goes on."""
+
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+class Release:
+    """The files of a target as devices are told of them; read anew when the repository was signed again."""
+
+    def __init__(self, repository: Repository, repo: Path, target: str) -> None:
+        """Read it.
+
+        Raises:
+            ConfigError: there is no such target.
+        """
+        self._repository = repository
+        self._timestamp = repo / "metadata" / "timestamp.json"
+        self._target = target
+        self._signed = -1
+        self._bytes: dict[str, bytes] = {}
+        self.metadata: dict[str, BlobRef] = {}
+        self.refresh()
+        (data,) = (data for name, data in self._files.items() if name.startswith(target.rpartition("/")[0] + "/"))
+        self.digest = digest_of(data)
+        self.manifest: Manifest = decode_manifest(data)
+        self._parts = {part.digest for part in (self.manifest.skeleton, *self.manifest.parts)}
+
+    def refresh(self) -> None:
+        """Take note of new signatures."""
+        signed = self._timestamp.stat().st_mtime_ns
+        if signed != self._signed:
+            self._files = {name: path.read_bytes() for name, path in self._repository.files(self._target).items()}
+            self._bytes = {digest_of(data): data for data in self._files.values()}
+            self.metadata = {
+                name: BlobRef(digest=digest_of(data), size_bytes=len(data)) for name, data in self._files.items()
+            }
+            self._signed = signed
+
+    def source(self, digest: str) -> Path | bytes | None:
+        """The bytes of a file that was announced, and of no other."""
+        if digest in self._bytes:
+            return self._bytes[digest]
+        parts = self._repository.parts
+        return parts.path(digest) if digest in self._parts and digest in parts else None
+
+
+class Supervisor:
+    """Takes one rollout to its end.
+
+    Args:
+        folder: durable state; the caller holds its lock.
+        release: what is rolled out.
+        plan: how; a rollout of the same plan that was begun goes on.
+        broker: how to reach the broker.
+        federation: whose devices.
+        observe: is told what happens.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        release: Release,
+        plan: Plan,
+        broker: BrokerSettings,
+        federation: str,
+        observe: Observer,
+    ) -> None:
+        self._folder = folder
+        self._release = release
+        self._plan, self._progress = begin(folder, plan, time.time())
+        self._fleet: dict[str, Seen] = {}
+        self._observe = observe
+        self._topics = Topics(federation)
+        self._transport = Transport(broker, f"{federation}-rollout")
+        self._sender = Sender(self._transport, release.source)
+        self._news = asyncio.Event()
+        self._started = time.time()
+        self._written_at = 0.0
+        self._said: Rollout | None = None
+
+    async def run(self) -> Progress:
+        """Until nobody is left to whom the rollout has something to bring; where it then stands.
+
+        Raises:
+            StoreError: the state cannot be written; what was published is what was written before.
+            TransportError: the broker refused us for good.
+        """
+        await self._transport.subscribe(self._topics.agent("+", "health"), self._on_health)
+        await self._transport.subscribe(self._topics.agent("+", "release-wants"), self._on_want)
+        self._transport.on_connect(self._on_connect)
+        self._keep(self._progress)
+        async with self._transport, self._sender:
+            await self._look_around()
+            while True:
+                self._news.clear()
+                await self._step()
+                if self._fleet and over(self._plan, self._progress, self._fleet, time.time()):
+                    self._keep(self._progress)
+                    return self._progress
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await self._news.wait()
+
+    async def _look_around(self) -> None:
+        """Hear of all devices that the broker knows: who goes first depends on who is there."""
+        known = -1
+        while known != len(self._fleet):
+            known = len(self._fleet)
+            await asyncio.sleep(QUIET_S)
+
+    async def _step(self) -> None:
+        """Requests, decision, disk, broker: in this order."""
+        self._release.refresh()
+        now = time.time()
+        request = self._folder.asked()
+        progress = decide(self._plan, requested(self._progress, request, now), self._fleet, now)
+        if progress != self._progress or now - self._written_at > WRITE_S:
+            self._keep(progress)
+        if request is not None:
+            self._folder.answered()
+        rollout = message(self._plan, self._progress, self._release.metadata)
+        if rollout != self._said:
+            await self._transport.publish(self._topics.rollout, encode(rollout), retain=True)
+            self._said = rollout
+
+    def _keep(self, progress: Progress) -> None:
+        before, self._progress, self._written_at = self._progress, progress, time.time()
+        taking_part = set(members(self._plan, progress, self._fleet))
+        lines = {device: _line(seen.health, takes_part=device in taking_part) for device, seen in self._fleet.items()}
+        self._folder.write(Record(plan=self._plan, progress=progress, devices=lines))
+        if (before.state, before.stage) != (progress.state, progress.stage):
+            log.info("event=rollout id=%s state=%s stage=%d", self._plan.id, progress.state, progress.stage)
+            self._observe("rollout", self._summary())
+
+    def _summary(self) -> dict[str, Any]:
+        plan, progress = self._plan, self._progress
+        return {
+            "id": plan.id,
+            "state": str(progress.state),
+            "stage": progress.stage + 1,
+            "stages": len(plan.stages),
+            "share": progress.share,
+            "devices": len(self._fleet),
+            "running": sum(runs(plan, seen.health) for seen in self._fleet.values()),
+            "reasons": list(progress.reasons),
+        }
+
+    # ------------------------------------------------------------------------------------------------- inwards
+
+    async def _on_connect(self) -> None:
+        self._said = None  # a broker that forgot everything is told again
+        self._news.set()
+
+    async def _on_health(self, inbound: Inbound) -> None:
+        if not inbound.payload:  # a retained one that was cleared
+            return
+        device, health = self._topics.parts(inbound.topic)[1], decode(inbound.payload, Health)
+        if health.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {health.device_id}")
+        if device not in self._fleet and len(self._fleet) >= MAX_DEVICES:
+            raise ProtocolError("too-many-devices", f"{device} is one more than {MAX_DEVICES}")
+        before = self._fleet.get(device)
+        self._fleet[device] = Seen(health=health, at=self._started if inbound.retained else time.time())
+        if before is None or (before.health.phase, before.health.release) != (health.phase, health.release):
+            fields = {"device": device, "phase": str(health.phase), "release": health.release, "reason": health.reason}
+            self._observe("device", fields)
+            self._news.set()
+
+    async def _on_want(self, inbound: Inbound) -> None:
+        device, want = self._topics.parts(inbound.topic)[1], decode(inbound.payload, Want)
+        if want.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
+        listener = (device, want.listening) if want.listening else None
+        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
+
+
+def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
+    """The rollout that was begun with these settings, or a new one; a request that waits is for the former.
+
+    Raises:
+        ConfigError: another rollout is under way.
+    """
+    record = folder.read()
+    if record is not None:
+        if replace(record.plan, id=plan.id) == plan:
+            return record.plan, record.progress
+        if record.progress.state in {RolloutState.RUNNING, RolloutState.PAUSED}:
+            raise ConfigError(
+                f"a rollout of {record.plan.target} is {record.progress.state}, with other settings or another target:"
+                " start it as it was, or abort it first"
+            )
+    folder.answered()
+    return plan, Progress(began=now)
+
+
+def requested(progress: Progress, request: Request | None, now: float) -> Progress:
+    """The rollout after what a person asked; what makes no sense where it stands changes nothing."""
+    match request, progress.state:
+        case Request.PAUSE, RolloutState.RUNNING:
+            return replace(progress, state=RolloutState.PAUSED)
+        case Request.RESUME, RolloutState.PAUSED:
+            return replace(progress, state=RolloutState.RUNNING, began=now, good_since=None)
+        case Request.ABORT, RolloutState.RUNNING | RolloutState.PAUSED | RolloutState.DONE:
+            return aborted(progress, ["asked for"], now)
+        case _:
+            return progress
+
+
+def _line(health: Health, *, takes_part: bool) -> Line:
+    was = health.before.accuracy if health.before is not None else None
+    now = health.now.accuracy if health.now is not None else None
+    return Line(
+        phase=health.phase,
+        release=health.release,
+        reason=health.reason,
+        accuracy=None if was is None or now is None else (was, now),
+        drift=health.drift,
+        takes_part=takes_part,
+    )

@@ -1,0 +1,99 @@
+"""`fedge rollout` without a broker: plans, requests, status. With one: tests/integration/test_rollout.py."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.cli import RolloutSettings, plan_of, rollout
+from coordinator.rollout.folder import Folder, Line, Record, Request
+from coordinator.rollout.service import Release
+from export.signing import Repository
+from fedge.errors import ConfigError
+from fedge.messages import Phase, RolloutState
+from tests.deploy.bundles import variant
+
+
+def run(*arguments):
+    result = CliRunner().invoke(rollout, [*map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+@pytest.fixture
+def release(tmp_path):
+    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    return Release(Repository(tmp_path / "repo"), tmp_path / "repo", "2/manifest.json")
+
+
+def plan(release, **settings):
+    return plan_of(RolloutSettings(broker="b:1", federation="f", **settings), "2/manifest.json", release)
+
+
+def test_stages_and_canaries(release):
+    assert plan(release).stages == (0.1, 0.5, 1.0)
+    named = plan(release, stages="0.2, 1", canary="cam1, cam2")
+    assert (named.stages, named.canaries) == ((0.0, 0.2, 1.0), ("cam1", "cam2"))
+
+
+@pytest.mark.parametrize("stages", ["", "x", "0.5", "0,1", "0.5,0.5,1", "1,0.5", "0.5,2", "nan,1"])
+def test_stages_that_are_none(release, stages):
+    with pytest.raises(ConfigError, match="stages"):
+        plan(release, stages=stages)
+
+
+def test_a_canary_that_cannot_be_a_device(release):
+    with pytest.raises(ConfigError, match="canary"):
+        plan(release, canary="no/device")
+
+
+@pytest.fixture
+def repo(tmp_path):
+    record = Record(
+        plan=Plan(id="2-ab", target="2/manifest.json", release=2, digest="a" * 64),
+        progress=Progress(began=0.0, state=RolloutState.ABORTED, share=0.1, reasons=("cam1 refused: accuracy: x",)),
+        devices={
+            "cam1": Line(phase=Phase.REFUSED, release=1, reason="accuracy: x", accuracy=(0.9, 0.5), takes_part=True),
+            "cam2": Line(phase=Phase.SERVING, release=1, drift=True),
+        },
+    )
+    Folder(tmp_path).write(record)
+    return tmp_path
+
+
+def test_status_for_people(repo):
+    code, out = run("status", repo)
+    assert code == 0
+    assert "aborted (nobody supervises it now)" in out
+    assert "reason   cam1 refused: accuracy: x" in out
+    assert "* cam1: refused, release 1, accuracy 0.900 -> 0.500 (accuracy: x)" in out
+    assert "  cam2: serving, release 1, drift" in out
+
+
+def test_status_as_json(repo):
+    record = json.loads(run("status", repo, "--json")[1])
+    assert record["progress"]["state"] == "aborted"
+    assert record["devices"]["cam1"]["phase"] == "refused"
+    assert record["supervised"] is False
+
+
+@pytest.mark.parametrize("request_", Request)
+def test_requests(repo, request_):
+    code, out = run(request_, repo)
+    assert (code, Folder(repo).asked()) == (0, request_)
+    assert "nobody supervises it" in out
+    with Folder(repo).supervised():
+        assert json.loads(run(request_, repo, "--json")[1])["supervised"] is True
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "resume", "abort"])
+def test_without_a_rollout(tmp_path, command):
+    with pytest.raises(ConfigError, match="fedge rollout start"):
+        run(command, tmp_path)
+
+
+def test_start_needs_a_repository(tmp_path):
+    with pytest.raises(ConfigError, match="fedge release init"):
+        run("start", tmp_path, "1/manifest.json", "--broker", "localhost:1", "--federation", "f")

@@ -1,0 +1,44 @@
+import pytest
+
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.folder import Folder, Line, Record, Request
+from fedge.errors import ConfigError, StoreError
+from fedge.messages import Phase
+
+RECORD = Record(
+    plan=Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64),
+    progress=Progress(began=1.5, reasons=("x",)),
+    devices={"cam1": Line(phase=Phase.TRIAL, release=2, accuracy=(0.5, 0.75))},
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    assert Folder(tmp_path).read() is None
+    Folder(tmp_path).write(RECORD)
+    assert Folder(tmp_path).read() == RECORD
+
+
+def test_a_damaged_state_is_told(tmp_path):
+    Folder(tmp_path).write(RECORD)
+    (tmp_path / "rollout" / "state.json").write_text("{")
+    with pytest.raises(StoreError, match=r"state\.json"):
+        Folder(tmp_path).read()
+
+
+def test_requests_wait_until_they_are_answered(tmp_path):
+    folder = Folder(tmp_path)
+    assert folder.asked() is None
+    folder.ask(Request.PAUSE)
+    folder.ask(Request.ABORT)
+    assert folder.asked() is Request.ABORT
+    folder.answered()
+    assert folder.asked() is None
+
+
+def test_one_process_supervises(tmp_path):
+    assert not Folder(tmp_path).is_supervised()
+    with Folder(tmp_path).supervised():
+        assert Folder(tmp_path).is_supervised()
+        with pytest.raises(ConfigError, match="another process"), Folder(tmp_path).supervised():
+            pass
+    assert not Folder(tmp_path).is_supervised()

@@ -1,0 +1,108 @@
+"""What the supervisor knows of a release and of requests; at work: tests/integration/test_rollout.py."""
+
+import os
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.service import Release, begin, requested
+from export.signing import Repository
+from fedge.errors import ConfigError
+from fedge.messages import RolloutState
+from tests.deploy.bundles import variant
+
+RUNNING, PAUSED, ABORTED, DONE = RolloutState
+PLAN = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
+
+
+@pytest.fixture
+def repo(tmp_path):
+    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    return tmp_path / "repo"
+
+
+def release(repo):
+    return Release(Repository(repo), repo, "2/manifest.json")
+
+
+def test_it_serves_what_it_announced_and_nothing_else(repo, tmp_path):
+    found = release(repo)
+    assert all(found.source(ref.digest) is not None for ref in found.metadata.values())
+    assert all(found.source(part.digest).is_file() for part in (found.manifest.skeleton, *found.manifest.parts))
+
+    other = next((repo / "keys").iterdir()).read_bytes()
+    stranger = Repository(repo).parts.put(other)
+    assert found.source(stranger) is None
+
+
+def test_new_signatures_are_announced(repo):
+    found = release(repo)
+    before = found.metadata
+    found.refresh()
+    assert found.metadata is before
+
+    Repository(repo).renew()
+    os.utime(repo / "metadata" / "timestamp.json", ns=(1, 1))
+    found.refresh()
+
+    assert found.metadata["timestamp.json"] != before["timestamp.json"]
+    assert found.source(found.metadata["timestamp.json"].digest) is not None
+
+
+def test_a_part_that_is_gone_is_not_served(repo):
+    found = release(repo)
+    Repository(repo).parts.remove(found.manifest.gate.digest)
+    assert found.source(found.manifest.gate.digest) is None
+
+
+def test_no_such_release(repo):
+    with pytest.raises(ConfigError, match=r"2/manifest\.json"):
+        Release(Repository(repo), repo, "3/manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("state", "request_", "after"),
+    [
+        (RUNNING, None, RUNNING),
+        (RUNNING, Request.PAUSE, PAUSED),
+        (PAUSED, Request.RESUME, RUNNING),
+        (RUNNING, Request.RESUME, RUNNING),
+        (DONE, Request.PAUSE, DONE),
+        (ABORTED, Request.RESUME, ABORTED),
+        (RUNNING, Request.ABORT, ABORTED),
+        (PAUSED, Request.ABORT, ABORTED),
+        (DONE, Request.ABORT, ABORTED),
+        (ABORTED, Request.PAUSE, ABORTED),
+    ],
+)
+def test_what_a_request_changes(state, request_, after):
+    assert requested(Progress(began=0.0, state=state), request_, 5.0).state is after
+
+
+def test_the_same_plan_goes_on_where_it_was(tmp_path):
+    folder = Folder(tmp_path)
+    progress = Progress(began=3.0, stage=1, share=0.5)
+    folder.write(Record(plan=PLAN, progress=progress))
+    folder.ask(Request.PAUSE)
+
+    assert begin(folder, replace(PLAN, id="other"), 9.0) == (PLAN, progress)
+    assert folder.asked() is Request.PAUSE
+
+
+@pytest.mark.parametrize("state", [RUNNING, PAUSED])
+def test_one_rollout_at_a_time(tmp_path, state):
+    Folder(tmp_path).write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
+    with pytest.raises(ConfigError, match="abort it first"):
+        begin(Folder(tmp_path), replace(PLAN, target="3/manifest.json"), 9.0)
+
+
+@pytest.mark.parametrize("state", [ABORTED, DONE])
+def test_after_its_end_the_next_one_begins(tmp_path, state):
+    folder = Folder(tmp_path)
+    folder.write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
+    folder.ask(Request.ABORT)  # was for the one before
+    following = replace(PLAN, target="3/manifest.json")
+    assert begin(folder, following, 9.0) == (following, Progress(began=9.0))
+    assert folder.asked() is None

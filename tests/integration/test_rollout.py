@@ -1,0 +1,387 @@
+"""Rollouts over a real broker: bundles that are better and worse, devices that are off, kill -9, and liars."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.service import Release, Supervisor
+from deploy.slots import State
+from export.signing import Repository
+from fedge.broker import LocalBroker
+from fedge.bundle import read
+from fedge.messages import BlobRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
+from fedge.rollout import place
+from fedge.tensors import digest_of
+from fedge.topics import Topics
+from fedge.transfer import Sender
+from fedge.transport import Inbound
+from tests.deploy.bundles import digest, other_gate, poor_gate, variant
+from tests.deploy.repository import LATER, PAST, Simulator
+from tests.support.broker import local_broker, settings, transport
+from tests.support.runtime_device import FEDERATION, device, prepare
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60.0
+DEVICES = [f"cam{i}" for i in range(8)]
+TOPICS = Topics(FEDERATION)
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    async with local_broker("auto", tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    Repository.create(tmp_path / "repo")
+    return tmp_path / "repo"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return variant(tmp_path / "old", release=1)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return variant(tmp_path / "new", release=2, gate=other_gate)
+
+
+def state_of(home: Path) -> State:
+    """Only read: `Slots` tidies up, which is for the device alone while it runs."""
+    return msgspec.json.decode((home / "slots.json").read_bytes(), type=State)
+
+
+def release_of(home: Path) -> int:
+    return read(home / "slots" / state_of(home).running).manifest.release
+
+
+def plan_of(repo: Path, bundle: Path, **changes: object) -> tuple[Release, Plan]:
+    repository = Repository(repo)
+    target = repository.add(bundle)
+    release = Release(repository, repo, target)
+    values = {"id": "r1", "stages": (0.1, 0.5, 1.0), "soak_s": 0.0, "absent_s": 60.0} | changes
+    return release, Plan(target=target, release=release.manifest.release, digest=release.digest, **values)
+
+
+async def rolled_out(broker: LocalBroker, repo: Path, release: Release, plan: Plan, observe=None) -> Progress:
+    supervisor = Supervisor(
+        Folder(repo), release, plan, settings(broker), FEDERATION, observe or (lambda event, fields: None)
+    )
+    async with asyncio.timeout(WAIT_S):
+        return await supervisor.run()
+
+
+async def fleet(stack: AsyncExitStack, broker: LocalBroker, homes: dict[str, Path]) -> None:
+    for name, home in homes.items():
+        await stack.enter_async_context(device(settings(broker), home, name))
+
+
+async def test_a_release_goes_through_all_stages(broker, tmp_path, repo, old, new) -> None:
+    root = Repository(repo).root()
+    homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES}
+    release, plan = plan_of(repo, new)
+    events = []
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, homes)
+        ended = await rolled_out(broker, repo, release, plan, lambda event, fields: events.append((event, fields)))
+
+    assert ended.state is RolloutState.DONE
+    assert {name: release_of(home) for name, home in homes.items()} == dict.fromkeys(DEVICES, 2)
+    assert [fields["stage"] for event, fields in events if event == "rollout"] == [2, 3, 3]
+    record = Folder(repo).read()
+    assert all(line.phase is Phase.SERVING and line.accuracy == (1.0, 1.0) for line in record.devices.values())
+    assert all(not list((home / "received").iterdir()) for home in homes.values())
+
+
+async def test_one_that_does_worse_stops_at_the_canary_stage(broker, tmp_path, repo, old) -> None:
+    worse = variant(tmp_path / "worse", release=2, gate=poor_gate)
+    root = Repository(repo).root()
+    canary = min(DEVICES, key=lambda name: place("r1", name))
+    homes = {  # what the bundle has become is right for everybody but the canary
+        name: prepare(tmp_path / name, old, root, labels_of=None if name == canary else worse) for name in DEVICES
+    }
+    release, plan = plan_of(repo, worse)
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, homes)
+        ended = await rolled_out(broker, repo, release, plan)
+
+    assert (ended.state, ended.stage) == (RolloutState.ABORTED, 0)
+    assert ended.reasons[0].startswith(f"{canary} refused: accuracy: ")
+    assert {release_of(home) for home in homes.values()} == {1}
+    assert [name for name, home in homes.items() if digest(worse) in state_of(home).refused] == [canary]
+
+
+async def test_a_device_that_was_off_catches_up(broker, tmp_path, repo, old, new) -> None:
+    root = Repository(repo).root()
+    homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES}
+    release, plan = plan_of(repo, new, absent_s=3.0)
+    order = sorted(DEVICES, key=lambda name: place("r1", name))
+    done = asyncio.Event()
+
+    def observe(event: str, fields: dict) -> None:
+        if event == "rollout" and fields["state"] == "done":
+            done.set()
+
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, {name: homes[name] for name in order[:-1]})
+        off = device(settings(broker), homes[order[-1]], order[-1])
+        await off.__aenter__()
+        supervising = asyncio.create_task(rolled_out(broker, repo, release, plan, observe))
+        await asyncio.sleep(0.5)
+        await off.__aexit__(None, None, None)
+        async with asyncio.timeout(WAIT_S):
+            await done.wait()
+        assert release_of(homes[order[-1]]) == 1
+        assert not supervising.done()
+        await fleet(stack, broker, {order[-1]: homes[order[-1]]})
+        ended = await supervising
+
+    assert ended.state is RolloutState.DONE
+    assert {release_of(home) for home in homes.values()} == {2}
+
+
+async def test_an_aborted_rollout_is_taken_back(broker, tmp_path, repo, old, new) -> None:
+    root = Repository(repo).root()
+    homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES[:2]}
+    release, plan = plan_of(repo, new, canaries=("cam1",), stages=(0.0, 1.0), soak_s=1e9)
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, homes)
+        supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
+        await until(lambda: release_of(homes["cam1"]) == 2)
+        Folder(repo).ask(Request.ABORT)
+        ended = await supervising
+
+    assert ended.reasons == ("asked for",)
+    assert {name: release_of(home) for name, home in homes.items()} == {"cam0": 1, "cam1": 1}
+    assert Folder(repo).read().devices["cam1"].phase is Phase.ROLLED_BACK
+    assert state_of(homes["cam0"]).refused == {}
+
+
+async def test_a_paused_rollout_waits(broker, tmp_path, repo, old, new) -> None:
+    homes = {"cam0": prepare(tmp_path / "cam0", old, Repository(repo).root())}
+    release, plan = plan_of(repo, new)
+    Folder(repo).write(Record(plan=plan, progress=Progress(began=0.0, state=RolloutState.PAUSED)))
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, homes)
+        supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
+        await until(lambda: "cam0" in Folder(repo).read().devices)
+        assert release_of(homes["cam0"]) == 1
+        Folder(repo).ask(Request.RESUME)
+        assert (await supervising).state is RolloutState.DONE
+
+    assert release_of(homes["cam0"]) == 2
+
+
+# ------------------------------------------------------------------------------------------------------- kill -9
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - files in another process tell nobody
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def process(*arguments: str) -> AsyncIterator[Process]:
+    started = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=ROOT)
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+def phase_in(repo: Path, name: str) -> Phase | None:
+    record = Folder(repo).read()
+    return record.devices[name].phase if record is not None and name in record.devices else None
+
+
+async def test_killed_in_the_middle_of_a_transfer_both_go_on(broker, tmp_path, repo, old, new) -> None:
+    home = prepare(tmp_path / "cam0", old, Repository(repo).root())
+    target = Repository(repo).add(new)
+    gate = read(new).manifest.gate.digest
+    part, hidden = Repository(repo).parts.path(gate), tmp_path / "hidden"
+    part.rename(hidden)  # so that the transfer lasts
+    runtime = ("-m", "tests.support.runtime_device", broker.host, str(broker.port), str(home), "cam0")
+    supervisor = (
+        *("-c", "from coordinator.rollout.cli import rollout; rollout()", "start", str(repo), target, "--soak-s", "0"),
+        *("--stages", "1", "--broker", f"{broker.host}:{broker.port}", "--federation", FEDERATION),
+    )
+    async with process(*runtime):
+        async with process(*supervisor):
+            await until(lambda: phase_in(repo, "cam0") is Phase.FETCHING)
+        assert release_of(home) == 1  # the supervisor is dead
+    assert release_of(home) == 1  # the device as well
+    hidden.rename(part)
+    async with process(*runtime), process(*supervisor) as last:
+        async with asyncio.timeout(WAIT_S):
+            assert await last.wait() == 0
+
+    assert release_of(home) == 2
+    assert state_of(home).trial is None
+
+
+# ------------------------------------------------------------------------------------------------------- attacks
+
+
+class Liar:
+    """Whoever has the broker's password: announces and serves what it likes."""
+
+    def __init__(self, broker: LocalBroker) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.wanted: set[str] = set()
+        self._healths: list[Health] = []
+        self._news = asyncio.Condition()
+        self._transport = transport(broker, "liar")
+        self._sender = Sender(self._transport, self.blobs.get)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Liar]:
+        await self._transport.subscribe(TOPICS.agent("+", "health"), self._on_health)
+        await self._transport.subscribe(TOPICS.agent("+", "release-wants"), self._on_want)
+        async with self._transport, self._sender:
+            yield self
+
+    async def _on_health(self, inbound: Inbound) -> None:
+        async with self._news:
+            self._healths.append(decode(inbound.payload, Health))
+            self._news.notify_all()
+
+    async def _on_want(self, inbound: Inbound) -> None:
+        want = decode(inbound.payload, Want)
+        self.wanted.add(want.digest)
+        self._sender.want(want.digest, want.ranges, chunks=TOPICS.model_chunk(want.digest))
+
+    async def announce(self, files: dict[str, bytes], release: int, name: str, **sizes: int) -> None:
+        self.blobs |= {digest_of(data): data for data in files.values()}
+        refs = {n: BlobRef(digest=digest_of(d), size_bytes=sizes.get("size", len(d))) for n, d in files.items()}
+        rollout = Rollout(
+            id=name,
+            state=RolloutState.RUNNING,
+            target=f"{release}/manifest.json",
+            release=release,
+            share=1.0,
+            metadata=refs,
+        )
+        await self._transport.publish(TOPICS.rollout, encode(rollout), retain=True)
+
+    async def told(self, rollout: str, *phases: Phase) -> Health:
+        def found() -> Health | None:
+            return next((h for h in self._healths if h.rollout == rollout and h.phase in phases), None)
+
+        async with asyncio.timeout(WAIT_S), self._news:
+            await self._news.wait_for(found)
+        health = found()
+        assert health is not None
+        return health
+
+
+def offered(simulator: Simulator, bundle: Path, liar: Liar) -> int:
+    """Sign a bundle, and have its parts ready; its release."""
+    manifest = read(bundle).manifest
+    simulator.release(manifest.release, (bundle / "manifest.json").read_bytes())
+    for path in bundle.iterdir():
+        liar.blobs[digest_of(path.read_bytes())] = path.read_bytes()
+    return manifest.release
+
+
+def forged(simulator, bundle, liar):
+    thief = Simulator()
+    number = offered(thief, bundle(6), liar)
+    return thief.files, number, {}
+
+
+def expired(simulator, bundle, liar):
+    simulator.timestamp.expires = PAST
+    number = offered(simulator, bundle(6), liar)
+    return simulator.files, number, {}
+
+
+def older(simulator, bundle, liar):
+    return simulator.files, offered(simulator, bundle(3), liar), {}
+
+
+def altered_part(simulator, bundle, liar):
+    folder = bundle(6)
+    number = offered(simulator, folder, liar)
+    gate = read(folder).manifest.gate
+    liar.blobs[gate.digest] = os.urandom(gate.size_bytes)
+    return simulator.files, number, {}
+
+
+def altered_manifest(simulator, bundle, liar):
+    number = offered(simulator, bundle(6), liar)
+    name = next(name for name in simulator.files if name.startswith("6/"))
+    data = simulator.files.pop(name).replace(b"digits", b"widgets")
+    return simulator.files | {f"6/{digest_of(data)}.manifest.json": data}, number, {}
+
+
+def oversized(simulator, bundle, liar):
+    return simulator.files, offered(simulator, bundle(6), liar), {"size": 2**21}
+
+
+def other_task(simulator, bundle, liar):
+    folder = bundle(6)
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"name": "digits"', '"name": "cats"', 1))
+    return simulator.files, offered(simulator, folder, liar), {}
+
+
+def other_schema(simulator, bundle, liar):
+    text = (bundle(6) / "manifest.json").read_text().replace('"schema_version": 1', '"schema_version": 2', 1)
+    simulator.release(6, text.encode())
+    return simulator.files, 6, {}
+
+
+@pytest.mark.parametrize(
+    ("attack", "phase", "reason"),
+    [
+        (forged, Phase.REFUSED, "forged"),
+        (expired, Phase.REFUSED, "expired"),
+        (older, Phase.REFUSED, "rollback"),
+        (altered_part, Phase.FAILED, "digest"),
+        (altered_manifest, Phase.REFUSED, "missing"),
+        (oversized, Phase.REFUSED, "endless-data"),
+        (other_task, Phase.REFUSED, "task"),
+        (other_schema, Phase.REFUSED, "schema"),
+    ],
+)
+async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, phase, reason) -> None:
+    simulator = Simulator()
+    first = variant(tmp_path / "first", release=5)
+    home = prepare(tmp_path / "cam0", first, simulator.files["1.root.json"])
+    before = sorted(path.name for path in (home / "parts").iterdir())
+
+    def bundle(release: int) -> Path:
+        return variant(tmp_path / f"attack-{release}", release=release, gate=other_gate)
+
+    async with Liar(broker).connected() as liar, device(settings(broker), home, "cam0") as answering:
+        files, number, sizes = attack(simulator, bundle, liar)
+        await liar.announce(files, number, "lie", **sizes)
+        health = await liar.told("lie", Phase.REFUSED, Phase.FAILED, Phase.TRIAL)
+        assert (health.phase, health.reason.split(":")[0], health.release) == (phase, reason, 5)
+        assert answering.runtime.digest == digest(first)
+        assert release_of(home) == 5
+        if attack is oversized:
+            assert liar.wanted == set()
+        if attack is not altered_part:
+            assert sorted(path.name for path in (home / "parts").iterdir()) == before
+
+        simulator.timestamp.expires = LATER  # and the truth is believed afterwards
+        number = offered(simulator, variant(tmp_path / "truth", release=7, gate=other_gate), liar)
+        await liar.announce(simulator.files, number, "truth")
+        await until(lambda: answering.runtime.manifest.release == 7)

@@ -1,0 +1,73 @@
+"""A device's runtime with its link, as a task, or as a process that can be killed:
+
+python -m tests.support.runtime_device HOST PORT HOME DEVICE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from deploy import load
+from deploy.answering import Answering
+from deploy.examination import Limits
+from deploy.link import Link
+from deploy.slots import Slots
+from deploy.trust import install_root
+from fedge.preprocess import apply
+from fedge.transport import BrokerSettings, Transport
+from fedge.validation import Validation
+from tests.deploy.bundles import GOLDEN
+
+FEDERATION = "test"
+LENIENT = Limits(probation_s=0, latency_ratio=100.0, latency_slack_ms=1000.0)
+"""What is asserted is never the time."""
+
+
+def prepare(home: Path, first: Path, root: bytes, *, labels_of: Path | None = None) -> Path:
+    """A device that answers with the bundle `first` and whose samples are labelled as the bundle `labels_of` says."""
+    slots = Slots(home)
+    slots.stage(slots.take_in(first))
+    slots.switch()
+    slots.confirm()
+    install_root(home, root)
+    runtime = load(first if labels_of is None else labels_of)
+    with np.load(GOLDEN.parent / "expected.npz") as arrays:
+        samples = np.tile(arrays["x"], (5, *[1] * (arrays["x"].ndim - 1)))
+    Validation(apply(runtime.task, runtime.as_batch(samples)), runtime.predict(samples).class_index).save(home)
+    return home
+
+
+@asynccontextmanager
+async def device(
+    settings: BrokerSettings, home: Path, device_id: str, limits: Limits = LENIENT
+) -> AsyncIterator[Answering]:
+    """Switched on within."""
+    slots = Slots(home)
+    answering = Answering(slots, limits)
+    link = Link(device_id, FEDERATION, home, slots, answering, limits)
+    transport = Transport(settings, f"{FEDERATION}-runtime-{device_id}")
+    await link.attach(transport)
+    async with transport:
+        running = asyncio.create_task(link.run())
+        try:
+            yield answering
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def main(host: str, port: str, home: str, device_id: str) -> None:
+    """Run until killed."""
+    async with device(BrokerSettings(host, int(port)), Path(home), device_id):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
