@@ -34,8 +34,8 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "method"),
-    *("rollout", "serve", "simulate", "status"),
+    *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "install", "method"),
+    *("release", "rollout", "serve", "simulate", "status"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 

@@ -10,7 +10,19 @@ import click
 import pytest
 from msgspec import Struct
 
-from fedge.messages import Action, BlobRef, Capabilities, Context, Message, Report, Result, Status, Want
+from fedge.messages import (
+    Action,
+    BlobRef,
+    Capabilities,
+    Context,
+    Health,
+    Message,
+    Quality,
+    Report,
+    Result,
+    Status,
+    Want,
+)
 from tests.support import method_reference
 from tests.support.cli_reference import commands, reference
 
@@ -20,7 +32,17 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 PROTOCOL = (ROOT / "docs/protocol.md").read_text()
 PRIVACY = (ROOT / "docs/privacy.md").read_text()
 
-SENT_BY_DEVICES: tuple[type[Struct], ...] = (Status, Capabilities, Context, Report, *get_args(Result), Want, BlobRef)
+SENT_BY_DEVICES: tuple[type[Struct], ...] = (
+    Status,
+    Capabilities,
+    Context,
+    Report,
+    *get_args(Result),
+    Want,
+    BlobRef,
+    Health,
+    Quality,
+)
 
 
 def test_every_command_has_examples_exit_codes_and_json() -> None:
