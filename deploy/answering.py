@@ -62,7 +62,7 @@ class Answering:
         self._allowed_ms: float | None = None
         folder = slots.boot()
         if folder is None:
-            raise ConfigError("no bundle is installed: install one with `fedge install HOME BUNDLE`")
+            raise ConfigError("no bundle is installed: install one with `fedge install --home HOME BUNDLE`")
         self._take(self._loaded(folder))
 
     @property

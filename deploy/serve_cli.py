@@ -110,7 +110,7 @@ def _slots(settings: ServeSettings, bundles: Sequence[str]) -> Slots | None:
     if settings.home is None:
         return None
     if not settings.home.is_dir():
-        raise ConfigError(f"there is no folder {settings.home}; install a bundle with `fedge install HOME BUNDLE`")
+        raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
     return Slots(settings.home)
 
 

@@ -171,9 +171,12 @@ async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_pa
     variant(home / "bundles" / "5", release=5, gate=other_gate)
     async with LocalBroker("auto", home=tmp_path / "broker") as broker:
         flags = ("--broker", f"{broker.host}:{broker.port}", "--federation", "shop", "--id", "cam1")
-        async with process("--home", home, *flags) as (_, _, session), asyncio.timeout(60):
+        async with process("--home", home, *flags) as (child, _, session), asyncio.timeout(60):
             release = 4
             while release != 5:
                 status, content = await ask(session, "digits")
                 assert status == 200
                 release = content["parameters"]["release"]
+            child.terminate()
+            assert await child.wait() == INTERRUPTED
+            assert b"Traceback" not in await child.stderr.read()
