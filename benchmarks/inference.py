@@ -35,7 +35,7 @@ import onnxruntime
 import torch
 
 import deploy
-from deploy.runtime import session_options
+from deploy.sessions import session_options
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.branch import branch
 from export.graph import filled
@@ -242,7 +242,7 @@ begin = time.process_time()
 _LOAD = """
 import numpy as np, onnxruntime
 from pathlib import Path
-from deploy.runtime import session_options
+from deploy.sessions import session_options
 graph, folder, shape = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 data = open(graph, "rb").read() if graph.endswith(".bytes") else graph
 before, begin = memory()["VmRSS"], time.process_time()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from deploy.drift import Drift
+from deploy.engines import EngineName
 from deploy.examination import Limits
 from deploy.runtime import Prediction, Runtime, load
 from deploy.slots import Slots
@@ -43,8 +44,15 @@ class Answering:
     with: a switch fails no request.
     """
 
-    def __init__(self, slots: Slots, limits: Limits, threads: int | None = None) -> None:
-        """Load what `slots.boot()` names.
+    def __init__(
+        self,
+        slots: Slots,
+        limits: Limits,
+        threads: int | None = None,
+        *,
+        engine: EngineName | Literal["auto"] = "auto",
+    ) -> None:
+        """Load what `slots.boot()` names; `engine` runs this bundle and all later ones.
 
         Raises:
             ConfigError: nothing was ever installed.
@@ -53,6 +61,7 @@ class Answering:
         self._slots = slots
         self._limits = limits
         self._threads = threads
+        self._engine = engine
         self._lock = threading.RLock()
         self._counters = Counters()
         self._failed_in_a_row = 0
@@ -115,7 +124,7 @@ class Answering:
         folder = self._slots.running
         assert folder is not None
         try:
-            runtime = load(folder, self._threads)
+            runtime = load(folder, self._threads, engine=self._engine)
         except FedgeError as error:
             self._slots.roll_back(f"it cannot be loaded: {error}")
             raise
@@ -142,13 +151,13 @@ class Answering:
     def _loaded(self, folder: Path) -> Runtime:
         """Load the running bundle; where it cannot be loaded, the last good one."""
         try:
-            return load(folder, self._threads)
+            return load(folder, self._threads, engine=self._engine)
         except FedgeError as error:
             good = self._slots.good
             if self._slots.state.trial is None or good is None:
                 raise
             self._slots.roll_back(f"it cannot be loaded: {error}")
-            return load(good, self._threads)
+            return load(good, self._threads, engine=self._engine)
 
     def _take(self, runtime: Runtime) -> None:
         reference = runtime.manifest.reference
@@ -199,4 +208,4 @@ class Answering:
         except StoreError as error:
             log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
             return
-        self._take(load(folder, self._threads))
+        self._take(load(folder, self._threads, engine=self._engine))

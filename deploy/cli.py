@@ -7,13 +7,14 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.engines import APPROXIMATE, ENGINES, Mode
 from deploy.runtime import Prediction, Runtime, load
 from fedge.errors import ConfigError
 from fedge.preprocess import load_image
@@ -41,8 +42,34 @@ class Answers:
     "--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Predict so often, to measure latency."
 )
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of ONNX Runtime.")
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", *ENGINES]),
+    default="auto",
+    show_default=True,
+    help="How the bundle is run; lazy and int8 are approximate.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["normal", "shift"]),
+    default="normal",
+    show_default=True,
+    help="shift: for samples unlike the device's own.",
+)
+@click.option("--provider", "providers", multiple=True, help="Execution provider of ONNX Runtime; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per input, a line each.")
-def infer(bundle: Path, inputs: tuple[Path, ...], batch: int, repeat: int, threads: int, *, as_json: bool) -> None:
+def infer(
+    bundle: Path,
+    inputs: tuple[Path, ...],
+    batch: int,
+    repeat: int,
+    threads: int,
+    engine: Literal["auto", "fused", "separate", "lazy", "int8"],
+    mode: Mode,
+    providers: tuple[str, ...],
+    *,
+    as_json: bool,
+) -> None:
     """Predict with an installed bundle; needs no torch.
 
     INPUT is a PNG or JPEG picture, an .npy array (one sample or a batch), or an .npz file with x and, if the accuracy
@@ -53,11 +80,12 @@ def infer(bundle: Path, inputs: tuple[Path, ...], batch: int, repeat: int, threa
       fedge infer bundles/3 photo.png
       fedge infer bundles/3 test.npz --json
       fedge infer bundles/3 sample.npy --repeat 1000
+      fedge infer bundles/3 test.npz --engine lazy
 
     \b
     Exit codes: 0 done, 2 no bundle there or an input that cannot be read, 5 the bundle is not what its manifest says.
     """  # noqa: D301 - click needs the character itself
-    runtime = load(bundle, threads)
+    runtime = load(bundle, threads, engine=engine, mode=mode, providers=providers or None)
     for path in inputs:
         x, y = _read(runtime, path)
         answers = _predict(runtime, x, batch, repeat)
@@ -113,6 +141,9 @@ def _record(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | No
     return {
         "input": str(path),
         "bundle": runtime.digest,
+        "engine": runtime.engine,
+        "mode": runtime.mode,
+        "providers": list(runtime.providers),
         "n": n,
         "accuracy": None if y is None else float((answers.index == y).mean()),
         "predictions": answers.index.tolist(),
@@ -153,3 +184,5 @@ def _table(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | Non
         yield f"  accuracy {(answers.index == y).mean():.4f}"
     median, worst = np.median(answers.calls_ms), np.percentile(answers.calls_ms, 99)
     yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
+    approximate = " (approximate)" if runtime.engine in APPROXIMATE else ""
+    yield f"  engine {runtime.engine}{approximate}, mode {runtime.mode}, {', '.join(runtime.providers)}"

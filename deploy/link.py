@@ -492,7 +492,7 @@ class Link:
         """Remove files of the store that no longer hold what they are named by; whether there were any."""
         manifest = decode_manifest(data)
         damaged = False
-        for part in (manifest.skeleton, *manifest.parts):
+        for part in manifest.files.values():
             if part.digest not in self._slots.parts or digest_of(self._slots.parts.get(part.digest)) != part.digest:
                 self._slots.parts.remove(part.digest)
                 damaged = True

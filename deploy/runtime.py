@@ -1,24 +1,29 @@
-"""A bundle at work: one ONNX Runtime call runs gate, all candidates and the fusion."""
+"""A bundle at work: samples in, predictions out; `deploy.engines` says how it is run."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
-from fedge.bundle import INPUT, OUTPUTS, Bundle, Manifest, Reference, read
+from deploy.engines import EngineName, Mode, chosen, make
+from deploy.sessions import chains
+from fedge.bundle import Bundle, Manifest, Reference, read
 from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 
 Floats = NDArray[np.float32]
+
+log = logging.getLogger("fedge.deploy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Prediction:
         weights: (n, M), share of each candidate in the mixture, 0 for one that was dropped; see the manifest's guard
             for what is added to it.
         energies: (n, M), logsumexp of each candidate's logits, standardised by its validation samples; NaN for a
-            candidate whose output was not finite.
+            candidate whose output was not finite, and for one that engine lazy did not run.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
         outlier_above: free energy above which a sample is flagged, inf where the bundle has no reference.
     """
@@ -66,26 +71,50 @@ class Prediction:
 class Runtime:
     """A verified bundle, loaded. Safe to share between threads."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
-        """Load the graph; `threads` None: one, which is best for single samples and leaves the device its other cores.
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        *,
+        engine: EngineName | Literal["auto"] = "auto",
+        mode: Mode = "normal",
+        providers: Sequence[str] | None = None,
+    ) -> None:
+        """Load a verified bundle; the arguments are those of `load`.
 
         Raises:
+            ConfigError: the bundle lacks what the engine or the mode needs, or there is no such provider.
             UpdateRejected: ONNX Runtime cannot run the graph, or its outputs are not those of the manifest.
         """
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
         reference = bundle.manifest.reference
         self._outlier_above = reference.outlier_above if isinstance(reference, Reference) else math.inf
-        try:
-            self._session = onnxruntime.InferenceSession(
-                bundle.graph, session_options(bundle.folder, threads or 1), providers=["CPUExecutionProvider"]
-            )
-            outputs = self._run(np.zeros((1, *self.task.input_shape), np.float32))
-        except Exception as error:  # ONNX Runtime's own tree starts here
-            raise UpdateRejected(f"ONNX Runtime cannot run {bundle.folder}: {error}") from error
+        self.engine: EngineName = chosen(bundle, engine)
+        self.mode = mode
+        outputs = self._start(bundle, threads or 1, chains(providers))
         sizes = (self.task.n_classes, len(self.manifest.candidates), len(self.manifest.candidates))
         if [output.shape for output in outputs] != [(1, size) for size in sizes]:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
+
+    def _start(self, bundle: Bundle, threads: int, tried: list[tuple[str, ...]]) -> list[Floats]:
+        """Make the engine on the first providers on which it runs, and run it on a sample of zeros."""
+        for providers in tried:
+            try:
+                self._engine = make(bundle, self.engine, threads, providers, self.mode)
+                return self._engine.run_all(np.zeros((1, *self.task.input_shape), np.float32))
+            except ConfigError:
+                raise
+            except Exception as error:  # ONNX Runtime's own tree starts here
+                if providers == tried[-1]:
+                    raise UpdateRejected(f"ONNX Runtime cannot run {bundle.folder}: {error}") from error
+                log.warning("event=provider_failed provider=%s reason=%r", providers[0], str(error)[:500])
+        raise AssertionError("the CPU is always tried")
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Execution providers of ONNX Runtime that the bundle runs on, in order of preference."""
+        return self._engine.providers
 
     @property
     def task(self) -> TaskSpec:
@@ -130,15 +159,31 @@ class Runtime:
         return raw[np.newaxis] if raw.shape in single else raw
 
     def _run(self, x: Floats) -> list[Floats]:
-        outputs: list[Floats] = self._session.run(OUTPUTS, {INPUT: x})
-        return outputs
+        return self._engine.run(x)
 
 
-def load(path: Path | str, threads: int | None = None) -> Runtime:
+def load(
+    path: Path | str,
+    threads: int | None = None,
+    *,
+    engine: EngineName | Literal["auto"] = "auto",
+    mode: Mode = "normal",
+    providers: Sequence[str] | None = None,
+) -> Runtime:
     """Verify the bundle in a folder and make it ready to predict.
 
+    Args:
+        path: the folder.
+        threads: of ONNX Runtime; None: one, which is best for single samples and leaves the device its other cores.
+        engine: "fused", "separate", "lazy" or "int8", see `deploy.engines`; "auto": fused, separate where a candidate
+            has 40 MB or more.
+        mode: "shift" flattens the prior, for samples that are unlike those that the device was trained with.
+        providers: execution providers of ONNX Runtime in order of preference; None: CUDA, TensorRT, XNNPACK, CPU,
+            the first that is there and can run the bundle. The CPU always stands in for one that cannot.
+
     Raises:
-        ConfigError: there is no such folder, or `threads` is below 1.
+        ConfigError: there is no such folder, engine or provider, the bundle lacks what the engine or the mode needs, or
+            `threads` is below 1.
         UpdateRejected: the bundle is not what its manifest says. ONNX Runtime has not seen any of it then.
     """
     folder = Path(path)
@@ -146,16 +191,4 @@ def load(path: Path | str, threads: int | None = None) -> Runtime:
         raise ConfigError(f"no bundle at {folder}: name the folder that holds manifest.json")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
-    return Runtime(read(folder), threads)
-
-
-def session_options(folder: Path, threads: int) -> onnxruntime.SessionOptions:
-    """All optimisations (1.3 to 1.5 times faster than less), no spinning threads (battery, shared cores)."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    return options
+    return Runtime(read(folder), threads, engine=engine, mode=mode, providers=providers)

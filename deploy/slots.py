@@ -23,7 +23,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from fedge.bundle import MANIFEST, SKELETON, Bundle, Manifest, decode, read
+from fedge.bundle import MANIFEST, Bundle, Manifest, decode, read
 from fedge.errors import StoreError, UpdateRejected
 from fedge.files import BlobFolder, make_folder, replace_folder, sync_folder, write_atomically
 from fedge.messages import Count, Digest
@@ -93,8 +93,8 @@ class Slots:
         return self._folder / self._idle
 
     def lacks(self, manifest: Manifest) -> list[tuple[str, int]]:
-        """Digest and size of the skeleton and the parts that are not in the store, each once, in their order."""
-        files = dict.fromkeys((part.digest, part.size_bytes) for part in (manifest.skeleton, *manifest.parts))
+        """Digest and size of the graphs and the parts that are not in the store, each once, in their order."""
+        files = dict.fromkeys((part.digest, part.size_bytes) for part in manifest.files.values())
         return [(digest, size) for digest, size in files if digest not in self.parts]
 
     def may_take(self, manifest: Manifest, digest: str) -> None:
@@ -138,9 +138,8 @@ class Slots:
             unfinished = Path(tempfile.mkdtemp(dir=self._folder, prefix=".unfinished-"))
             try:
                 write_atomically(unfinished / MANIFEST, manifest)
-                self._link(parsed.skeleton.digest, unfinished / SKELETON)
-                for part in dict.fromkeys(parsed.parts):
-                    self._link(part.digest, unfinished / part.file_name)
+                for name, part in parsed.files.items():
+                    self._link(part.digest, unfinished / name)
                 read(unfinished)
                 replace_folder(self.staged, unfinished)
             finally:
@@ -159,13 +158,9 @@ class Slots:
             UpdateRejected: the bundle is not what its manifest says.
             StoreError: the disk is full or broken.
         """
-        bundle = read(folder)
-        manifest = bundle.manifest
-        files = {manifest.skeleton.digest: folder / SKELETON}
-        files |= {part.digest: folder / part.file_name for part in manifest.parts}
-        for digest, path in files.items():
-            if digest not in self.parts:
-                self._keep(path, digest)
+        for name, part in read(folder).manifest.files.items():
+            if part.digest not in self.parts:
+                self._keep(folder / name, part.digest)
         return (folder / MANIFEST).read_bytes()
 
     def switch(self, rollout: str | None = None) -> None:
@@ -290,7 +285,7 @@ class Slots:
                 manifest = decode((self._folder / slot / MANIFEST).read_bytes())
             except (OSError, UpdateRejected):
                 continue
-            named |= {part.digest for part in (manifest.skeleton, *manifest.parts)}
+            named |= {part.digest for part in manifest.files.values()}
         for digest in set(self.parts) - named:
             self.parts.remove(digest)
 

@@ -16,7 +16,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, failed
-from fedge.bundle import INPUT, MANIFEST, SKELETON, Bundle, read
+from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
 from fedge.errors import StoreError
 from fedge.files import replace_folder, write_atomically
 from fedge.messages import Declined, InstallBundle, Installed, Order, Route, Routed
@@ -95,7 +95,7 @@ def install_bundle(action: InstallBundle, fetch: Fetch, home: Path, task: TaskSp
         UpdateRejected: the files are not what their manifest says. What was installed before is untouched.
         StoreError: the disk is full or the folder cannot be written.
     """
-    strange = [name for name in action.files if name not in {MANIFEST, SKELETON} and not _PART.match(name)]
+    strange = [name for name in action.files if name not in {MANIFEST, *GRAPHS} and not _PART.match(name)]
     if strange:
         raise FailedError(f"{strange[0]!r} is no file of a bundle")
     folder = home / "bundles" / str(action.release)
@@ -123,7 +123,7 @@ def install_bundle(action: InstallBundle, fetch: Fetch, home: Path, task: TaskSp
 
 def _check(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:
     manifest = bundle.manifest
-    if {MANIFEST, SKELETON, *(part.file_name for part in manifest.parts)} != set(action.files):
+    if {MANIFEST, *manifest.files} != set(action.files):
         raise FailedError("there are files that the manifest does not name")
     if manifest.task.fingerprint() != task.fingerprint():
         raise FailedError(f"the bundle is for task {manifest.task.name} of another fingerprint")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from fedge.bundle import INPUT
+from fedge.bundle import INPUT, LOGITS
 from fedge.errors import ConfigError, StoreError
 from fedge.files import write_atomically
 from fedge.task import TaskSpec
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 OPSET: Final = 20
 IR_VERSION: Final = 9
-LOGITS: Final = "logits"
 _FORMAT: Final = 1
 """Raised when a change here makes graphs that were cached on disk useless."""
 

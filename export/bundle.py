@@ -15,10 +15,11 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from export import parity
-from export.graph import gate_tensors, skeleton
+from export.graph import gate_tensors, single, skeleton
 from export.mixture import Mixture
 from export.pool import Pool, expected, pool_parts, pool_skeleton
 from fedge.bundle import (
+    BRANCH,
     MANIFEST,
     SKELETON,
     CandidateInfo,
@@ -83,29 +84,35 @@ def write_bundle(
         raise ValueError("a metric is not finite")
     if isinstance(mixture, Pool):
         parts = pool_parts(mixture, layout)
-        graph = pool_skeleton(task, layout, mixture, parts)
+        graph, alone = pool_skeleton(task, layout, mixture, parts), None
     else:
         _check(task, mixture)
         parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
         parts.append(to_bytes(gate_tensors(mixture)))
-        graph = skeleton(task, mixture, parts[0], parts[-1])
-    names = [Part(digest=digest_of(data), size_bytes=len(data)) for data in parts]
+        graph, alone = skeleton(task, mixture, parts[0], parts[-1]), single(task, parts[0])
+    names = [_part(data) for data in parts]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
         try:
             for part, data in zip(names, parts, strict=True):
                 _put(unfinished / part.file_name, data, part)
-            write_atomically(unfinished / SKELETON, graph)
-            difference, yardstick = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
-            manifest = encode(_manifest(task, mixture, names, graph, release, method, metrics, difference, yardstick))
+            graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
+            for name, data in graphs.items():
+                write_atomically(unfinished / name, data)
+            found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
+            manifest = encode(_manifest(task, mixture, names, graphs, release, method, metrics, found))
             write_atomically(unfinished / MANIFEST, manifest)
             replace_folder(folder, unfinished)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
-    return BundleInfo(digest=digest_of(manifest), max_abs_diff=difference, path=folder)
+    return BundleInfo(digest=digest_of(manifest), max_abs_diff=found.difference, path=folder)
+
+
+def _part(data: bytes) -> Part:
+    return Part(digest=digest_of(data), size_bytes=len(data))
 
 
 def _check(task: TaskSpec, mixture: Mixture) -> None:
@@ -143,6 +150,15 @@ def _put(path: Path, data: bytes, part: Part) -> None:
     write_atomically(path, data)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Largest difference to torch; what the outputs and (M,) the largest energies are on the validation samples."""
+
+    difference: float
+    yardstick: Reference | None
+    energy_max: NDArray[np.floating] | None
+
+
 def _parity(
     task: TaskSpec,
     layout: Layout,
@@ -150,50 +166,53 @@ def _parity(
     graph: bytes,
     folder: Path,
     validation: NDArray[np.floating],
-) -> tuple[float, Reference | None]:
-    """Largest difference to torch, and what the outputs are like on the validation samples."""
+) -> _Found:
     x = parity.samples(task, validation)
     probabilities, weights, energies = parity.run(graph, str(folder), x)
     if isinstance(mixture, Pool):
         wanted = expected(task, layout, mixture, x)
     else:
         wanted = parity.expected(task, layout, mixture, x)[0]
-    return parity.check(probabilities, wanted), reference(weights, energies) if len(validation) else None
+    difference = parity.check(probabilities, wanted)
+    if not len(validation):
+        return _Found(difference, None, None)
+    highest = np.where(np.isfinite(energies), energies, -np.inf).max(axis=0)
+    return _Found(difference, reference(weights, energies), highest)
 
 
 def _manifest(
     task: TaskSpec,
     mixture: Mixture | Pool,
     parts: list[Part],
-    graph: bytes,
+    graphs: Mapping[str, bytes],
     release: int,
     method: str,
     metrics: Mapping[str, float],
-    difference: float,
-    yardstick: Reference | None,
+    found: _Found,
 ) -> Manifest:
     candidates, fusion, pool = (
-        _described_pool(mixture, parts) if isinstance(mixture, Pool) else _described(mixture, parts)
+        _described_pool(mixture, parts) if isinstance(mixture, Pool) else _described(mixture, parts, found.energy_max)
     )
     return Manifest(
         task=task,
         method=method,
         release=release,
-        skeleton=Part(digest=digest_of(graph), size_bytes=len(graph)),
+        skeleton=_part(graphs[SKELETON]),
+        branch=_part(graphs[BRANCH]) if BRANCH in graphs else UNSET,
         gate=parts[len(candidates)],
         candidates=candidates,
         fusion=fusion,
         pool=pool or UNSET,
-        reference=yardstick or UNSET,
+        reference=found.yardstick or UNSET,
         metrics={name: float(value) for name, value in metrics.items()},
-        max_abs_diff=difference,
+        max_abs_diff=found.difference,
     )
 
 
 _Description = tuple[tuple[CandidateInfo, ...], Fusion, PoolInfo | None]
 
 
-def _described(mixture: Mixture, parts: list[Part]) -> _Description:
+def _described(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.floating] | None) -> _Description:
     guard = None
     if mixture.guard is not None:
         temperature, kappa = float(mixture.guard.temperature), float(mixture.guard.kappa)
@@ -208,8 +227,9 @@ def _described(mixture: Mixture, parts: list[Part]) -> _Description:
             energy_mean=float(c.energy_mean),
             energy_std=float(c.energy_std),
             weight=float(c.weight),
+            energy_max=UNSET if energy_max is None or not np.isfinite(energy_max[k]) else float(energy_max[k]),
         )
-        for c, part in zip(mixture.candidates, parts[:-1], strict=True)
+        for k, (c, part) in enumerate(zip(mixture.candidates, parts[:-1], strict=True))
     )
     fusion = Fusion(
         beta=float(mixture.beta),

@@ -8,15 +8,16 @@ and, when there are more of them than places, on which candidates are experts; n
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.branch import IR_VERSION, LOGITS, branch
+from export.branch import IR_VERSION, branch
 from export.mixture import MIN_ENERGY_STD, Mixture
 from export.reference import ZERO_WEIGHT
-from fedge.bundle import INPUT, OUTPUTS, Bundle, slot
+from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
 from fedge.task import TaskSpec, gate_pool
 
 if TYPE_CHECKING:
@@ -81,6 +82,14 @@ def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part:
     return graph.serialise(task, m, model.opset_import)
 
 
+def single(task: TaskSpec, candidate_part: bytes) -> bytes:
+    """Serialise one candidate's network alone: input x (n, *input_shape) -> logits (n, C), weights in slot 0."""
+    model = branch(task)
+    graph = Graph()
+    graph.add_branch(model, "", 0, candidate_part)
+    return graph.serialise_with(task, {LOGITS: task.n_classes}, model.opset_import)
+
+
 class Graph:
     """Nodes and initializers as they come together."""
 
@@ -94,7 +103,7 @@ class Graph:
         import onnx
 
         places = tensor_places(part)
-        renamed = onnx.compose.add_prefix(model, prefix, rename_inputs=False).graph
+        renamed = onnx.compose.add_prefix(model, prefix, rename_inputs=False).graph if prefix else model.graph
         self._nodes.extend(renamed.node)
         for held in renamed.initializer:
             if held.data_location == onnx.TensorProto.EXTERNAL:
@@ -135,15 +144,20 @@ class Graph:
         return name
 
     def serialise(self, task: TaskSpec, n_candidates: int, opset: Any) -> bytes:
-        """The model's bytes; equal graphs give equal bytes."""
+        """The bytes of a mixture's model; equal graphs give equal bytes."""
+        sizes = (task.n_classes, n_candidates, n_candidates)
+        return self.serialise_with(task, dict(zip(OUTPUTS, sizes, strict=True)), opset)
+
+    def serialise_with(self, task: TaskSpec, outputs: Mapping[str, int], opset: Any) -> bytes:
+        """The model's bytes, with outputs (n, k) by name and k."""
         import onnx
 
-        float32, sizes = onnx.TensorProto.FLOAT, (task.n_classes, n_candidates, n_candidates)
+        float32 = onnx.TensorProto.FLOAT
         proto = onnx.helper.make_graph(
             self._nodes,
             "fedge",
             [onnx.helper.make_tensor_value_info(INPUT, float32, ["n", *task.input_shape])],
-            [onnx.helper.make_tensor_value_info(o, float32, ["n", k]) for o, k in zip(OUTPUTS, sizes, strict=True)],
+            [onnx.helper.make_tensor_value_info(name, float32, ["n", k]) for name, k in outputs.items()],
             self._initializers,
         )
         whole = onnx.helper.make_model(proto, opset_imports=list(opset), ir_version=IR_VERSION, producer_name="fedge")

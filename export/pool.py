@@ -21,11 +21,11 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from export.branch import LOGITS, branch
+from export.branch import branch
 from export.graph import LOWEST, Graph
 from export.mixture import Array
 from export.parity import features_of, logits_of
-from fedge.bundle import INPUT, OUTPUTS
+from fedge.bundle import INPUT, LOGITS, OUTPUTS
 from fedge.errors import ConfigError
 from fedge.messages import Part
 from fedge.task import TaskSpec

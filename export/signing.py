@@ -20,7 +20,7 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
-from fedge.bundle import MANIFEST, SKELETON, read
+from fedge.bundle import MANIFEST, read
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, write_atomically
 from fedge.tensors import digest_of
@@ -95,12 +95,9 @@ class Repository:
         if path in targets.targets and targets.targets[path].hashes != found.hashes:
             raise ConfigError(f"{path} is released already with another content: count the release up")
         try:
-            for digest, source in (
-                (manifest.skeleton.digest, bundle / SKELETON),
-                *((part.digest, bundle / part.file_name) for part in manifest.parts),
-            ):
-                if digest not in self.parts:
-                    self.parts.put(source.read_bytes())
+            for file, part in manifest.files.items():
+                if part.digest not in self.parts:
+                    self.parts.put((bundle / file).read_bytes())
         except OSError as error:
             raise StoreError(f"cannot read {bundle}: {error}") from error
         write_atomically(self._target(path, digest_of(data)), data)

@@ -4,6 +4,8 @@ A bundle is a folder that holds
 
     manifest.json            the struct below; its SHA-256 is the bundle's digest
     skeleton.onnx            the graph without numbers: gate, one branch per candidate, fusion
+    branch.onnx              one candidate's network without numbers, for engines that run candidates one by one
+    int8.onnx                only where it was asked for: the whole graph, candidates in 8 bits, numbers inside
     <sha256>.safetensors     one file per candidate and one for the gate and the calibration
 
 The skeleton is the same for all devices of an architecture and number of candidates, so it cannot name files by what
@@ -35,10 +37,16 @@ from fedge.task import TaskSpec
 SCHEMA_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 SKELETON: Final = "skeleton.onnx"
+BRANCH: Final = "branch.onnx"
+INT8: Final = "int8.onnx"
+GRAPHS: Final = (SKELETON, BRANCH, INT8)
 INPUT: Final = "x"
+LOGITS: Final = "logits"
+"""Output of branch.onnx."""
 OUTPUTS: Final = ("probabilities", "weights", "energies")
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
+MAX_INT8_BYTES: Final = 1 << 30
 MAX_HEADER_BYTES: Final = 1 << 24
 _ITEM_BYTES: Final = {"F32": 4, "I64": 8}
 
@@ -73,6 +81,7 @@ class CandidateInfo(_Part, frozen=True, kw_only=True):
     energy_mean: float
     energy_std: NonNegative
     weight: Share
+    energy_max: float | UnsetType = UNSET  # largest standardised energy over the validation samples
 
 
 class GuardInfo(_Part, frozen=True, kw_only=True):
@@ -132,6 +141,8 @@ class Manifest(_Part, frozen=True, kw_only=True):
     method: Name
     release: Count
     skeleton: Part
+    branch: Part | UnsetType = UNSET  # left out of pools, and of bundles written before there was one
+    int8: Part | UnsetType = UNSET
     gate: Part
     candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=MAX_POOL)]
     fusion: Fusion
@@ -145,6 +156,13 @@ class Manifest(_Part, frozen=True, kw_only=True):
         """The parts in the order of their slots: the candidates, the gate, the trunk of a pool."""
         trunk = (self.pool.trunk,) if isinstance(self.pool, PoolInfo) and self.pool.trunk else ()
         return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
+
+    @property
+    def files(self) -> dict[str, Part]:
+        """All files of the bundle but the manifest, by name: the graphs, then the parts, each once."""
+        graphs = zip(GRAPHS, (self.skeleton, self.branch, self.int8), strict=True)
+        named = {name: part for name, part in graphs if isinstance(part, Part)}
+        return named | {part.file_name: part for part in self.parts}
 
 
 class _Tensor(_Part, frozen=True, kw_only=True):
@@ -199,12 +217,20 @@ def with_parts(skeleton: bytes, parts: Sequence[Part]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A verified bundle: its manifest, the SHA-256 of that, the graph with its parts' names, and their folder."""
+    """A verified bundle: its manifest, the SHA-256 of that, the graph with its parts' names, and their folder.
+
+    `branch`: branch.onnx as it is, with the name of slot 0; empty where the bundle has none.
+    """
 
     manifest: Manifest
     digest: str
     graph: bytes
     folder: Path
+    branch: bytes = b""
+
+    def candidate(self, index: int) -> bytes:
+        """The graph of one candidate's network: input x, output `LOGITS`."""
+        return with_parts(self.branch, [self.manifest.candidates[index].part])
 
 
 def read(folder: Path) -> Bundle:
@@ -215,12 +241,13 @@ def read(folder: Path) -> Bundle:
     """
     data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
     manifest = decode(data)
-    skeleton = _bytes(folder / SKELETON, MAX_SKELETON_BYTES)
-    if (len(skeleton), _sha256(skeleton)) != (manifest.skeleton.size_bytes, manifest.skeleton.digest):
-        raise UpdateRejected(f"{folder / SKELETON} is not the one of the manifest")
+    skeleton = _graph(folder / SKELETON, manifest.skeleton)
+    branch = _graph(folder / BRANCH, manifest.branch) if isinstance(manifest.branch, Part) else b""
+    if isinstance(manifest.int8, Part):
+        _require_same(folder / INT8, manifest.int8)
     for part in manifest.parts:
         _verify(folder / part.file_name, part)
-    return Bundle(manifest, _sha256(data), with_parts(skeleton, manifest.parts), folder)
+    return Bundle(manifest, _sha256(data), with_parts(skeleton, manifest.parts), folder, branch)
 
 
 def find(bundles: Path, digest: str) -> Path | None:
@@ -237,6 +264,25 @@ def _bytes(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise UpdateRejected(f"{path} is larger than {limit} bytes")
     return data
+
+
+def _graph(path: Path, part: Part) -> bytes:
+    data = _bytes(path, MAX_SKELETON_BYTES)
+    if (len(data), _sha256(data)) != (part.size_bytes, part.digest):
+        raise UpdateRejected(f"{path} is not the one of the manifest")
+    return data
+
+
+def _require_same(path: Path, part: Part) -> None:
+    """See that a file that is not read into memory is the one of the manifest."""
+    if part.size_bytes > MAX_INT8_BYTES:
+        raise UpdateRejected(f"{path} of {part.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
+    _require_plain(path)
+    with path.open("rb") as file:
+        if (file.seek(0, 2), file.seek(0)) != (part.size_bytes, 0):
+            raise UpdateRejected(f"{path} is not the one of the manifest")
+        if hashlib.file_digest(file, "sha256").hexdigest() != part.digest:
+            raise UpdateRejected(f"{path} is not the one of the manifest")
 
 
 def _verify(path: Path, part: Part) -> None:

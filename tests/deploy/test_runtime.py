@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 
 import deploy
-import deploy.runtime
 from fedge.bundle import MANIFEST, SKELETON, decode
 from fedge.errors import ConfigError, UpdateRejected
 
@@ -222,9 +222,7 @@ STRUCTURE = {"one candidate less", "one candidate more", "one class less", "anot
 def test_a_tampered_bundle_is_refused(bundle, monkeypatch, attack):
     TAMPERED[attack](bundle)
     if attack not in STRUCTURE:
-        monkeypatch.setattr(
-            deploy.runtime.onnxruntime, "InferenceSession", lambda *_a, **_k: pytest.fail("ONNX Runtime saw it")
-        )
+        monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_a, **_k: pytest.fail("ONNX Runtime saw it"))
     with pytest.raises(UpdateRejected):
         deploy.load(bundle)
 

@@ -9,7 +9,7 @@ from msgspec import UNSET
 import deploy
 import export.parity
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from fedge.bundle import MANIFEST, SKELETON, decode
+from fedge.bundle import BRANCH, MANIFEST, SKELETON, decode
 from fedge.energies import reference
 from fedge.errors import UpdateRejected
 from fedge.messages import Role
@@ -89,7 +89,7 @@ def test_the_manifest_says_what_was_written(tmp_path):
     assert manifest.candidates[1].temperature == 1.4
     assert manifest.fusion.guard.candidate == 1
     assert manifest.max_abs_diff == info.max_abs_diff
-    assert set(files(tmp_path / "1")) == {MANIFEST, SKELETON, *(part.file_name for part in manifest.parts)}
+    assert set(files(tmp_path / "1")) == {MANIFEST, SKELETON, BRANCH, *(part.file_name for part in manifest.parts)}
     # a model's part is the very blob that the coordinator sends
     blob = to_bytes(unflatten(mixture.candidates[1].model, layout))
     assert manifest.candidates[1].part.digest == digest_of(blob)

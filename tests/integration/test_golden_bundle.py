@@ -1,6 +1,8 @@
 """The committed bundle of tests/deploy is what its script makes."""
 
 import numpy as np
+from msgspec import UNSET
+from msgspec.structs import replace
 
 import deploy
 from fedge.bundle import MANIFEST, decode
@@ -11,7 +13,8 @@ def test_the_golden_bundle_is_what_the_script_makes(tmp_path):
     """Parts are equal byte for byte; the graph may come from another exporter, but must predict alike."""
     make(tmp_path)
     ours, committed = (decode((folder / "bundle" / MANIFEST).read_bytes()) for folder in (tmp_path, GOLDEN))
-    assert ours.candidates == committed.candidates
+    # the committed one was written before largest energies were recorded: such bundles stay readable
+    assert tuple(replace(c, energy_max=UNSET) for c in ours.candidates) == committed.candidates
     assert (ours.task, ours.fusion, ours.gate) == (committed.task, committed.fusion, committed.gate)
     with np.load(GOLDEN / "expected.npz") as expected:
         found = deploy.load(tmp_path / "bundle").predict(expected["x"])

@@ -1,0 +1,231 @@
+"""How a bundle is run.
+
+fused       the skeleton: gate, all candidates and the fusion in one call of ONNX Runtime. The default.
+separate    a session for each candidate, gate and fusion in numpy: the same results, less memory where candidates
+            are large (their graph is optimised by itself).
+lazy        as separate, but a sample's candidates are run one after the other, best first, and not those that can
+            hardly matter any more: approximate.
+int8        the graph of int8.onnx, candidates in 8 bits: approximate. The bundle must have been quantised.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+from msgspec import UnsetType
+from numpy.typing import NDArray
+
+from deploy.fusion import Floats, Formula, clipped, energies, formula, fuse, gate_scores, is_expert, shifted
+from deploy.sessions import Session
+from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
+from fedge.errors import ConfigError
+from fedge.messages import Role
+from fedge.tensors import views_of
+
+EngineName = Literal["fused", "separate", "lazy", "int8"]
+Mode = Literal["normal", "shift"]
+ENGINES: Final[tuple[EngineName, ...]] = ("fused", "separate", "lazy", "int8")
+APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
+LARGE_PART_BYTES: Final = 40_000_000
+"""From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543
+(findings, section 2)."""
+NEGLIGIBLE: Final = 0.01
+"""Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
+
+
+class Engine(Protocol):
+    """Runs model inputs x (n, *input_shape): probabilities (n, C), weights (n, M), energies (n, M)."""
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Execution providers that it runs on."""
+        ...
+
+    def run(self, x: Floats) -> list[Floats]:
+        """The outputs of `x`."""
+        ...
+
+    def run_all(self, x: Floats) -> list[Floats]:
+        """The outputs of `x` with nothing left out; what the engine knows stays as it is."""
+        ...
+
+
+def chosen(bundle: Bundle, engine: EngineName | Literal["auto"]) -> EngineName:
+    """The engine that `auto` stands for: fused, or separate where candidates are large.
+
+    Raises:
+        ConfigError: there is no such engine, or the bundle lacks what it needs.
+    """
+    manifest = bundle.manifest
+    if engine == "auto":
+        largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
+        return "separate" if bundle.branch and largest >= LARGE_PART_BYTES else "fused"
+    if engine not in ENGINES:
+        raise ConfigError(f"no engine {engine!r}: auto, {', '.join(ENGINES)}")
+    if engine in {"separate", "lazy"} and not bundle.branch:
+        raise ConfigError(f"engine {engine} needs branch.onnx, which {bundle.folder} lacks: use fused, or export again")
+    if engine == "int8" and not isinstance(manifest.int8, Part):
+        raise ConfigError(f"engine int8 needs int8.onnx, which {bundle.folder} lacks: `fedge export --int8` makes it")
+    return engine
+
+
+def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[str], mode: Mode) -> Engine:
+    """Load a bundle into an engine that it has what it takes for.
+
+    Args:
+        bundle: verified.
+        engine: see the module.
+        threads: of ONNX Runtime.
+        providers: of ONNX Runtime, in order of preference.
+        mode: "shift": a flat prior, for samples that are unlike the device's own (`fusion.shifted`).
+
+    Raises:
+        ConfigError: the mode makes no sense for the bundle.
+    """
+    if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
+        raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
+    if mode == "normal" and engine in {"fused", "int8"}:
+        changed: dict[str, NDArray[Any]] = {}
+    else:
+        numbers = views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
+        changed = shifted(numbers) if mode == "shift" else {}
+    match engine:
+        case "fused":
+            return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed))
+        case "int8":
+            return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
+        case "separate":
+            return Separate(bundle, formula(bundle.manifest, numbers | changed), threads, providers)
+        case "lazy":
+            return Lazy(bundle, formula(bundle.manifest, numbers | changed), threads, providers)
+
+
+class Whole:
+    """One graph that does everything."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Execution providers that it runs on."""
+        return self._session.providers
+
+    def run(self, x: Floats) -> list[Floats]:
+        """The outputs of model inputs."""
+        outputs: list[Floats] = self._session.run(OUTPUTS, {INPUT: x})
+        return outputs
+
+    run_all = run
+
+
+class Separate:
+    """A session for each candidate; equal candidates share one."""
+
+    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[str]) -> None:
+        sessions: dict[str, Session] = {}
+        for k, candidate in enumerate(bundle.manifest.candidates):
+            digest = candidate.part.digest
+            if digest not in sessions:
+                sessions[digest] = Session(bundle.candidate(k), bundle.folder, threads, providers)
+        self._sessions = [sessions[candidate.part.digest] for candidate in bundle.manifest.candidates]
+        self._how = how
+        self._n_classes = bundle.manifest.task.n_classes
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Execution providers that it runs on."""
+        return self._sessions[0].providers
+
+    def run(self, x: Floats) -> list[Floats]:
+        """The outputs of model inputs."""
+        return self.run_all(x)
+
+    def run_all(self, x: Floats) -> list[Floats]:
+        """The outputs of model inputs, of all candidates."""
+        logits = np.empty((len(x), len(self._sessions), self._n_classes), np.float32)
+        for k in range(len(self._sessions)):
+            logits[:, k] = self._logits(k, x)
+        with np.errstate(all="ignore"):
+            gate = gate_scores(self._how, x)
+        return fuse(self._how, logits, gate)
+
+    def _logits(self, k: int, x: Floats) -> Floats:
+        """(n, C) of candidate k."""
+        (logits,) = self._sessions[k].run((LOGITS,), {INPUT: x})
+        return np.asarray(logits)
+
+
+class Lazy(Separate):
+    """Runs only candidates that can matter, sample by sample; those that were not run have no weight and no energy.
+
+    A candidate's score is at most its gate score and what the largest energy seen on the validation samples adds. The
+    private model is run first, then the others by falling bound, until what the rest could add is below `NEGLIGIBLE`
+    of the mixture. An energy above its bound shows that the sample is unlike those of the validation: the bound is
+    raised for good, and all candidates are run for this sample.
+    """
+
+    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[str]) -> None:
+        super().__init__(bundle, how, threads, providers)
+        candidates = bundle.manifest.candidates
+        recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
+        self._private = [c.role is Role.PRIVATE for c in candidates]
+        self._expert = [is_expert(c) for c in candidates]
+        self._lock = threading.Lock()
+        self._bounds = clipped(how, np.array(recorded, np.float32))
+
+    def run(self, x: Floats) -> list[Floats]:
+        """The outputs of model inputs."""
+        with np.errstate(all="ignore"):
+            gate = gate_scores(self._how, x)
+            logits = np.stack([self._sample(x[i : i + 1], gate[i]) for i in range(len(x))])
+        return fuse(self._how, logits, gate)
+
+    def _sample(self, x: Floats, gate: Floats) -> Floats:
+        """Logits (M, C) of one sample, NaN for the candidates that were not run."""
+        bound = (gate + self._bounds).tolist()
+        order = sorted(range(len(bound)), key=lambda k: (not self._private[k], -bound[k]))
+        logits = np.full((len(bound), self._n_classes), np.nan, np.float32)
+        score: dict[int, float] = {}
+        exact = False
+        for n_run, k in enumerate(order):
+            if score and not exact and not self._matters(order[n_run:], bound, score):
+                break
+            logits[k] = self._logits(k, x)[0]
+            counted = self._counted(k, logits[k])
+            if not math.isfinite(counted + gate[k]):
+                continue  # the fusion drops it
+            score[k] = float(gate[k] + counted)
+            if counted > self._bounds[k]:
+                exact = True
+                with self._lock:
+                    self._bounds[k] = max(counted, self._bounds[k])
+        return logits
+
+    def _counted(self, k: int, logits: Floats) -> float:
+        """β clip(ẽ) of candidate k with logits (C,)."""
+        with np.errstate(all="ignore"):
+            only = np.full((1, len(self._sessions), len(logits)), np.nan, np.float32)
+            only[0, k] = logits
+            return float(clipped(self._how, energies(self._how, only))[0, k])
+
+    def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
+        """Whether candidates that were not run could have more than a negligible share beside those that were.
+
+        Of the experts at most `top` take part, and none whose bound is below the `top` best that were run.
+        """
+        top = self._how.top
+        best = sorted((s for k, s in score.items() if self._expert[k]), reverse=True)[:top]
+        lowest = best[-1] if len(best) == top else -math.inf
+        experts = sorted((bound[k] for k in rest if self._expert[k] and bound[k] > lowest), reverse=True)[:top]
+        possible = experts + [bound[k] for k in rest if not self._expert[k]]
+        done = best + [s for k, s in score.items() if not self._expert[k]]
+        largest = max(done + possible)
+        if math.isinf(largest):
+            return True
+        added = sum(math.exp(b - largest) for b in possible)
+        return added > NEGLIGIBLE * (added + sum(math.exp(s - largest) for s in done))

@@ -1,0 +1,182 @@
+"""A bundle's graph with its candidates in 8 bits: about a quarter of the memory, and faster where the processor helps.
+
+Static quantisation (QDQ): weights int8 per channel, activations uint8 in ranges that are calibrated on the device's own
+validation samples. Gate and fusion stay in float32. The graph is made for one device and holds its numbers, so it is
+not shared between bundles; the parts stay beside it for the other engines, and as what it is checked against.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from export.graph import filled
+from export.parity import run
+from fedge.bundle import INPUT, INT8, MANIFEST, Bundle, Part, encode, read
+from fedge.errors import ConfigError, StoreError, UpdateRejected
+from fedge.files import sync_folder, write_atomically
+from fedge.messages import NonNegative, Share
+from fedge.tensors import digest_of
+from fedge.validation import Validation
+
+if TYPE_CHECKING:
+    import onnx
+
+MIN_SAMPLES: Final = 10
+"""With fewer validation samples nothing is calibrated."""
+MAX_SAMPLES: Final = 256
+"""Samples that activations are calibrated on; bounds time and memory."""
+_OF_A_NETWORK: Final = re.compile(r"(c\d+|trunk)/")
+
+
+class Int8Limits(Struct, frozen=True, kw_only=True):
+    """How much worse than float32 the 8 bits may be on samples that they were not calibrated on."""
+
+    accuracy_drop: NonNegative = 0.02  # of the personalised accuracy, with labels only
+    agreement: Annotated[float, Meta(ge=0, le=1)] = 0.98  # share of samples whose class stays
+
+
+class Int8Report(Struct, frozen=True, kw_only=True):
+    """What the check found: `n` samples; accuracies None without labels; p99 of the differences of probabilities."""
+
+    n: int
+    accuracy: Share | None
+    accuracy_int8: Share | None
+    agreement: Share
+    p99_difference: NonNegative
+    size_bytes: int
+
+
+def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8Limits | None = None) -> Int8Report:
+    """Write a copy of a bundle at `target` that engine int8 can run, too.
+
+    Of the validation samples every other one calibrates, the rest decide.
+
+    Args:
+        bundle: verified; it stays as it is.
+        validation: the device's samples, at least 10.
+        target: becomes the new bundle's folder.
+        limits: see `Int8Limits`.
+
+    Raises:
+        ConfigError: too few samples, or `target` exists.
+        UpdateRejected: the 8 bits predict worse than the limits allow, or cannot be run. Nothing is written.
+        StoreError: the disk is full or broken.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists already: name a new folder")
+    if len(validation.x) < MIN_SAMPLES:
+        raise ConfigError(
+            f"{len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as folder:
+            copy = Path(folder) / "bundle"
+            copy.mkdir()
+            for name in bundle.manifest.files:
+                shutil.copyfile(bundle.folder / name, copy / name)
+            graph = _quantised(filled(bundle), validation.x[::2][:MAX_SAMPLES], Path(folder))
+            report = _checked(bundle, graph, validation, limits or Int8Limits())
+            write_atomically(copy / INT8, graph)
+            write_atomically(copy / MANIFEST, _manifest(bundle, graph, report))
+            read(copy)
+            copy.rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error}") from error
+    return report
+
+
+def _manifest(bundle: Bundle, graph: bytes, report: Int8Report) -> bytes:
+    metrics = bundle.manifest.metrics | {"int8_agreement": report.agreement}
+    if report.accuracy_int8 is not None:
+        metrics["int8_validation_accuracy"] = report.accuracy_int8
+    part = Part(digest=digest_of(graph), size_bytes=len(graph))
+    return encode(msgspec.structs.replace(bundle.manifest, int8=part, metrics=metrics))
+
+
+def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) -> bytes:
+    """The graph with the nodes of its networks in 8 bits."""
+    import onnx
+    import onnxruntime
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Samples(CalibrationDataReader):  # type: ignore[misc] # untyped
+        def __init__(self) -> None:
+            self._rest: Iterator[NDArray[np.float32]] = iter(np.array_split(x, -(-len(x) // 16)))
+
+        def get_next(self) -> dict[str, NDArray[np.float32]] | None:
+            batch = next(self._rest, None)
+            return None if batch is None else {INPUT: np.ascontiguousarray(batch)}
+
+    # what folds on every machine is folded first: a BatchNorm's output must not be rounded by itself
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(scratch / "folded.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    folded = onnx.load(scratch / "folded.onnx")
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # the quantiser advises on pre-processing, by the root logger
+    try:
+        quantize_static(
+            folded,
+            scratch / INT8,
+            Samples(),
+            quant_format=QuantFormat.QDQ,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            nodes_to_quantize=[node.name for node in folded.graph.node if _OF_A_NETWORK.match(node.name)],
+        )
+    finally:
+        root.setLevel(level)
+    made = onnx.load(scratch / INT8)
+    del made.metadata_props[:]
+    made.producer_name = "fedge"
+    data: bytes = made.SerializeToString(deterministic=True)
+    return data
+
+
+def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8Limits) -> Int8Report:
+    """Compare with float32 on the samples that nothing was calibrated on."""
+    x = np.ascontiguousarray(validation.x[1::2])
+    y = None if validation.y is None else validation.y[1::2]
+    wanted = run(bundle.graph, str(bundle.folder), x)[0]
+    found = run(graph, str(bundle.folder), x)[0]
+    classes, classes_int8 = wanted.argmax(axis=1), found.argmax(axis=1)
+    report = Int8Report(
+        n=len(x),
+        accuracy=None if y is None else float((classes == y).mean()),
+        accuracy_int8=None if y is None else float((classes_int8 == y).mean()),
+        agreement=float((classes == classes_int8).mean()),
+        p99_difference=float(np.percentile(np.abs(found - wanted).max(axis=1), 99)),
+        size_bytes=len(graph),
+    )
+    if not np.isfinite(found).all():
+        raise UpdateRejected("8 bits give probabilities that are not finite: no bundle written")
+    if report.agreement < limits.agreement:
+        raise UpdateRejected(
+            f"8 bits agree with float32 on {report.agreement:.3f} of {report.n} samples, "
+            f"at least {limits.agreement:.3f} is asked for: no bundle written"
+        )
+    if report.accuracy is not None and report.accuracy_int8 is not None:
+        drop = report.accuracy - report.accuracy_int8
+        if drop > limits.accuracy_drop:
+            raise UpdateRejected(
+                f"8 bits take the accuracy on {report.n} samples from {report.accuracy:.3f} to "
+                f"{report.accuracy_int8:.3f}, at most {limits.accuracy_drop:.3f} less is allowed: no bundle written"
+            )
+    return report

@@ -1,0 +1,69 @@
+"""The formula in float32 numpy against the float64 oracle, and what a shift changes."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="bundles are written with it")
+
+from deploy.fusion import Formula, fuse, gate_scores, shifted
+from export import GateWeights, Guard
+from export.graph import gate_tensors
+from export.reference import ZERO_WEIGHT, gate_features, reference
+from export.reference import gate_scores as oracle_scores
+from tests.support.tables import mixture_of
+
+
+def formula_of(mixture, kernel=(1, 1)):
+    return Formula(kernel, gate_tensors(mixture), np.array(mixture.experts), mixture.top)
+
+
+@pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
+@pytest.mark.parametrize("space", ["prob", "logit"])
+@pytest.mark.parametrize("magnitude", [1.0, 1e4])
+def test_agrees_with_the_oracle(guard, space, magnitude):
+    if space == "logit" and guard:
+        pytest.skip("logits are mixed without guard")
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 30, 4)) * magnitude
+    logits[1, 3] = np.nan
+    logits[2, 5, 1] = -np.inf
+    logits[:, 7] = np.inf
+    scores = rng.normal(size=(30, 5))
+    scores[9] = np.nan
+    mixture = mixture_of(
+        logits, beta=0.5, energy_clip=3.0, guard=guard, space=space, log_prior=np.log(rng.dirichlet(np.ones(4)))
+    )
+    p, weights, energies = reference(mixture, logits, scores)
+    gate = (scores + np.log([c.weight for c in mixture.candidates])).astype(np.float32)
+    found = fuse(formula_of(mixture), logits.transpose(1, 0, 2).astype(np.float32), gate)
+    np.testing.assert_allclose(found[0], p, atol=1e-6 if magnitude == 1 else 1e-3)
+    np.testing.assert_allclose(found[1], weights, atol=1e-6)
+    np.testing.assert_allclose(found[2], energies, rtol=1e-4, atol=1e-4)
+
+
+def test_the_lower_index_wins_a_tie():
+    logits = np.zeros((4, 1, 3))
+    mixture = mixture_of(logits, top=1)
+    weights = fuse(formula_of(mixture), np.zeros((1, 4, 3), np.float32), np.zeros((1, 4), np.float32))[1]
+    np.testing.assert_allclose(weights, [[0.5, 0.5, 0, 0]])
+
+
+@pytest.mark.parametrize(("shape", "kernel"), [((2, 20, 28), (3, 4)), ((1, 8, 8), (1, 1)), ((6,), (1, 1))])
+def test_gate_scores_are_those_of_the_specification(shape, kernel):
+    rng = np.random.default_rng(1)
+    x = rng.random((7, *shape), dtype=np.float32)
+    features = gate_features(x, kernel)
+    gate = GateWeights(*(rng.normal(size=s) for s in ((16, features.shape[1]), (16,), (3, 16), (3,))))
+    mixture = mixture_of(np.zeros((3, 1, 2)), gate=gate)
+    wanted = oracle_scores(gate, features) + np.log(1 / 3)
+    np.testing.assert_allclose(gate_scores(formula_of(mixture, kernel), x), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_shift_leaves_candidates_without_weight_out():
+    mixture = mixture_of(np.zeros((3, 1, 2)), weights=[0.9, 0.1, 0.0], kappa=[1, 1, 1], log_prior=np.log([0.9, 0.1]))
+    numbers = gate_tensors(mixture)
+    changed = shifted(numbers)
+    assert changed["gate.out.bias"].tolist() == [0, 0, np.float32(ZERO_WEIGHT)]
+    assert not changed["prior"].any()
+    assert not changed["gate.out.weight"].any()
+    assert numbers["prior"].any()  # what was given is as it was
