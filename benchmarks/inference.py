@@ -7,7 +7,8 @@ every variant once, in turn; a ratio is the median over the rounds of the ratios
 
     floor      one session per candidate, weights inside, and one of the gate's size, back to back: fuses nothing
     fused      the bundle's skeleton: gate, candidates and fusion in one call
-    predict    the same with preprocessing and `Prediction`
+    separate   a session per candidate, gate and fusion in numpy
+    predict    fused, with preprocessing and `Prediction`
     torch      the same networks and the formula in eager torch
 
 Load times and memory are those of processes that do nothing else, median of 3. --quick: one network, few rounds, to
@@ -202,13 +203,14 @@ def call_times(call: Callable[[], object], repeats: int) -> list[float]:
 
 def latencies(subject: Subject, batch: int, rounds: int) -> dict[str, object]:
     """Median and p99 of every variant, and its ratio to the floor and to the fused graph."""
-    runtime = deploy.load(subject.folder)
+    runtime, apart = (deploy.load(subject.folder, engine=engine) for engine in ("fused", "separate"))
     x = np.random.default_rng(0).random((batch, *subject.task.input_shape), dtype=np.float32)
-    graph = runtime._run  # noqa: SLF001 - the graph alone, without preprocessing
+    graph, separate = runtime._run, apart._run  # noqa: SLF001 - the engines alone, without preprocessing
     floor, eager = subject.floor(), subject.eager()
     variants: dict[str, Callable[[], object]] = {
         "floor": lambda: floor(x),
         "fused": lambda: graph(x),
+        "separate": lambda: separate(x),
         "predict": lambda: runtime.predict(x),
         "torch": lambda: eager(x),
     }
@@ -381,6 +383,9 @@ def targets(rows: list[dict], loads: list[dict], importing: dict, singles: list[
     found = [
         Target("fused / floor, batch 1", worst(rows, "fused_ratio", [1]), 1.05),
         Target("fused / floor, batch 8 and 64", worst(rows, "fused_ratio", [8, 64]), 1.03),
+        Target("separate / floor, batch 1", worst(rows, "separate_ratio", [1]), 1.20),
+        Target("separate / floor, batch 8", worst(rows, "separate_ratio", [8]), 1.10),
+        Target("separate / floor, batch 64", worst(rows, "separate_ratio", [64]), 1.03),
         Target("torch eager / fused, batch 1", worst(small, "torch_to_fused", [1], largest=False), 3, at_least=True),
     ]
     if large:
@@ -426,7 +431,7 @@ def main() -> None:
     rounds, times = (2, 1) if arguments.quick else (arguments.rounds, 3)
     rows, loads, profiles, singles, updates = [], [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        print("network  J batch  floor ms   fused ms (p99)       fused  predict  torch  (of floor)")
+        print("network  J batch  floor ms   fused ms (p99)       fused separate  predict  torch  (of floor)")
         for name in names:
             for n_experts in (1, 4) if arguments.quick else EXPERTS[: 3 if name == "rn18" else 4]:
                 subject = Subject(name, n_experts, Path(folder) / f"{name}-{n_experts}")
@@ -435,7 +440,8 @@ def main() -> None:
                     rows.append(row)
                     print(
                         f"{name:<7} {n_experts:>2} {batch:>5} {row['floor_ms']:>9.3f} {row['fused_ms']:>10.3f} "
-                        f"({row['fused_p99_ms']:>8.3f}) {row['fused_ratio']:>8.2f} {row['predict_ratio']:>8.2f} "
+                        f"({row['fused_p99_ms']:>8.3f}) {row['fused_ratio']:>8.2f} {row['separate_ratio']:>8.2f} "
+                        f"{row['predict_ratio']:>8.2f} "
                         f"{row['torch_ratio']:>6.2f}", flush=True,
                     )  # fmt: skip
                 updates.append(update_share(subject))

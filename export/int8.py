@@ -131,16 +131,17 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
     level = root.level
     root.setLevel(logging.ERROR)  # the quantiser advises on pre-processing, by the root logger
     try:
-        quantize_static(
-            folded,
-            scratch / INT8,
-            Samples(),
-            quant_format=QuantFormat.QDQ,
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-            per_channel=True,
-            nodes_to_quantize=[node.name for node in folded.graph.node if _OF_A_NETWORK.match(node.name)],
-        )
+        with np.errstate(all="ignore"):  # channels of zeros have no range
+            quantize_static(
+                folded,
+                scratch / INT8,
+                Samples(),
+                quant_format=QuantFormat.QDQ,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                per_channel=True,
+                nodes_to_quantize=[node.name for node in folded.graph.node if _OF_A_NETWORK.match(node.name)],
+            )
     finally:
         root.setLevel(level)
     made = onnx.load(scratch / INT8)
