@@ -9,7 +9,7 @@ from typing import Final
 
 from coordinator.fleet import Device
 from fedge.errors import ProtocolError
-from fedge.messages import Context, Presence, Status
+from fedge.messages import Context, Health, Presence, Status
 
 MAX_DEVICES: Final = 10_000
 """Ids that are remembered: a client that invents names cannot fill the memory."""
@@ -34,6 +34,7 @@ class Registry:
         self._fingerprint = task_fingerprint
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
+        self._drifting: set[str] = set()
         self._changed = asyncio.Event()
 
     def on_status(self, topic_id: str, status: Status) -> bool:
@@ -72,6 +73,24 @@ class Registry:
         self._known[topic_id].context = context
         self._changed.set()
 
+    def on_health(self, topic_id: str, health: Health) -> None:
+        """Take note of drift. A device that begins to drift counts as born once more: it is not the one that it was.
+
+        Raises:
+            ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
+        """
+        if health.device_id != topic_id:
+            raise ProtocolError("foreign-id", f"{topic_id} speaks for {health.device_id}")
+        if not health.drift:
+            self._drifting.discard(topic_id)
+        elif topic_id not in self._drifting:
+            if len(self._drifting) >= MAX_DEVICES:
+                raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
+            self._drifting.add(topic_id)
+            if topic_id in self._known:
+                self._known[topic_id].births += 1
+                self._changed.set()
+
     def presence(self) -> dict[str, Presence]:
         """How each known device is."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
@@ -90,7 +109,7 @@ class Registry:
 
     def _here(self, *, trains: bool) -> tuple[Device, ...]:
         return tuple(
-            Device(i, known.status.n_samples, known.context, known.births, trains)
+            Device(i, known.status.n_samples, known.context, known.births, trains, i in self._drifting)
             for i, known in sorted(self._known.items())
             if known.status.presence is Presence.ONLINE and _trains(known.status) == trains
         )

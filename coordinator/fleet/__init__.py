@@ -26,7 +26,8 @@ class Device:
     """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|.
 
     `births`: how often it has said that it is there; two numbers that differ mean that it has come back between.
-    `trains`: False for an inference-only device.
+    `trains`: False for an inference-only device. `drift`: its runtime says that what it sees has left its bundle's
+    reference.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Device:
     context: Context | None = None
     births: int = 0
     trains: bool = True
+    drift: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from fedge.messages import (
     BlobRef,
     Codec,
     Context,
+    Health,
     Order,
     PrivateShared,
     Profiled,
@@ -143,6 +144,7 @@ class MqttFleet:
         topics = self._topics
         await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
+        await self._transport.subscribe(topics.agent("+", "health"), self._guard(self._on_health))
         await self._transport.subscribe(topics.agent("+", "reports"), self._guard(self._on_report))
         await self._transport.subscribe(topics.agent("+", "wants"), self._guard(self._on_want))
         async with contextlib.AsyncExitStack() as stack:
@@ -321,6 +323,10 @@ class MqttFleet:
 
     def _on_context(self, device: str, inbound: Inbound) -> None:
         self.registry.on_context(device, decode(inbound.payload, Context))
+
+    def _on_health(self, device: str, inbound: Inbound) -> None:
+        if inbound.payload:
+            self.registry.on_health(device, decode(inbound.payload, Health))
 
     def _on_want(self, device: str, inbound: Inbound) -> None:
         want = decode(inbound.payload, Want)

@@ -307,8 +307,8 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
 
 
 def is_due(profiled: Profiled | None, device: Device) -> bool:
-    """Whether a device is to be profiled: it has samples, and has no profile of as many."""
-    return device.n_samples > 0 and (profiled is None or profiled.n_samples != device.n_samples)
+    """Whether a device is to be profiled: it has samples, and has no profile of as many, or sees others than before."""
+    return device.n_samples > 0 and (profiled is None or profiled.n_samples != device.n_samples or device.drift)
 
 
 def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
@@ -571,15 +571,21 @@ async def personalise(
 
 
 async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, options: Options, r: int) -> FedgeState:
-    """Section 12: who comes after the end fits its candidates with what was pooled, without any round."""
+    """Section 12: who comes after the end fits its candidates with what was pooled, without any round.
+
+    So does who has a bundle and sees other data now; the new bundle's release is higher, so that it replaces the old.
+    """
     pool = state.pool
     assert pool is not None
-    new = [device.id for device in fleet.devices() if device.id not in state.installed]
+    new = [device.id for device in fleet.devices() if device.id not in state.installed or device.drift]
     local = pool.local or not options.local_pilot
     fits = {i: candidates(state, i, settings, local=local) for i in new}
     state, answers = await ask(state, fleet, r, "candidates", fits)
-    finish = mixture_of(pool, settings, options)
-    state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(results(answers, CandidatesFitted), finish))
+    finish = {
+        i: mixture_of(pool, settings, options, release=r if i in state.installed else 1)
+        for i in results(answers, CandidatesFitted)
+    }
+    state, answers = await ask(state, fleet, r, "gate", finish)
     installed = state.installed | results(answers, Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
@@ -609,7 +615,7 @@ def candidates(state: FedgeState, device_id: str, settings: MethodSettings, *, l
     )
 
 
-def mixture_of(pool: Pool, settings: MethodSettings, options: Options) -> FitGate:
+def mixture_of(pool: Pool, settings: MethodSettings, options: Options, *, release: int = 1) -> FitGate:
     """The last step on a device, with what was pooled."""
     return FitGate(
         calibration={role: pool.calibration[role] for role in pool.weights},
@@ -619,7 +625,7 @@ def mixture_of(pool: Pool, settings: MethodSettings, options: Options) -> FitGat
         sgd=settings.sgd,
         final_fit=options.final_fit,
         guard=options.guard,
-        release=1,
+        release=release,
     )
 
 

@@ -10,7 +10,7 @@ from coordinator import registry as module
 from coordinator.fleet import Device
 from coordinator.registry import Registry
 from fedge.errors import ProtocolError
-from fedge.messages import Capabilities, Context, Presence, Status
+from fedge.messages import Capabilities, Context, Health, Phase, Presence, Status
 
 
 def status(
@@ -131,3 +131,42 @@ async def test_waiting_ends_when_enough_are_there() -> None:
     registry.on_status("b", status("b"))
     await heard
     assert [d.id for d in await waiting] == ["a", "b"]
+
+
+def health(device: str = "a", *, drift: bool) -> Health:
+    return Health(device_id=device, at=1.0, phase=Phase.SERVING, release=1, drift=drift)
+
+
+def test_a_device_that_begins_to_drift_counts_as_born_once_more() -> None:
+    registry = here("a", "b")
+    registry.on_health("a", health(drift=False))
+    assert [(d.births, d.drift) for d in registry.online()] == [(1, False), (1, False)]
+    registry.on_health("a", health(drift=True))
+    registry.on_health("a", health(drift=True))
+    assert [(d.births, d.drift) for d in registry.online()] == [(2, True), (1, False)]
+    registry.on_health("a", health(drift=False))
+    assert [(d.births, d.drift) for d in registry.online()] == [(2, False), (1, False)]
+
+
+async def test_drift_is_reason_enough_to_welcome_a_device_again() -> None:
+    registry = here("a")
+    waiting = asyncio.create_task(registry.wait_for_newcomer({"a": 1}))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.on_health("a", health(drift=True))
+    async with asyncio.timeout(5):
+        await waiting
+
+
+def test_nobody_says_for_another_that_it_drifts() -> None:
+    registry = here("a", "b")
+    with pytest.raises(ProtocolError, match="foreign-id"):
+        registry.on_health("b", health(drift=True))
+    assert not any(device.drift for device in registry.online())
+
+
+def test_drift_that_is_told_before_the_birth_is_remembered() -> None:
+    registry = Registry("t")
+    registry.on_health("a", health(drift=True))
+    registry.on_status("a", status())
+    assert [device.drift for device in registry.online()] == [True]

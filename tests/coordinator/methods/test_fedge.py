@@ -1,5 +1,7 @@
 """The default method on real workers: its specification's section 16, as far as it lives in the method."""
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
@@ -481,6 +483,28 @@ async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_
     assert {device for _, _, device in fleet.asked} == {"d04"}
     assert after.pool == state.pool
     assert await method.welcome(after, fleet) == after
+
+
+async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path, monkeypatch) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    method = with_options(rounds=2)
+    state = await run(method, method.initial(layout, first), fleet)
+    everybody = fleet.devices()
+    drifting = tuple(dataclasses.replace(device, drift=device.id == "d02") for device in everybody)
+    monkeypatch.setattr(fleet, "devices", lambda: drifting)
+    fleet.asked.clear()
+    fleet.round = state.round + 1
+    after = await method.welcome(state, fleet)
+    assert {device for _, _, device in fleet.asked} == {"d02"}
+    assert after.installed["d02"] != state.installed["d02"]
+    assert {i for i in after.installed if after.installed[i] == state.installed[i]} == {"d00", "d01", "d03"}
+
+
+def test_a_device_that_drifts_is_profiled_anew() -> None:
+    profiled = Profiled(profile=(0.5,), extractor="0" * 64, n_samples=5)
+    assert not module.is_due(profiled, Device("a", 5))
+    assert module.is_due(profiled, Device("a", 5, drift=True))
+    assert not module.is_due(profiled, Device("a", 0, drift=True))
 
 
 @pytest.mark.parametrize("option", ["final_fit", "guard"])
