@@ -58,7 +58,7 @@ ACTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 RESULTS: list[dict[str, Any]] = [
     {"type": "trained", "update": REF, "n_samples": 5, "loss_before": 2.0, "loss_after": 1.0, "gradient_norm": 0.1},
-    {"type": "profiled", "profile": [0.1, 0.9], "n_samples": 5},
+    {"type": "profiled", "profile": [0.1, 0.9], "extractor": DIGEST, "n_samples": 5},
     {"type": "tried", "delta": -0.5},
     {"type": "candidates_fitted", "losses": {"private": [0.5] * 16}, "n_validation": 3},
     {"type": "weights_fitted", "weights": [POOLED], "n_validation": 3},
@@ -180,8 +180,8 @@ def test_malformed_orders_are_refused_by_name(name: str, data: bytes) -> None:
 
 
 BAD_RESULTS = {
-    "share above 1": {"type": "profiled", "profile": [1.5], "n_samples": 1},
-    "empty profile": {"type": "profiled", "profile": [], "n_samples": 1},
+    "share above 1": {"type": "profiled", "profile": [1.5], "extractor": DIGEST, "n_samples": 1},
+    "empty profile": {"type": "profiled", "profile": [], "extractor": DIGEST, "n_samples": 1},
     "15 grid losses": {"type": "candidates_fitted", "losses": {"private": [0.5] * 15}, "n_validation": 3},
     "unknown role": {"type": "candidates_fitted", "losses": {"king": [0.5] * 16}, "n_validation": 3},
     "two betas": {"type": "energy_fitted", "pooled_losses": [1.0], "beta_losses": [[1.0, 1.0]], "n_validation": 3},
