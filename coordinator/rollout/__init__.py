@@ -34,6 +34,10 @@ MAX_REASONS: Final = 10
 """Devices that are named when a rollout is aborted."""
 
 
+MINIMUM_S: Final = 2.0
+"""What was on its way when a rollout was aborted has arrived."""
+
+
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is to be rolled out, and what stops it.
 
@@ -180,6 +184,11 @@ def _has_failed(plan: Plan, health: Health) -> bool:
     return health.rollout == plan.id and health.phase in {Phase.REFUSED, Phase.ROLLED_BACK}
 
 
+def _is_on_its_way(plan: Plan, health: Health) -> bool:
+    """Whether the device may run the release by the time that it hears of an end."""
+    return health.rollout == plan.id and health.phase is Phase.FETCHING
+
+
 def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
     """Whether a device is not to be waited for: it is silent, or cannot fetch the release, for too long."""
     if runs(plan, seen.health):
@@ -206,5 +215,7 @@ def over(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) 
             for seen in fleet.values()
         )
     if progress.state is RolloutState.ABORTED:
-        return now - progress.began > plan.absent_s or not any(runs(plan, seen.health) for seen in fleet.values())
+        since = now - progress.began
+        busy = any(runs(plan, s.health) or _is_on_its_way(plan, s.health) for s in fleet.values())
+        return since > plan.absent_s or (since >= MINIMUM_S and not busy)
     return False

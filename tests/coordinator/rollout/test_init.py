@@ -182,6 +182,8 @@ def test_when_an_aborted_one_is():
     stopped = replace(in_stage(0), state=ABORTED, began=50.0)
     assert not over(PLAN, stopped, fleet(1), 60.0)
     assert over(PLAN, stopped, fleet(0), 60.0)
+    assert not over(PLAN, stopped, fleet(0), 50.5)
+    assert not over(PLAN, stopped, fleet(0) | {DEVICES[0]: seen(DEVICES[0], Phase.FETCHING)}, 60.0)
     assert over(PLAN, stopped, fleet(1), 151.0)
     assert not over(PLAN, in_stage(0), fleet(20), 1.0)
 
