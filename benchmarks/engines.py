@@ -1,10 +1,11 @@
 """The approximate engines and the shift mode on trained mixtures: what do they save, what do they cost?
 
-    python benchmarks/engines.py [--json FILE] [--devices 3] [--seed 0] [--epochs 6]
+    python benchmarks/engines.py [--json FILE] [--devices 3] [--seed 0] [--epochs 6] [--raw]
 
 Nine devices hold handwritten digits (8 x 8, drawn as 28 x 28) of unequal classes, Dirichlet(0.3). Each trains a network
 of its own (cnn28, independent starts). A device's mixture is its own network and those of the eight others, weights
-and gate fitted to its validation samples as in fedge, beta 0.5. `local`: its own test samples; `global`: all.
+and gate fitted to its validation samples as in fedge, beta 0.5; --raw: energies neither standardised nor bounded, as in
+SCMoE-PFL. `local`: its own test samples; `global`: all.
 Processor time of single samples, engines in turn, within one process.
 """
 
@@ -27,6 +28,7 @@ from edge_agent.gate import train_gate
 from edge_agent.mixture import em_weights, energy_statistics, raw_energies, standardised
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
+from export.mixture import ENERGY_CLIP
 from export.parity import logits_of
 from fedge.bundle import read
 from fedge.messages import Role
@@ -79,7 +81,7 @@ def trained(network: Network, x: np.ndarray, y: np.ndarray, seed: int, epochs: i
     return network.dump()
 
 
-def mixture_for(device: int, models: list, layout, x: np.ndarray, y: np.ndarray) -> Mixture:
+def mixture_for(device: int, models: list, layout, x: np.ndarray, y: np.ndarray, *, raw: bool) -> Mixture:
     """Private first, then the others; calibrated and gated on the device's validation samples."""
     own = [models[device], *(model for k, model in enumerate(models) if k != device)]
     logits = logits_of(TASK, layout, own, x).astype(np.float64)
@@ -88,14 +90,17 @@ def mixture_for(device: int, models: list, layout, x: np.ndarray, y: np.ndarray)
     log_p = log_q[:, np.arange(len(y)), y].T
     pooled = np.array([0.5, *[0.5 / (len(own) - 1)] * (len(own) - 1)])
     weights = em_weights(log_p, pooled, SHRINKAGE)
-    scores = np.log(weights) + BETA * standardised(raw_energies(logits), mean, std)
+    beta, clip = (1.0, np.inf) if raw else (BETA, ENERGY_CLIP)
+    if raw:
+        mean, std = np.zeros(len(own)), np.ones(len(own))
+    scores = np.log(weights) + beta * standardised(raw_energies(logits), mean, std, clip)
     gate = train_gate(x, log_p, scores, seed=0, experts=range(1, len(own)), top=2)
     roles = [Role.PRIVATE, *[Role.EXPERT] * (len(own) - 1)]
     candidates = tuple(
         Candidate(roles[k], f"c{k}", own[k], energy_mean=mean[k], energy_std=std[k], weight=weights[k])
         for k in range(len(own))
     )
-    return Mixture(candidates, np.full(10, -np.log(10)), BETA, gate)
+    return Mixture(candidates, np.full(10, -np.log(10)), beta, gate, energy_clip=clip)
 
 
 def outputs(folder: Path, x: np.ndarray, **how) -> deploy.Prediction:
@@ -117,10 +122,12 @@ def single_sample_ms(folder: Path, x: np.ndarray, engines: tuple[str, ...], roun
     return {engine: median(spent[engine] / spent["fused"] for spent in times) for engine in engines}
 
 
-def measure(device: int, models: list, layout, data: tuple, hand: dict, everybody: np.ndarray, folder: Path) -> dict:
+def measure(
+    device: int, models: list, layout, data: tuple, hand: dict, everybody: np.ndarray, folder: Path, *, raw: bool
+) -> dict:
     x, y = data
     val, test = hand["validation"], hand["test"]
-    mixture = mixture_for(device, models, layout, x[val], y[val])
+    mixture = mixture_for(device, models, layout, x[val], y[val], raw=raw)
     write_bundle(
         folder / "fp32", task=TASK, layout=layout, mixture=mixture, validation=x[val], release=1, method="benchmark",
         metrics={},
@@ -158,6 +165,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=3, help="for how many of the nine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--raw", action="store_true", help="raw energies, as in SCMoE-PFL")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     x, y = digits()
@@ -172,7 +180,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for device in sorted(range(N_DEVICES), key=lambda k: -len(hands[k]["test"]))[: arguments.devices]:
             where = Path(folder) / str(device)
-            rows.append(measure(device, models, network.layout, (x, y), hands[device], everybody, where))
+            rows.append(
+                measure(device, models, network.layout, (x, y), hands[device], everybody, where, raw=arguments.raw)
+            )
             for name in ("local", "global"):
                 found = rows[-1][name]
                 print(
