@@ -60,7 +60,7 @@ class Release:
         (data,) = (data for name, data in self._files.items() if name.startswith(target.rpartition("/")[0] + "/"))
         self.digest = digest_of(data)
         self.manifest: Manifest = decode_manifest(data)
-        self._parts = {part.digest for part in (self.manifest.skeleton, *self.manifest.parts)}
+        self._parts = {part.digest for part in self.manifest.files.values()}
 
     def refresh(self) -> None:
         """Take note of new signatures."""

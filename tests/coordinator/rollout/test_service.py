@@ -9,8 +9,10 @@ from coordinator.rollout import Plan, Progress
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Release, begin, requested
 from export.signing import Repository
+from fedge.bundle import BRANCH, INT8
 from fedge.errors import ConfigError
 from fedge.messages import RolloutState
+from fedge.tensors import digest_of
 from tests.deploy.bundles import variant
 
 RUNNING, PAUSED, ABORTED, DONE = RolloutState
@@ -19,7 +21,12 @@ PLAN = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
 
 @pytest.fixture
 def repo(tmp_path):
-    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    graph = b"of one candidate"
+    named = {"digest": digest_of(graph), "size_bytes": len(graph)}
+    bundle = variant(tmp_path / "bundle", release=2, branch=named, int8=named)
+    for name in (BRANCH, INT8):
+        (bundle / name).write_bytes(graph)
+    Repository.create(tmp_path / "repo").add(bundle)
     return tmp_path / "repo"
 
 
@@ -30,7 +37,7 @@ def release(repo):
 def test_it_serves_what_it_announced_and_nothing_else(repo, tmp_path):
     found = release(repo)
     assert all(found.source(ref.digest) is not None for ref in found.metadata.values())
-    assert all(found.source(part.digest).is_file() for part in (found.manifest.skeleton, *found.manifest.parts))
+    assert all(found.source(part.digest).is_file() for part in found.manifest.files.values())
 
     other = next((repo / "keys").iterdir()).read_bytes()
     stranger = Repository(repo).parts.put(other)
