@@ -19,7 +19,7 @@ from deploy.examination import Limits
 from deploy.runtime import Prediction, Runtime, load
 from deploy.slots import Slots
 from fedge.bundle import Reference
-from fedge.errors import ConfigError, FedgeError, StoreError
+from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
 
 log = logging.getLogger("fedge.deploy")
 
@@ -66,6 +66,9 @@ class Answering:
         self._counters = Counters()
         self._failed_in_a_row = 0
         self._trial_latencies: list[float] = []
+        self._on_trial = False
+        """The bundle that answers has yet to prove itself. Who clears it under the lock, and nobody else, may then
+        write to the slots: without the lock, for which predictions wait, however slow the disk is."""
         self._trial_began = 0.0
         self._trial_predictions = 0
         self._allowed_ms: float | None = None
@@ -125,9 +128,9 @@ class Answering:
         assert folder is not None
         try:
             runtime = load(folder, self._threads, engine=self._engine)
-        except FedgeError as error:
+        except (FedgeError, OSError) as error:
             self._slots.roll_back(f"it cannot be loaded: {error}")
-            raise
+            raise UpdateRejected(f"it cannot be loaded: {error}") from error
         self._allowed_ms = allowed_ms
         self._take(runtime)
 
@@ -138,37 +141,48 @@ class Answering:
                 self._trial_predictions >= self._limits.probation_predictions
                 or time.monotonic() - self._trial_began >= self._limits.probation_s
             )
-            if self._slots.state.trial is not None and long_enough and self._failed_in_a_row == 0:
+            proved = self._on_trial and long_enough and self._failed_in_a_row == 0
+            self._on_trial = self._on_trial and not proved
+        if proved:
+            try:
                 self._slots.confirm()
+            except StoreError:
+                self._on_trial = True
+                raise
 
     def give_up(self, reason: str) -> None:
         """Go back to the bundle before the running one, on trial or not."""
         with self._lock:
-            self._go_back(reason)
+            self._on_trial = False
+        self._go_back(reason)
 
     # ------------------------------------------------------------------------------------------------- within
 
     def _loaded(self, folder: Path) -> Runtime:
-        """Load the running bundle; where it cannot be loaded, the last good one."""
+        """Load the running bundle; where it cannot be loaded, the one before."""
         try:
             return load(folder, self._threads, engine=self._engine)
-        except FedgeError as error:
-            good = self._slots.good
-            if self._slots.state.trial is None or good is None:
-                raise
-            self._slots.roll_back(f"it cannot be loaded: {error}")
-            return load(good, self._threads, engine=self._engine)
+        except (FedgeError, OSError) as error:
+            if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
+                raise  # it was asked for in a way that no bundle could answer
+            try:
+                before = self._slots.go_back(f"it cannot be loaded: {error}")
+            except StoreError as lost:
+                raise error from lost
+            return load(before, self._threads, engine=self._engine)
 
     def _take(self, runtime: Runtime) -> None:
         reference = runtime.manifest.reference
         with self._lock:
             self._runtime = runtime
             self._drift = Drift(reference) if isinstance(reference, Reference) else None
+            self._on_trial = self._slots.state.trial is not None
             self._failed_in_a_row = 0
             self._trial_latencies, self._trial_predictions = [], 0
             self._trial_began = time.monotonic()
 
     def _note(self, runtime: Runtime, answer: Prediction) -> None:
+        complaint = ""
         with self._lock:
             n = len(answer.class_index)
             self._counters = Counters(
@@ -181,31 +195,41 @@ class Answering:
             self._failed_in_a_row = 0
             if self._drift is not None:
                 self._drift.observe(answer.weights, answer.energies)
-            if self._slots.state.trial is not None:
-                self._watch(n, answer.latency_ms)
+            if self._on_trial:
+                complaint = self._watched(n, answer.latency_ms)
+                self._on_trial = not complaint
+        if complaint:
+            self._go_back(complaint)
 
-    def _watch(self, n: int, latency_ms: float) -> None:
+    def _watched(self, n: int, latency_ms: float) -> str:
+        """Count work on trial; why the bundle is to be given up, or "". The lock is held."""
         self._trial_predictions += n
         if n == 1 and self._allowed_ms is not None:
             self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
             median = float(np.median(self._trial_latencies))
             if len(self._trial_latencies) == LATENCY_WINDOW and median > self._allowed_ms:
-                self._go_back(f"latency: {median:.2f} ms a sample at work, at most {self._allowed_ms:.2f} ms allowed")
+                return f"latency: {median:.2f} ms a sample at work, at most {self._allowed_ms:.2f} ms allowed"
+        return ""
 
     def _note_failure(self, runtime: Runtime, error: Exception) -> None:
+        log.error("event=prediction_failed bundle=%s error=%r", runtime.digest, str(error))
+        hopeless = False
         with self._lock:
-            log.error("event=prediction_failed bundle=%s error=%r", runtime.digest, str(error))
             self._counters = replace(self._counters, n_failed=self._counters.n_failed + 1)
-            if runtime is self._runtime and self._slots.state.trial is not None:
+            if runtime is self._runtime and self._on_trial:
                 self._failed_in_a_row += 1
-                if self._failed_in_a_row > MAX_FAILED:
-                    self._go_back(f"{self._failed_in_a_row} predictions in a row failed: {error}")
+                hopeless = self._failed_in_a_row > MAX_FAILED
+                self._on_trial = not hopeless
+        if hopeless:
+            self._go_back(f"{MAX_FAILED + 1} predictions in a row failed: {error}")
 
     def _go_back(self, reason: str) -> None:
-        """Let the other slot's bundle answer. The lock is held."""
+        """Let the other slot's bundle answer. The caller has cleared `_on_trial` under the lock: it is the only one."""
         try:
-            folder = self._slots.go_back(reason)
-        except StoreError as error:
+            runtime = load(self._slots.go_back(reason), self._threads, engine=self._engine)
+        except (FedgeError, OSError) as error:
             log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
+            with self._lock:
+                self._on_trial = self._slots.state.trial is not None
             return
-        self._take(load(folder, self._threads, engine=self._engine))
+        self._take(runtime)

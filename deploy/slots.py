@@ -192,13 +192,15 @@ class Slots:
             return
         failed = self.running
         assert failed is not None
-        digest = digest_of((failed / MANIFEST).read_bytes())
-        log.warning("event=rolled_back bundle=%s reason=%r", digest, reason)
-        self._save(
-            msgspec.structs.replace(
-                self.state, running=self.state.good, trial=None, refused=_remembered(self.state.refused, digest, reason)
-            )
-        )
+        refused: Mapping[str, str] = self.state.refused
+        try:
+            digest = digest_of((failed / MANIFEST).read_bytes())
+        except OSError as error:  # it has lost its name, and with it what could be remembered
+            log.warning("event=rolled_back slot=%s reason=%r error=%r", failed, reason, str(error))
+        else:
+            log.warning("event=rolled_back bundle=%s reason=%r", digest, reason)
+            refused = _remembered(refused, digest, reason)
+        self._save(msgspec.structs.replace(self.state, running=self.state.good, trial=None, refused=dict(refused)))
 
     def go_back(self, reason: str) -> Path:
         """Let the bundle before the running one answer, also after the running one was confirmed; its folder.
@@ -206,16 +208,16 @@ class Slots:
         Raises:
             StoreError: there is no other bundle, or it is not whole.
         """
+        if self.state.trial is not None and self.state.good is None:
+            raise StoreError("there is no bundle to go back to")
+        try:
+            other = read(self.staged)
+        except (UpdateRejected, OSError) as error:
+            raise StoreError(f"there is no bundle to go back to: {error}") from error
         if self.state.trial is None:
-            try:
-                other = read(self.staged)
-            except UpdateRejected as error:
-                raise StoreError(f"there is no bundle to go back to: {error}") from error
             if other.digest in self.state.refused:
                 raise StoreError(f"the only bundle to go back to was refused: {self.state.refused[other.digest]}")
             self._save(msgspec.structs.replace(self.state, good=self._idle, trial=Trial(rollout=None)))
-        elif self.state.good is None:
-            raise StoreError("there is no bundle to go back to")
         self.roll_back(reason)
         folder = self.running
         assert folder is not None

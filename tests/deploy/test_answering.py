@@ -139,6 +139,94 @@ def test_at_start_a_trial_that_cannot_be_loaded_gives_way_to_the_good_one(slots,
     assert slots.state.trial is None
 
 
+def test_at_start_a_confirmed_bundle_that_is_damaged_gives_way_to_the_one_before(slots, tmp_path):
+    second(slots, tmp_path)
+    slots.confirm()
+    (slots.running / "skeleton.onnx").unlink()
+
+    assert release(Answering(slots, LIMITS)) == 1
+    assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+
+
+def test_with_both_bundles_damaged_it_says_so(slots, tmp_path):
+    second(slots, tmp_path)
+    slots.confirm()
+    (slots.running / "skeleton.onnx").unlink()
+    (slots.staged / "skeleton.onnx").unlink()
+    before = slots.state
+
+    with pytest.raises(UpdateRejected):
+        Answering(slots, LIMITS)
+
+    assert slots.state == before
+
+
+def test_an_abort_goes_nowhere_when_the_good_bundle_is_damaged(slots, tmp_path, x):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    answering.swap()
+    (slots.good / "skeleton.onnx").unlink()
+
+    answering.give_up("aborted")
+
+    assert release(answering) == 2
+    answering.predict(x)
+
+
+def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_path, monkeypatch):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    monkeypatch.setattr("deploy.answering.load", unreadable)
+
+    with pytest.raises(UpdateRejected, match="Input/output"):
+        answering.swap()
+
+    assert slots.state.trial is None
+    assert slots.running == slots.good
+
+
+def unreadable(*_, **__):
+    raise OSError(5, "Input/output error")
+
+
+def test_what_the_old_bundle_does_until_the_switch_says_nothing_of_the_new_one(slots, tmp_path, x):
+    answering = Answering(slots, LIMITS)
+    answering._runtime = Failing(answering._runtime)
+    second(slots, tmp_path)
+
+    for _ in range(MAX_FAILED + 1):
+        with pytest.raises(RuntimeError):
+            answering.predict(x)
+    answering.settle()
+
+    assert slots.state.trial is not None
+    assert not slots.state.refused
+
+
+def test_predictions_go_on_while_the_disk_takes_its_time(slots, tmp_path, x, monkeypatch):
+    answering = Answering(slots, Limits(probation_s=0))
+    second(slots, tmp_path)
+    answering.swap()
+    writing, written, confirm = threading.Event(), threading.Event(), slots.confirm
+
+    def slowly():
+        writing.set()
+        assert written.wait(30)
+        confirm()
+
+    monkeypatch.setattr(slots, "confirm", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        settled = pool.submit(answering.settle)
+        try:
+            assert writing.wait(30)
+            pool.submit(answering.predict, x).result(timeout=10)
+        finally:
+            written.set()
+        settled.result()
+
+    assert slots.state.trial is None
+
+
 def test_processes_that_die_while_they_load_it_bring_the_good_one_back(slots, tmp_path):
     second(slots, tmp_path)
     for _ in range(MAX_STARTS):

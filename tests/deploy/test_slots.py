@@ -312,3 +312,29 @@ def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
         slots.go_back("aborted")
 
     assert release_of(slots.running) == 1
+
+
+def test_a_bundle_on_trial_whose_manifest_is_lost_gives_way_all_the_same(tmp_path, first, second):
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    slots.stage(slots.take_in(second))
+    slots.switch()
+    (slots.running / MANIFEST).unlink()
+
+    slots.roll_back("it cannot be loaded")
+
+    assert release_of(Slots(tmp_path / "home").running) == 1
+
+
+def test_what_answers_is_not_given_up_for_a_good_bundle_that_is_damaged(tmp_path, first, second):
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    slots.stage(slots.take_in(second))
+    slots.switch()
+    (slots.good / SKELETON).unlink()
+    before = slots.state
+
+    with pytest.raises(StoreError, match="go back"):
+        slots.go_back("aborted")
+
+    assert Slots(tmp_path / "home").state == before
