@@ -20,10 +20,10 @@ describes exactly its data). Who made the manifest is not its concern: a release
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -281,7 +281,7 @@ def _require_same(path: Path, part: Part) -> None:
     with path.open("rb") as file:
         if (file.seek(0, 2), file.seek(0)) != (part.size_bytes, 0):
             raise UpdateRejected(f"{path} is not the one of the manifest")
-        if hashlib.file_digest(file, "sha256").hexdigest() != part.digest:
+        if _digest_of(file) != part.digest:
             raise UpdateRejected(f"{path} is not the one of the manifest")
 
 
@@ -292,7 +292,7 @@ def _verify(path: Path, part: Part) -> None:
         if size != part.size_bytes:
             raise UpdateRejected(f"{path} has {size} bytes, the manifest says {part.size_bytes}")
         file.seek(0)
-        if hashlib.file_digest(file, "sha256").hexdigest() != part.digest:
+        if _digest_of(file) != part.digest:
             raise UpdateRejected(f"{path} does not hash to its name")
         file.seek(0)
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -324,4 +324,12 @@ def _require_tight(header: dict[str, _Tensor], n_bytes: int) -> None:
 
 
 def _sha256(data: bytes) -> str:
+    import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
+
     return hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(file: BufferedReader) -> str:
+    import hashlib
+
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 import msgspec
@@ -38,6 +37,8 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def fingerprint(self) -> str:
         """16 hex digits that differ when anything of the task differs."""
+        import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
+
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
 
 

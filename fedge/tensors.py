@@ -7,7 +7,6 @@ says how to get from one to the other. Bytes from outside never become an object
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -264,6 +263,8 @@ def _views(data: bytes) -> Tensors:
 
 def digest_of(*data: bytes | bytearray | memoryview) -> str:
     """SHA-256 in hex of these bytes, one piece after the other: their name."""
+    import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
+
     hasher = hashlib.sha256()
     for piece in data:
         hasher.update(piece)
