@@ -41,7 +41,7 @@ def init(repo: Path, *, as_json: bool) -> None:
     """Make a repository with new keys, one for each role.
 
     Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem off line, on a medium of their own; `add` needs the second,
-    `rotate` both, `renew` for a machine that is on line needs targets, snapshot and timestamp.
+    `rotate` the first; `renew`, for a machine that is on line, needs those of snapshot and timestamp alone.
 
     \b
     Examples:
@@ -104,7 +104,8 @@ def rotate(repo: Path, role: str, *, as_json: bool) -> None:
 def renew(repo: Path, *, as_json: bool) -> None:
     """Sign the newest state again before it expires; to be run daily, as by cron.
 
-    A device that hears of nothing new within a role's lifetime refuses all updates until it is renewed.
+    Needs the keys of snapshot and timestamp; those of root and targets only when half of their lifetime is over. A device
+    that hears of nothing new within a role's lifetime refuses all updates until it is renewed.
 
     \b
     Examples:

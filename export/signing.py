@@ -67,7 +67,7 @@ class Repository:
         _write(folder, "1.root.json", root, [_signer(folder, Root.type, root)])
         (folder / "parts").mkdir()
         repository = cls(folder)
-        repository._publish(Targets(expires=_expiry(Targets.type)), version=1)
+        repository._publish(Targets(expires=_expiry(Targets.type)))
         return repository
 
     # ------------------------------------------------------------------------------------------------- releasing
@@ -102,16 +102,23 @@ class Repository:
             raise StoreError(f"cannot read {bundle}: {error}") from error
         write_atomically(self._target(path, digest_of(data)), data)
         targets.targets[path] = found
-        self._publish(targets, version=targets.version + 1)
+        self._publish(targets)
         return path
 
     def renew(self) -> None:
-        """Sign the newest state again, so that it does not expire. Run it well within the lifetimes."""
-        root = self._current(Root)
-        if root.expires - datetime.now(UTC) < LIFETIMES[Root.type] / 2:
+        """Sign the newest state again, so that it does not expire. Run it well within the lifetimes.
+
+        Needs the keys of snapshot and timestamp; those of root and targets only when half of their lifetime is over.
+
+        Raises:
+            ConfigError: a key that is needed is not there. Snapshot and timestamp are renewed all the same.
+        """
+        self._publish(None)
+        root, targets = self._current(Root), self._current(Targets)
+        if _is_old(targets):
+            self._publish(targets)
+        if _is_old(root):
             self._publish_root(root, old=root)
-        targets = self._current(Targets)
-        self._publish(targets, version=targets.version + 1)
 
     def rotate(self, role: str) -> None:
         """Replace a role's key, because it was lost, leaked or is old; devices follow by the new root.
@@ -129,8 +136,7 @@ class Repository:
             new.revoke_key(keyid, role)
         new.add_key(_new_key(self._folder, role), role)
         self._publish_root(new, old=old)
-        targets = self._current(Targets)
-        self._publish(targets, version=targets.version + 1)
+        self._publish(self._current(Targets) if role == Targets.type else None)
 
     # ------------------------------------------------------------------------------------------------- serving
 
@@ -175,8 +181,10 @@ class Repository:
             path = folder / f"{version}.root.json"
         elif kind is Timestamp:
             path = folder / "timestamp.json"
+        elif kind is Snapshot:
+            path = folder / f"{self._current(Timestamp).snapshot_meta.version}.snapshot.json"
         else:
-            path = folder / f"{self._current(Timestamp).version}.{kind.type}.json"
+            path = folder / f"{self._current(Snapshot).meta['targets.json'].version}.targets.json"
         try:
             metadata = Metadata[S].from_file(str(path))
         except (RepositoryError, OSError, ValueError) as error:
@@ -184,19 +192,22 @@ class Repository:
         assert isinstance(metadata.signed, kind)
         return metadata.signed
 
-    def _publish(self, targets: Targets, version: int) -> None:
-        """Write targets, then snapshot, then timestamp: until the last is written nothing has changed."""
+    def _publish(self, targets: Targets | None) -> None:
+        """Write targets (None: as they are), snapshot and timestamp: until the last is written nothing has changed."""
         root = self._current(Root)
-        n = version
-        targets.version, targets.expires = n, _expiry(Targets.type)
-        snapshot = Snapshot(version=n, expires=_expiry(Snapshot.type), meta={"targets.json": MetaFile(n)})
+        first = not (self._folder / "metadata" / "timestamp.json").exists()
+        n = 1 if first else self._current(Timestamp).version + 1
+        if targets is None:
+            listed = self._current(Snapshot).meta["targets.json"].version
+        else:
+            listed = targets.version = n
+            targets.expires = _expiry(Targets.type)
+        snapshot = Snapshot(version=n, expires=_expiry(Snapshot.type), meta={"targets.json": MetaFile(listed)})
         timestamp = Timestamp(version=n, expires=_expiry(Timestamp.type), snapshot_meta=MetaFile(n))
-        for name, signed in (
-            (f"{n}.targets.json", targets),
-            (f"{n}.snapshot.json", snapshot),
-            ("timestamp.json", timestamp),
-        ):
-            _write(self._folder, name, signed, [_signer(self._folder, signed.type, root)])
+        if targets is not None:
+            _write(self._folder, f"{n}.targets.json", targets, [_signer(self._folder, Targets.type, root)])
+        _write(self._folder, f"{n}.snapshot.json", snapshot, [_signer(self._folder, Snapshot.type, root)])
+        _write(self._folder, "timestamp.json", timestamp, [_signer(self._folder, Timestamp.type, root)])
 
     def _publish_root(self, new: Root, *, old: Root) -> None:
         """Signed by the old root's key, which devices know, and by its own."""
@@ -211,6 +222,10 @@ class Repository:
 
 def _expiry(role: str) -> datetime:
     return (datetime.now(UTC) + LIFETIMES[role]).replace(microsecond=0)
+
+
+def _is_old(signed: Root | Targets) -> bool:
+    return signed.expires - datetime.now(UTC) < LIFETIMES[signed.type] / 2
 
 
 def _new_key(folder: Path, role: str) -> SSlibKey:

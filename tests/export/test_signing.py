@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from deploy.trust import Trust, install_root
-from export.signing import ROLES, Repository
+from export.signing import LIFETIMES, ROLES, Repository
 from fedge.errors import ConfigError, UpdateRejected
 from tests.deploy.bundles import digest, other_gate, variant
 
@@ -98,6 +98,33 @@ def test_without_the_key_nothing_is_signed(tmp_path, repository, bundle):
         repository.add(bundle)
 
     assert Repository(tmp_path / "repo").targets() == []
+
+
+def test_renewing_needs_no_key_that_is_kept_off_line(tmp_path, home, repository, bundle):
+    target = repository.add(bundle)
+    for role in ("root", "targets"):
+        for key in (tmp_path / "repo" / "keys").glob(f"{role}.*"):
+            key.unlink()
+
+    repository.renew()
+
+    assert trusted(home, repository, target)
+    assert json.loads((home / "trust" / "timestamp.json").read_bytes())["signed"]["version"] == 3
+    assert json.loads((home / "trust" / "targets.json").read_bytes())["signed"]["version"] == 2
+
+
+def test_what_is_half_over_is_signed_again_and_asks_for_its_key(tmp_path, repository, bundle, monkeypatch):
+    repository.add(bundle)
+    monkeypatch.setitem(LIFETIMES, "targets", LIFETIMES["targets"] * 3)  # as if a year had passed since it was signed
+    repository.renew()
+    assert json.loads((tmp_path / "repo" / "metadata" / "4.targets.json").read_bytes())["signed"]["version"] == 4
+
+    monkeypatch.setitem(LIFETIMES, "targets", LIFETIMES["targets"] * 3)
+    for key in (tmp_path / "repo" / "keys").glob("targets.*"):
+        key.unlink()
+    with pytest.raises(ConfigError, match="the key of role targets"):
+        repository.renew()
+    assert json.loads((tmp_path / "repo" / "metadata" / "timestamp.json").read_bytes())["signed"]["version"] == 5
 
 
 def test_private_keys_are_for_the_owner_alone(tmp_path, repository):
