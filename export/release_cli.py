@@ -104,8 +104,8 @@ def rotate(repo: Path, role: str, *, as_json: bool) -> None:
 def renew(repo: Path, *, as_json: bool) -> None:
     """Sign the newest state again before it expires; to be run daily, as by cron.
 
-    Needs the keys of snapshot and timestamp; those of root and targets only when half of their lifetime is over. A device
-    that hears of nothing new within a role's lifetime refuses all updates until it is renewed.
+    Needs the keys of snapshot and timestamp; those of root and targets only when half of their lifetime is over. A
+    device that hears of nothing new within a role's lifetime refuses all updates until it is renewed.
 
     \b
     Examples:
