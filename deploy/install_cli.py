@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from deploy.examination import Limits, examine
-from deploy.slots import Slots
+from deploy.slots import Slots, owned
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.bundle import Bundle, read
 from fedge.errors import ConfigError, UpdateRejected
@@ -33,24 +33,28 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
       fedge install --home cam1 --root 1.root.json --json
 
     \b
-    Exit codes: 0 done, 2 no root of trust there or nothing to do, 4 the disk is full or broken, 5 the bundle is not
-    what its manifest says, or not fit for this device; what answered before goes on.
+    Exit codes: 0 done, 2 no root of trust there, nothing to do, or HOME in use, 4 the disk is full or broken, 5
+    the bundle is not what its manifest says, or not fit for this device; what answered before goes on.
     """  # noqa: D301 - click needs the character itself
     if bundle is None and root is None:
         raise click.UsageError("name a bundle, --root, or both")
-    if root is not None:
-        install_root(home, _read_root(root))
-    done = None if bundle is None else _install(bundle, home)
+    trusted = None if root is None else _read_root(root)
+    new = None if bundle is None else read(bundle)
+    with owned(home) as slots:
+        if trusted is not None:
+            install_root(home, trusted)
+        if bundle is not None and new is not None:
+            _install(bundle, new, home, slots)
     if as_json:
         record = {"home": str(home), "root": root is not None}
-        if done is not None:
-            record |= {"release": done.manifest.release, "digest": done.digest, "task": done.manifest.task.name}
+        if new is not None:
+            record |= {"release": new.manifest.release, "digest": new.digest, "task": new.manifest.task.name}
         click.echo(msgspec.json.encode(record).decode())
         return
     if root is not None:
         click.echo(f"{home}: root of trust installed")
-    if done is not None:
-        click.echo(f"{home}: release {done.manifest.release} of {done.manifest.task.name} answers")
+    if new is not None:
+        click.echo(f"{home}: release {new.manifest.release} of {new.manifest.task.name} answers")
 
 
 def _read_root(path: Path) -> bytes:
@@ -61,10 +65,8 @@ def _read_root(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def _install(folder: Path, home: Path) -> Bundle:
+def _install(folder: Path, new: Bundle, home: Path, slots: Slots) -> None:
     """Stage, examine, switch; confirmed at once, since a person stands by."""
-    new = read(folder)
-    slots = Slots(home)
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
     if slots.running is not None:
@@ -78,4 +80,3 @@ def _install(folder: Path, home: Path) -> Bundle:
         raise UpdateRejected(found.reason)
     slots.switch()
     slots.confirm()
-    return new

@@ -23,7 +23,7 @@ from deploy.runtime import load
 from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
-from deploy.slots import Slots
+from deploy.slots import Slots, owned
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
@@ -84,11 +84,22 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
 
     \b
-    Exit codes: 2 wrong configuration, no such bundle, 3 the port is taken or the broker refuses us, 4 the disk is full
-    or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are answered.
+    Exit codes: 2 wrong configuration, no such bundle, HOME in use, 3 the port is taken or the broker refuses us, 4 the
+    disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are answered.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
-    slots = _slots(settings, bundles)
+    if (settings.home is None) == (not bundles):
+        raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
+    if settings.home is None:
+        return _serve(settings, bundles, None, as_json)
+    if not settings.home.is_dir():
+        raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
+    with owned(settings.home) as slots:
+        return _serve(settings, bundles, slots, as_json)
+
+
+def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None, as_json: bool) -> int:
+    """Until a signal; `slots`: those of the device that is served, None where bundles are named."""
     if slots is None:
         models: dict[str, Answers] = {
             name: Fixed(load(path, settings.threads)) for name, path in _named(bundles).items()
@@ -101,17 +112,6 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
     asyncio.run(_run(settings, models, slots, broker, as_json))
     return INTERRUPTED
-
-
-def _slots(settings: ServeSettings, bundles: Sequence[str]) -> Slots | None:
-    """The slots of the device that is served; None where bundles are named."""
-    if (settings.home is None) == (not bundles):
-        raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
-    if settings.home is None:
-        return None
-    if not settings.home.is_dir():
-        raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
-    return Slots(settings.home)
 
 
 def _named(bundles: Sequence[str]) -> dict[str, Path]:

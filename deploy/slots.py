@@ -12,11 +12,13 @@ one or the new one, and the slots that it names are whole, since a slot is writt
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -24,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, decode, read
-from fedge.errors import StoreError, UpdateRejected
+from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import BlobFolder, make_folder, replace_folder, sync_folder, write_atomically
 from fedge.messages import Count, Digest
 from fedge.tensors import digest_of
@@ -56,8 +58,33 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     refused: dict[Digest, str] = {}
 
 
+@contextmanager
+def owned(home: Path) -> Iterator[Slots]:
+    """The bundles of a device for this process alone; the kernel gives them back when it ends, however it ends.
+
+    Raises:
+        ConfigError: another process owns them.
+        StoreError: the folder cannot be read or written.
+    """
+    make_folder(home / "slots")
+    try:
+        handle = os.open(home / "slots" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"cannot open {home}: {error}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
+            ) from None
+        yield Slots(home)
+    finally:
+        os.close(handle)
+
+
 class Slots:
-    """The bundles of one device. One process at a time changes them."""
+    """The bundles of one device. One process at a time changes them: it has them from `owned`."""
 
     def __init__(self, home: Path) -> None:
         """Open the folder, or make it; what a crash left half done is removed.
@@ -71,7 +98,7 @@ class Slots:
         self.parts = BlobFolder(home / "parts")
         for left in (*self._folder.glob(".unfinished-*"), *self._folder.glob(".replaced-*")):
             shutil.rmtree(left, ignore_errors=True)
-        for left in (*home.glob(".tmp-*"), *(home / "parts").glob(".tmp-*")):
+        for left in (*home.glob(".tmp-slots.json-*"), *(home / "parts").glob(".tmp-*")):
             left.unlink(missing_ok=True)
         self.state = self._load()
 

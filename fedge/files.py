@@ -34,7 +34,7 @@ def write_atomically(path: Path, *data: bytes | memoryview) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.writelines(data)

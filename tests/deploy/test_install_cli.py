@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.install_cli import install
-from deploy.slots import Slots
+from deploy.slots import Slots, owned
 from fedge.bundle import read
 from fedge.errors import ConfigError, UpdateRejected
 
@@ -51,6 +51,17 @@ def test_what_is_no_root_is_refused(tmp_path, data):
         run("--home", tmp_path / "pi", "--root", tmp_path / "root")
 
     assert not (tmp_path / "pi" / "root.json").exists()
+
+
+def test_a_device_that_is_being_served_is_left_alone(tmp_path):
+    home = tmp_path / "pi"
+    (tmp_path / "root").write_bytes(Simulator().files["1.root.json"])
+
+    with owned(home), pytest.raises(ConfigError, match="fedge serve"):
+        run("--home", home, "--root", tmp_path / "root", GOLDEN)
+
+    assert not (home / "root.json").exists()
+    assert Slots(home).running is None
 
 
 def test_nothing_to_do_is_wrong_usage(tmp_path):

@@ -17,7 +17,7 @@ import aiohttp
 from click.testing import CliRunner
 
 from deploy.serve_cli import INTERRUPTED, ServeSettings, serve
-from deploy.slots import Slots
+from deploy.slots import Slots, owned
 from fedge.config import describe
 from fedge.errors import ConfigError, TransportError, UpdateRejected
 
@@ -118,6 +118,8 @@ async def test_a_device_with_a_bundle_on_trial_confirms_it_by_its_work(tmp_path)
     slots.switch()
     async with process("--home", tmp_path) as (child, said, session):
         assert said["models"] == ["digits"]
+        with pytest.raises(ConfigError, match="fedge serve"), owned(tmp_path):
+            pass
         for _ in range(2):
             assert (await ask(session, "digits"))[1]["parameters"]["release"] == 4
         await asyncio.wait_for(asyncio.to_thread(confirmed, tmp_path / "slots.json"), 30)

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 
-from deploy.slots import MAX_STARTS, Slots
+from deploy.slots import MAX_STARTS, Slots, owned
 from fedge.bundle import MANIFEST, SKELETON, decode, read
-from fedge.errors import StoreError, UpdateRejected
+from fedge.errors import ConfigError, StoreError, UpdateRejected
 
 from .bundles import digest, other_gate, variant
 
@@ -338,3 +338,23 @@ def test_what_answers_is_not_given_up_for_a_good_bundle_that_is_damaged(tmp_path
         slots.go_back("aborted")
 
     assert Slots(tmp_path / "home").state == before
+
+
+def test_one_process_at_a_time_owns_a_device(tmp_path, first):
+    with owned(tmp_path / "home") as slots:
+        install(slots, first)
+        with pytest.raises(ConfigError, match="fedge serve"), owned(tmp_path / "home"):
+            pass
+    with owned(tmp_path / "home") as slots:
+        assert release_of(slots.running) == 1
+
+
+def test_what_others_are_writing_into_the_folder_is_left_alone(tmp_path):
+    home = tmp_path / "home"
+    Slots(home)
+    (home / ".tmp-validation.npz-x").write_bytes(b"of the agent, just now")
+    (home / ".tmp-slots.json-x").write_bytes(b"cut off")
+
+    Slots(home)
+
+    assert [path.name for path in leftovers(home)] == [".tmp-validation.npz-x"]
