@@ -85,7 +85,8 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
 
     \b
     Exit codes: 2 wrong configuration, no such bundle, HOME in use, 3 the port is taken or the broker refuses us, 4 the
-    disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are answered.
+    disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are
+    answered.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
     if (settings.home is None) == (not bundles):
