@@ -88,7 +88,10 @@ def examine(running: Path | None, staged: Path, home: Path, limits: Limits) -> E
     except subprocess.TimeoutExpired:
         return Examination(reason=f"smoke-test: no answer within {TIMEOUT_S:.0f} s")
     if done.returncode == 0:
-        return msgspec.json.decode(done.stdout, type=Examination)
+        try:
+            return msgspec.json.decode(done.stdout, type=Examination)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # such as a measure beyond its range
+            return Examination(reason=f"smoke-test: what was measured makes no sense: {error}"[:500])
     said = done.stderr.decode(errors="replace").strip().splitlines()
     cause = f"signal {-done.returncode}" if done.returncode < 0 else (said[-1] if said else f"exit {done.returncode}")
     return Examination(reason=f"smoke-test: it cannot be run on this device ({cause})"[:500])

@@ -33,7 +33,7 @@ def gate_entropy(weights: Floats) -> NDArray[np.float64]:
     """H(x) = -Σ_k α_k log α_k, (n,), nats in [0, log M]; 0 where one candidate decides alone."""
     share = np.asarray(weights, np.float64)
     entropy: NDArray[np.float64] = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
-    return entropy
+    return np.maximum(entropy, 0.0)  # a weight that was rounded to more than 1
 
 
 def reference(weights: Floats, energies: Floats) -> Reference | None:

@@ -107,3 +107,8 @@ def test_a_running_bundle_that_is_broken_is_no_yardstick(home):
 
     assert found.reason == ""
     assert found.before is None
+
+
+def test_what_makes_no_sense_is_a_reason_too(home, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/echo")
+    assert examine(None, GOLDEN, home, Limits()).reason.startswith("smoke-test")

@@ -42,3 +42,7 @@ def test_few_validation_samples_are_flagged():
 def test_one_sample_makes_no_yardstick():
     assert reference(np.ones((1, 2)) / 2, np.zeros((1, 2))) is None
     assert reference(np.ones((3, 1)), np.array([[0.0], [NAN], [NAN]])) is None
+
+
+def test_rounding_makes_no_entropy_negative():
+    assert gate_entropy(np.array([[np.nextafter(np.float32(1), np.float32(2)), 0]], np.float32)) == 0.0
