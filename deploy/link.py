@@ -239,8 +239,8 @@ class Link:
             self._news.clear()
             try:
                 pause_s = await self._step()
-            except StoreError as error:  # the disk may be mended; the bundle in memory answers all the while
-                log.error("event=store_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
+            except (FedgeError, OSError) as error:  # it may be mended; the bundle in memory answers all the while
+                log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
                 pause_s = LOOK_S
             if pause_s > 0 and not self._news.is_set():
                 with contextlib.suppress(TimeoutError):
@@ -381,6 +381,7 @@ class Link:
             UpdateRejected: the metadata are not to be trusted, or the release is older than one before.
             ProtocolError, StoreError, TransportError, TimeoutError: something could not be fetched or stored.
         """
+        self._forget_others(rollout)
         files: dict[str, bytes] = {}
         try:
             for name, ref in rollout.metadata.items():
@@ -400,6 +401,13 @@ class Link:
         for missed, size in missing:
             await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size))
         return data
+
+    def _forget_others(self, rollout: Rollout) -> None:
+        """Whoever may announce may do so often: what was begun for another announcement is not kept."""
+        named = {ref.digest for ref in rollout.metadata.values()}
+        for path in self._received.path("").iterdir():
+            if path.name.partition(".")[0] not in named:
+                path.unlink(missing_ok=True)
 
     def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
         with self._trusting:  # one that was cancelled may still be at it
@@ -445,12 +453,14 @@ class Link:
     async def _take_in(self, folder: Path) -> None:
         """Try a bundle that was written on this device."""
         try:
-            data = await asyncio.to_thread(self._slots.take_in, folder)
-            manifest = self._fit(data, digest_of(data))
-            if manifest is not None:
-                await self._try(data, None)
-        except UpdateRejected as error:
-            self._refuse(digest_of((folder / MANIFEST).read_bytes()), str(error))
+            digest = digest_of((folder / MANIFEST).read_bytes())
+            try:
+                data = await asyncio.to_thread(self._slots.take_in, folder)
+                manifest = self._fit(data, digest_of(data))
+                if manifest is not None:
+                    await self._try(data, None)
+            except UpdateRejected as error:
+                self._refuse(digest, str(error))
         except OSError as error:
             raise StoreError(f"cannot read {folder}: {error}") from error
         self._tell()

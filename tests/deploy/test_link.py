@@ -1,6 +1,7 @@
 """What a device does next and what it says of itself, as tables; the shell: tests/integration/test_rollout.py."""
 
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given
@@ -23,10 +24,12 @@ from deploy.link import (
     too_much,
 )
 from deploy.slots import Slots
-from deploy.trust import MAX_METADATA_BYTES
+from deploy.trust import MAX_METADATA_BYTES, install_root
+from fedge.errors import StoreError
 from fedge.messages import BlobRef, Phase, Rollout, RolloutState
 
 from .bundles import other_gate, poor_gate, variant
+from .repository import Simulator
 
 pytestmark = pytest.mark.torch_free
 
@@ -146,6 +149,9 @@ class Unheard:
     async def subscribe(self, topic_filter, handler):
         pass
 
+    async def unsubscribe(self, topic_filter):
+        pass
+
     async def publish(self, topic, payload, **options):
         self.published.append(payload)
 
@@ -206,3 +212,29 @@ async def test_one_that_is_damaged_stays_there_too(home):
     answering = await followed(home, lambda slots, answering: digest(folder) in slots.state.refused)
 
     assert answering.runtime.manifest.release == 1
+
+
+async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+
+    with pytest.raises(StoreError):
+        await link._take_in(home / "bundles" / "2")
+
+    assert not slots.state.refused
+
+
+async def test_what_cannot_be_trusted_piles_up_no_files(home):
+    slots = Slots(home)
+    install_root(home, Simulator().files["1.root.json"])
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    await link.attach(Unheard())
+    received = home / "received"
+
+    for number in range(3):
+        wanted = ref(f"{number}" * 64, MAX_METADATA_BYTES)
+        link._rollout = rollout(metadata={"timestamp.json": wanted, f"5/{NEW}.manifest.json": ref(NEW)})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await link._step()  # nobody sends it
+        assert {path.name.split(".")[0] for path in received.iterdir()} == {wanted.digest}
