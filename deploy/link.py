@@ -84,8 +84,9 @@ class Situation(Struct, frozen=True, kw_only=True):
     """All that `decide` and `phase_of` look at.
 
     state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
-    manifest that it names; refused: why this device does not want that bundle; switched: it answered here; judged: why
-    the announcement is not to be trusted; failed: why it could not be fetched; waiting: until the next attempt.
+    manifest that it names; refused: why this device does not want that bundle; switched: a rollout had it
+    answer here; judged: why the announcement is not to be trusted; failed: why it could not be fetched; waiting: until
+    the next attempt.
     """
 
     state: RolloutState | None = None
@@ -287,7 +288,7 @@ class Link:
             running=running,
             on_trial=state.trial is not None,
             refused=None if digest is None else state.refused.get(digest),
-            switched=self._outcome.switched and self._outcome.digest == digest,
+            switched=self._outcome.rollout is not None and self._outcome.switched and self._outcome.digest == digest,
             judged=judged or None,
             failed=self._failed[1] if self._failed is not None and self._failed[0] == claim else "",
             waiting=time.monotonic() < self._retry_at,

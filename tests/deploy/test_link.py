@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.errors import StoreError
 from fedge.messages import BlobRef, Phase, Rollout, RolloutState
+from fedge.tensors import digest_of
 
 from .bundles import other_gate, poor_gate, variant
 from .repository import Simulator
@@ -238,3 +240,18 @@ async def test_what_cannot_be_trusted_piles_up_no_files(home):
             async with asyncio.timeout(0.2):
                 await link._step()  # nobody sends it
         assert {path.name.split(".")[0] for path in received.iterdir()} == {wanted.digest}
+
+
+async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):
+    folder = variant(home / "bundles" / "2", release=2, gate=other_gate)
+    await followed(home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b")
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    digest = digest_of((folder / "manifest.json").read_bytes())
+    forged = rollout(target="2/manifest.json", metadata={f"2/{digest}.manifest.json": ref(digest)})
+    link._rollout = msgspec.structs.replace(forged, state=ABORTED)
+
+    await link._step()
+
+    assert slots.running.name == "b"
+    assert not slots.state.refused
