@@ -33,11 +33,13 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
       fedge install --home cam1 --root 1.root.json --json
 
     \b
-    Exit codes: 0 done, 2 no root of trust there, nothing to do, or HOME in use, 4 the disk is full or broken, 5
-    the bundle is not what its manifest says, or not fit for this device; what answered before goes on.
+    Exit codes: 0 done, 2 no bundle or root of trust there, nothing to do, or HOME in use, 4 the disk is full or
+    broken, 5 the bundle is not what its manifest says, or not fit for this device; what answered before goes on.
     """  # noqa: D301 - click needs the character itself
     if bundle is None and root is None:
         raise click.UsageError("name a bundle, --root, or both")
+    if bundle is not None and not bundle.is_dir():
+        raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
     trusted = None if root is None else _read_root(root)
     new = None if bundle is None else read(bundle)
     with owned(home) as slots:

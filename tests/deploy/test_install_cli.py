@@ -64,6 +64,12 @@ def test_a_device_that_is_being_served_is_left_alone(tmp_path):
     assert Slots(home).running is None
 
 
+def test_a_bundle_that_is_not_there_is_wrong_usage(tmp_path):
+    with pytest.raises(ConfigError, match="no bundle at"):
+        run("--home", str(tmp_path / "home"), str(tmp_path / "nowhere"))
+    assert not (tmp_path / "home").exists()
+
+
 def test_nothing_to_do_is_wrong_usage(tmp_path):
     assert run("--home", tmp_path / "pi")[0] == 2
 
