@@ -92,7 +92,7 @@ def by_label(
         owners = draw()
         if _sizes(units, owners, len(group_of)).min() >= MIN_SAMPLES:
             return owners
-    return filled_up(units, owners, group_of, rng)
+    return filled_up(units, owners, group_of, rng, own_classes=bool((portions == 0).any()))
 
 
 def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
@@ -142,10 +142,13 @@ def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
     return owners[user]
 
 
-def filled_up(units: Units, owners: Ints, group_of: Ints, rng: np.random.Generator) -> Ints:
+def filled_up(
+    units: Units, owners: Ints, group_of: Ints, rng: np.random.Generator, *, own_classes: bool = False
+) -> Ints:
     """Move random units, one at a time, from the largest to the smallest device until each has 20 samples.
 
-    `group_of`: (N,) group of each device; units stay in their group.
+    `group_of`: (N,) group of each device; units stay in their group, unless the group as a whole is short of them and
+    groups do not have classes of their own.
 
     Raises:
         ConfigError: units are so large that moving them does not help, or a group has none.
@@ -154,7 +157,9 @@ def filled_up(units: Units, owners: Ints, group_of: Ints, rng: np.random.Generat
     sizes = _sizes(units, owners, len(group_of))
     while sizes.min() < MIN_SAMPLES:
         smallest = int(sizes.argmin())
-        largest = int(np.where(group_of == group_of[smallest], sizes, -1).argmax())
+        group = group_of == group_of[smallest]
+        short = not own_classes and sizes[group].sum() < MIN_SAMPLES * group.sum()
+        largest = int(np.where(group | short, sizes, -1).argmax())
         if not sizes[largest]:
             raise ConfigError("a group gets no sample: use a smaller spread of sizes, or fewer groups")
         unit = rng.choice(np.flatnonzero(owners == largest))

@@ -75,7 +75,7 @@ install_deploy() {
     run_in "$1" sh -ceu '
         cd /root/fedge
         [ -x /opt/deploy/bin/pip ] || python3 -m venv /opt/deploy
-        /opt/deploy/bin/pip install --quiet -c constraints.txt ".[deploy]" pytest pytest-asyncio pytest-timeout
+        /opt/deploy/bin/pip install --quiet -c constraints.txt ".[deploy]" pytest pytest-asyncio pytest-timeout hypothesis
         rm -rf /root/away && mkdir -p /root/away/tests
         cp -r tests/deploy /root/away/tests && cp pyproject.toml /root/away'
 }

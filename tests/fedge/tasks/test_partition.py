@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedge.errors import ConfigError
@@ -48,9 +48,12 @@ def samples(share: Share) -> np.ndarray:
     seed=st.integers(0, 1000),
     sensitive=st.floats(0, 1),
 )
+@example(
+    n_devices=2, alpha=0.05, how="groups", groups="rotation", sizes="log-normal", n_groups=2, seed=3, sensitive=0.0
+)  # a group of one device, and too little for it
 @settings(max_examples=60, deadline=None)
 def test_every_sample_goes_to_one_device_with_its_label(
-    n_devices: int, alpha: float, how: str, groups: str, n_groups: int, sizes: str, seed: int, sensitive: float
+    n_devices: int, alpha: float, how: str, groups: str, sizes: str, n_groups: int, seed: int, sensitive: float
 ) -> None:
     source = numbered(400)
     changes: dict[str, Any] = {} if how == "shards" else {"sizes": sizes}
@@ -232,13 +235,18 @@ def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, An
 
 
 @pytest.mark.parametrize("sizes", ["log-normal", "power-law"])
-@pytest.mark.parametrize("how", ["dirichlet", "iid"])
+@pytest.mark.parametrize("how", ["dirichlet", "iid", "groups"])
 def test_the_widest_spread_of_sizes_still_deals(sizes: Sizes, how: How) -> None:
     shares = deal(numbered(600), 9, how=how, sizes=sizes, size_spread=5.0)
     assert sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in shares) == 600
     assert min(len(s.y_train) for s in shares) > 0
-    with pytest.raises(ConfigError, match=r"a group gets no sample|samples in \d+ blocks are too few"):
-        deal(numbered(600), 9, how="groups", sizes=sizes, size_spread=5.0)
+
+
+def test_a_group_without_a_sample_of_its_own_classes_is_refused() -> None:
+    source = numbered(600)
+    two_classes = Pool(source.x, source.y % 2, source.spec)
+    with pytest.raises(ConfigError, match="a group gets no sample"):
+        deal(two_classes, 4, how="groups", groups="labels", n_groups=2)
 
 
 def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
