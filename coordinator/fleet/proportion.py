@@ -5,7 +5,7 @@ Nothing here knows whether a device lies: an honest one whose training went astr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -19,8 +19,12 @@ from fedge.messages import Action, BlobRef, Train, Trained
 from fedge.tensors import Layout
 
 FACTOR: Final = 100.0
-"""Times the median of a step. Generous: in four simulated federations of 20 devices (Dirichlet 0.1 and 1, log-normal
-and power-law sizes) the largest norm was 2.9 times the median, the largest number of samples 12 times."""
+"""Times the median of a step. Generous, where all train one model: in four simulated federations of 20 devices
+(Dirichlet 0.1 and 1, log-normal and power-law sizes) the largest norm was 2.9 times the median, the largest number of
+samples 12 times. Where clusters have models of their own it is not enough: one may have nothing left to learn, while
+another begins."""
+FACTOR_OF_START: Final = 10.0
+"""Times the norm of the model that the update changes: honest training does not move weights that far."""
 FEWEST: Final = 3
 """With fewer numbers a median says nothing of what is usual."""
 HUGE: Final = 1e15
@@ -28,28 +32,34 @@ HUGE: Final = 1e15
 
 
 def in_proportion(
-    answers: Mapping[str, Answer], norms: Mapping[str, Norms]
+    answers: Mapping[str, Answer], norms: Mapping[str, Norms], norms_of_start: Callable[[str], Norms]
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
     """The answers of a step without what is out of all proportion, and why that was refused.
 
-    An update whose parameters or buffers have a norm above 100 times the median of the step, or above 1e15, is none. A
-    claim of more than 100 times the median number of samples counts as that many: it weighs no more in a mean.
+    An update is none if its parameters or its buffers have a norm above 100 times the median of the step and above 10
+    times that of the model it changes, or above 1e15. A claim of more than 100 times the median number of samples
+    counts as that many: it weighs no more in a mean.
 
     Args:
         answers: of a step, by device id.
         norms: of each update among them, by device id.
+        norms_of_start: of the model that a device trained; asked for those that are above the median's limit.
 
     Returns:
         The answers, those refused without result; `out-of-proportion` for each that was refused.
     """
-    limits = [min(_limit([norm[part] for norm in norms.values()]), HUGE) for part in range(2)]
+    usual = [_limit([norm[part] for norm in norms.values()]) for part in range(2)]
     most = _limit([a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)])
     kept, refused = dict(answers), dict[str, ProtocolError]()
     for i, answer in answers.items():
         result = answer.result
         if not isinstance(result, Trained):
             continue
-        if any(norm > limit for norm, limit in zip(norms[i], limits, strict=True)):
+        limits = [min(limit, HUGE) for limit in usual]
+        if _beyond(norms[i], limits):
+            own = [FACTOR_OF_START * norm for norm in norms_of_start(i)]
+            limits = [min(max(pair), HUGE) for pair in zip(usual, own, strict=True)]
+        if _beyond(norms[i], limits):
             detail = "norms {:.3g}, {:.3g} of parameters and buffers; at most {:.3g}, {:.3g} are believed"
             refused[i] = ProtocolError("out-of-proportion", detail.format(*norms[i], *limits))
             kept[i] = replace(answer, result=None)
@@ -65,12 +75,23 @@ def without_outliers(
     norms_of: Callable[[BlobRef, Layout], Norms],
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
     """`in_proportion` for a fleet, which knows the norms of the updates of a model of this layout."""
+
+    def norms_of_start(i: str) -> Norms:
+        action = actions[i]
+        assert isinstance(action, Train)
+        found = [norms_of(start.model, layout.part(action.part)) for start in action.starts]
+        return max(params for params, _ in found), max(buffers for _, buffers in found)
+
     norms = {
         i: norms_of(answer.result.update, layout.part(action.part))
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
-    return in_proportion(answers, norms)
+    return in_proportion(answers, norms, norms_of_start)
+
+
+def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:
+    return any(norm > limit for norm, limit in zip(norms, limits, strict=True))
 
 
 def _limit(values: list[float] | list[int]) -> float:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fleet import Answer
-from coordinator.fleet.proportion import FACTOR, in_proportion
+from coordinator.fleet import Answer, proportion
+from coordinator.fleet.proportion import FACTOR
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.outcome import Outcome
@@ -32,6 +32,10 @@ def norms(*values: float, buffers: float = 0.0) -> dict[str, Norms]:
     return {f"d{k}": (value, buffers) for k, value in enumerate(values)}
 
 
+def in_proportion(told: dict[str, Answer], measured: dict[str, Norms], start: Norms = (0.0, 0.0)):
+    return proportion.in_proportion(told, measured, lambda _: start)
+
+
 def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> None:
     found, refused = in_proportion(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 100 * 2.5))
     assert not refused  # the bound itself is believed
@@ -41,6 +45,14 @@ def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> Non
     assert refused["d3"].name == "out-of-proportion"
     assert "norms 251, 0" in str(refused["d3"])
     assert "at most 250" in str(refused["d3"])
+
+
+def test_the_first_updates_of_a_cluster_are_believed_beside_those_of_one_with_nothing_left_to_learn() -> None:
+    """FedEPC's clusters, a quarter of 20 devices in a round: honest norms of 7 beside a median of 0.002."""
+    told, measured = answers(5, 5, 5, 5), norms(0.001, 0.002, 0.002, 7.0)
+    assert in_proportion(told, measured, start=(0.7, 0.0)) == (told, {})
+    assert list(in_proportion(told, measured, start=(0.69, 0.0))[1]) == ["d3"]
+    assert list(in_proportion(told, norms(1, 1, 1, 1e16), start=(1e15, 0.0))[1]) == ["d3"]  # nonsense is nonsense
 
 
 def test_buffers_are_measured_by_themselves() -> None:
