@@ -11,6 +11,9 @@ of the devices, 30 % of the samples kept out of uploads), and one that the speci
 rounds with a tenth of 200 devices of 60 samples each, for those of the settings that have as many samples (MNIST,
 Fashion-MNIST). `--model cnn` takes a small convolutional network instead of the perceptron.
 
+Below the table: `fedge` against the best baseline over all settings; against each other method, the mean difference
+and in how many settings it is at least equal; and in how many runs of each setting its trial split the devices.
+
 Runs that are done are kept in --out; the same command goes on where it was.
 
 Examples:
@@ -231,6 +234,8 @@ def main() -> None:
     header = ["setting", *arguments.methods, "fedge - best other [per seed]", "specification"]
     print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|", flush=True)
     gains: dict[str, list[float]] = {}
+    over: dict[str, list[float]] = {}
+    splits: dict[str, str] = {}
     results = {}
     for name in names:
         found = measure(name, arguments)
@@ -239,12 +244,20 @@ def main() -> None:
         results[name] = msgspec.to_builtins(found.methods, enc_hook=str)
         assert ours.to_best_other is not None
         gains[name] = [100 * d for d in ours.to_best_other.seeds]
+        for other in found.methods:
+            if other is not ours:
+                over.setdefault(other.method, []).append(100 * (ours.accuracy.mean - other.accuracy.mean))
+        split = [run.split for run in found.runs if run.method == OURS]
+        splits[name] = f"{sum(split)} of {len(split)}"
     means = np.array([np.mean(g) for g in gains.values()])
     runs = np.concatenate([np.array(g) for g in gains.values()])
     print(
         f"\n{len(means)} settings: mean difference to the best baseline {means.mean():+.2f} points, at least equal in "
         f"{(means >= 0).sum()}, lowest {means.min():+.2f}; {len(runs)} runs: negative in {(runs < 0).mean():.0%}"
     )
+    each = (f"{m} {np.mean(d):+.2f} [{(np.array(d) >= 0).sum()}]" for m, d in over.items())
+    print(f"{OURS} minus each other, mean [settings where at least equal]: {', '.join(each)}")
+    print(f"runs of {OURS} that split the devices: {'; '.join(f'{name}: {n}' for name, n in splits.items())}")
     if arguments.json:
         document = {"table": arguments.table, "seeds": arguments.seeds, "model": arguments.model, "settings": results}
         arguments.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
