@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from deploy.drift import Drift
 from deploy.engines import EngineName
 from deploy.examination import Limits
+from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load
 from deploy.slots import Slots
-from fedge.bundle import Reference
+from fedge.bundle import MANIFEST, Reference
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
+from fedge.tensors import digest_of
 
 log = logging.getLogger("fedge.deploy")
 
@@ -72,10 +74,17 @@ class Answering:
         self._trial_began = 0.0
         self._trial_predictions = 0
         self._allowed_ms: float | None = None
+        self._before: str | None = None
+        """Digest of the bundle that answered before, as long as the running one is compared with it."""
+        self._rival: Runtime | None = None  # that bundle, loaded when the first labelled sample comes
+        self._paired = Paired()
+        self._comparing = threading.Lock()
         folder = slots.boot()
         if folder is None:
             raise ConfigError("no bundle is installed: install one with `fedge install --home HOME BUNDLE`")
         self._take(self._loaded(folder))
+        if self._on_trial and slots.good is not None:
+            self._before = _digest(slots.good)
 
     @property
     def runtime(self) -> Runtime:
@@ -115,6 +124,36 @@ class Answering:
         self._note(runtime, answer)
         return runtime, answer
 
+    def feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
+        """Learn what raw samples (n, ...) were in truth, as class numbers (n,): is the bundle before any better?
+
+        As long as the device remembers it and too few samples have come to tell, both predict them. What that shows,
+        `worse` says; who changes the slots acts on it.
+
+        Raises:
+            ConfigError: the samples have another shape than the task's, or a label is no class of it.
+        """
+        runtime = self._runtime
+        x = runtime.as_batch(x)
+        if y.shape != x.shape[:1] or ((y < 0) | (y >= runtime.task.n_classes)).any():
+            raise ConfigError(f"give a class number from 0 to {runtime.task.n_classes - 1} for each of the samples")
+        with self._comparing:
+            rival = self._opponent()
+            if rival is None:
+                return
+            before, now = rival.predict(x).class_index == y, runtime.predict(x).class_index == y
+            with self._lock:
+                if runtime is self._runtime and rival is self._rival:
+                    self._paired.observe(before, now)
+                    if self._paired.n >= MAX_COMPARED and not self._worse():
+                        self._compare_no_more()
+
+    @property
+    def worse(self) -> str:
+        """Why labelled samples speak for the bundle before the running one, or ""."""
+        with self._lock:
+            return self._worse()
+
     def swap(self, allowed_ms: float | None = None) -> None:
         """Load the slots' running bundle and let it answer.
 
@@ -124,7 +163,7 @@ class Answering:
         Raises:
             UpdateRejected: it cannot be loaded; the one before goes on answering, also for the slots.
         """
-        folder = self._slots.running
+        folder, before = self._slots.running, self._runtime.digest
         assert folder is not None
         try:
             runtime = load(folder, self._threads, engine=self._engine)
@@ -132,10 +171,16 @@ class Answering:
             self._slots.roll_back(f"it cannot be loaded: {error}")
             raise UpdateRejected(f"it cannot be loaded: {error}") from error
         self._allowed_ms = allowed_ms
-        self._take(runtime)
+        self._take(runtime, before)
 
     def settle(self) -> None:
-        """Confirm a bundle on trial that has proved itself for long enough."""
+        """Go back where labelled samples speak for the bundle before; confirm one on trial that has proved itself."""
+        if reason := self.worse:
+            there = _digest(self._slots.staged) == self._before
+            self._compare_no_more()
+            if there:
+                self.give_up(reason)
+                return
         with self._lock:
             long_enough = (
                 self._trial_predictions >= self._limits.probation_predictions
@@ -151,7 +196,7 @@ class Answering:
                 raise
 
     def give_up(self, reason: str) -> None:
-        """Go back to the bundle before the running one, on trial or not."""
+        """Go back to the bundle before the running one, on trial or not. Nothing may be staged meanwhile."""
         with self._lock:
             self._on_trial = False
         self._go_back(reason)
@@ -171,7 +216,36 @@ class Answering:
                 raise error from lost
             return load(before, self._threads, engine=self._engine)
 
-    def _take(self, runtime: Runtime) -> None:
+    def _opponent(self) -> Runtime | None:
+        """The bundle before, if the idle slot still holds it."""
+        if self._before is None:
+            return None
+        if self._rival is None:
+            try:
+                rival = load(self._slots.staged, self._threads, engine=self._engine)
+            except (FedgeError, OSError) as error:
+                log.warning("event=not_compared bundle=%s reason=%r", self._before, str(error))
+                self._before = None
+                return None
+            if rival.digest != self._before:
+                self._before = None
+                return None
+            self._rival = rival
+        return self._rival
+
+    def _compare_no_more(self) -> None:
+        with self._lock:
+            self._before, self._rival = None, None
+
+    def _worse(self) -> str:
+        """Why labelled samples speak for the bundle before, or "". The lock is held."""
+        if self._before is None or not self._paired.worse(self._limits.accuracy_drop):
+            return ""
+        p = self._paired
+        return f"accuracy: {p.right_now} of {p.n} labelled samples right, {p.right_before} with the bundle before"
+
+    def _take(self, runtime: Runtime, before: str | None = None) -> None:
+        """Let a bundle answer; `before`: digest of the one that it is to be compared with, if any."""
         reference = runtime.manifest.reference
         with self._lock:
             self._runtime = runtime
@@ -180,6 +254,7 @@ class Answering:
             self._failed_in_a_row = 0
             self._trial_latencies, self._trial_predictions = [], 0
             self._trial_began = time.monotonic()
+            self._before, self._rival, self._paired = before, None, Paired()
 
     def _note(self, runtime: Runtime, answer: Prediction) -> None:
         complaint = ""
@@ -233,3 +308,11 @@ class Answering:
                 self._on_trial = self._slots.state.trial is not None
             return
         self._take(runtime)
+
+
+def _digest(folder: Path) -> str | None:
+    """Of the bundle in a slot."""
+    try:
+        return digest_of((folder / MANIFEST).read_bytes())
+    except OSError:
+        return None

@@ -55,7 +55,7 @@ class Drift:
 
     def observe(self, weights: Floats, energies: Floats) -> None:
         """Take in the outputs of a prediction, (n, M) each; samples without a usable candidate are left out."""
-        for free, entropy in zip(free_energy(weights, energies), gate_entropy(weights), strict=True):
+        for free, entropy in zip(free_energy(weights, energies).tolist(), gate_entropy(weights).tolist(), strict=True):
             if math.isfinite(free):
                 self._free.observe(free)
                 self._entropy.observe(entropy)
@@ -66,8 +66,8 @@ class Drift:
         """Shift of free energy and gate entropy, in deviations of the reference's samples."""
         r = self._reference
         return (
-            _deviations(self._free.value - r.free_energy_mean, r.free_energy_std) if self._seen else 0.0,
-            _deviations(self._entropy.value - r.gate_entropy_mean, r.gate_entropy_std) if self._seen else 0.0,
+            deviations(self._free.value - r.free_energy_mean, r.free_energy_std) if self._seen else 0.0,
+            deviations(self._entropy.value - r.gate_entropy_mean, r.gate_entropy_std) if self._seen else 0.0,
         )
 
     @property
@@ -79,6 +79,6 @@ class Drift:
         return max(map(abs, self.shift)) > max(NEGLIGIBLE, CERTAINTY * error)
 
 
-def _deviations(shift: float, std: float) -> float:
+def deviations(shift: float, std: float) -> float:
     """`shift` in units of `std`, of which at least 0.05 is assumed: a constant on few samples is no certainty."""
     return shift / max(std, 0.05)

@@ -74,7 +74,7 @@ class Do(Enum):
     """What a device does next."""
 
     NOTHING = auto()
-    SETTLE = auto()  # see whether the bundle on trial has proved itself
+    SETTLE = auto()  # see whether the bundle has proved itself, or proved worse than the one before
     GO_BACK = auto()  # the rollout was aborted, and its bundle answers here
     INSTALL = auto()  # fetch the rollout's bundle and try it
     TAKE_IN = auto()  # try the bundle of the inbox
@@ -86,7 +86,7 @@ class Situation(Struct, frozen=True, kw_only=True):
     state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
     manifest that it names; refused: why this device does not want that bundle; switched: a rollout had it
     answer here; judged: why the announcement is not to be trusted; failed: why it could not be fetched; waiting: until
-    the next attempt.
+    the next attempt; worse: labelled samples speak for the bundle before the running one.
     """
 
     state: RolloutState | None = None
@@ -101,6 +101,7 @@ class Situation(Struct, frozen=True, kw_only=True):
     waiting: bool = False
     no_way_back: bool = False
     inbox: bool = False
+    worse: bool = False
 
 
 def decide(now: Situation) -> Do:
@@ -108,7 +109,7 @@ def decide(now: Situation) -> Do:
     there = now.state is not None and now.announced == now.running
     if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
         return Do.GO_BACK
-    if now.on_trial:
+    if now.on_trial or now.worse:
         return Do.SETTLE
     wanted = now.state in INSTALLING and now.takes_part and not there
     if wanted and now.refused is None and now.judged is None and not now.waiting:
@@ -274,9 +275,9 @@ class Link:
 
     def _situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
         state = self._slots.state
-        running = self._answering.runtime.digest
+        running, worse = self._answering.runtime.digest, self._answering.worse != ""
         if rollout is None:
-            return Situation(running=running, on_trial=state.trial is not None, inbox=inbox is not None)
+            return Situation(running=running, on_trial=state.trial is not None, inbox=inbox is not None, worse=worse)
         digest, claim = announced(rollout), announcement(rollout)
         judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
         if not judged and self._judged is not None and self._judged[0] == claim:
@@ -294,6 +295,7 @@ class Link:
             waiting=time.monotonic() < self._retry_at,
             no_way_back=self._no_way_back == rollout.id,
             inbox=inbox is not None,
+            worse=worse,
         )
 
     def _inbox(self) -> Path | None:

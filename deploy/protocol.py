@@ -53,11 +53,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks. `x`: (n, ...) float32, finite, raw samples; or PNG and JPEG pictures, a sample each."""
+    """What a client asks. `x`: (n, ...) float32, finite, raw samples; or PNG and JPEG pictures, a sample each.
+
+    `label`: name of the class that the one sample has in truth, if the client knows.
+    """
 
     id: str | None
     x: NDArray[np.float32] | tuple[bytes, ...]
     outputs: tuple[Wanted, ...]
+    label: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,10 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     if names != [INPUT]:
         raise ConfigError(f"the inputs are {', '.join(names)[:200]}; give one, {INPUT}")
     tail = b"" if header_bytes is None else body[header_bytes:]
-    return Request(request.id, _samples(request.inputs[0], tail), _wanted(request))
+    label = request.parameters.get("label")
+    if not (label is None or isinstance(label, str)):
+        raise ConfigError("the parameter label is the name of a class, as a string")
+    return Request(request.id, _samples(request.inputs[0], tail), _wanted(request), label)
 
 
 def _wanted(request: _Request) -> tuple[Wanted, ...]:

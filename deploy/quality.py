@@ -1,7 +1,8 @@
-"""How a bundle does on the device's own validation samples."""
+"""How a bundle does on the device's own validation samples, and on samples whose class is told later."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -9,7 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.drift import deviations
 from deploy.runtime import Runtime
+from fedge.bundle import Reference
 from fedge.energies import free_energy, gate_entropy
 from fedge.messages import Quality
 from fedge.validation import Validation
@@ -18,6 +21,10 @@ BATCH: Final = 64
 """Samples in one call: bounds the memory."""
 TIMED: Final = 30
 """Single samples that are timed."""
+MAX_COMPARED: Final = 1000
+"""Labelled samples after which a bundle is as good as the one before, for all that they say."""
+ERROR: Final = 0.01
+"""Probability with which a bundle that is as good as the one before is taken for a worse one, ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,40 @@ class Measured:
     predicted: NDArray[np.int64]
     correct: NDArray[np.bool_] | None
     finite: bool
+
+
+@dataclass(slots=True)
+class Paired:
+    """Two bundles on the same labelled samples as they come in; those that one alone gets right tell them apart."""
+
+    n: int = 0
+    right_before: int = 0
+    right_now: int = 0
+    lost: int = 0  # samples that the bundle before alone gets right
+    won: int = 0  # samples that the new one alone gets right
+
+    def observe(self, before: NDArray[np.bool_], now: NDArray[np.bool_]) -> None:
+        """Take in samples, (n,) each: which of them either bundle gets right."""
+        self.n += len(now)
+        self.right_before += int(before.sum())
+        self.right_now += int(now.sum())
+        self.lost += int((before & ~now).sum())
+        self.won += int((now & ~before).sum())
+
+    def worse(self, accuracy_drop: float) -> bool:
+        """Whether the new bundle's accuracy is lower by more than `accuracy_drop`, and not by chance.
+
+        Were both equally good, a sample would be lost or won with probability 1/2. The evidence against that is the
+        likelihood ratio, averaged over all other probabilities p (Robbins 1970),
+
+            E = 2^(l + w) ∫ p^l (1 - p)^w dp = 2^(l + w) l! w! / (l + w + 1)!,
+
+        which exceeds 1/`ERROR` with probability `ERROR` at most, however often one looks (Ville's inequality).
+        """
+        if self.lost - self.won <= accuracy_drop * self.n:
+            return False
+        log_e = (self.lost + self.won) * math.log(2) + math.lgamma(self.lost + 1) + math.lgamma(self.won + 1)
+        return log_e - math.lgamma(self.lost + self.won + 2) > -math.log(ERROR)
 
 
 def measure(runtime: Runtime, validation: Validation) -> Measured:
@@ -48,7 +89,7 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
             n=n,
             accuracy=None if correct is None else float(correct.mean()),
             gate_entropy=float(entropy.mean()),
-            free_energy=float(free[np.isfinite(free)].mean()) if np.isfinite(free).any() else None,
+            free_energy=_shift(free, runtime),
             latency_ms=latency,
         ),
         predicted,
@@ -56,6 +97,14 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
         finite=bool(all(np.isfinite(answer.probabilities).all() for answer in answers))
         and bool(np.isfinite(free).all()),
     )
+
+
+def _shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
+    """How much stranger samples are to the bundle than those it was made with, in deviations; None: nobody can tell."""
+    reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
+    if not isinstance(reference, Reference) or not len(usable):
+        return None
+    return deviations(float(usable.mean()) - reference.free_energy_mean, reference.free_energy_std)
 
 
 def _median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:

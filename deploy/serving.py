@@ -14,6 +14,7 @@ from deploy.batching import Answer, Batcher
 from deploy.drift import Drift
 from deploy.runtime import Runtime
 from fedge.bundle import Manifest, Reference
+from fedge.errors import ConfigError
 
 
 class Answers(Protocol):
@@ -29,6 +30,9 @@ class Answers(Protocol):
 
     def answer(self, x: NDArray[np.float32]) -> Answer:
         """Predict raw samples, as `Runtime.predict`, and say which bundle did."""
+
+    def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
+        """Learn what raw samples were in truth."""
 
 
 class Fixed:
@@ -51,12 +55,15 @@ class Fixed:
             self._drift.observe(prediction.weights, prediction.energies)
         return self.runtime, prediction
 
+    def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
+        """There is no other bundle that could be better."""
+
 
 class Served:
     """A model under its name. Belongs to one event loop."""
 
     def __init__(self, name: str, model: Answers, batcher: Batcher, pictures: Executor) -> None:
-        """`pictures`: where PNG and JPEG files are read, which takes longer than a small graph."""
+        """`pictures`: beside the graph, where PNG and JPEG files are read and labelled samples compared."""
         self.name = name
         self._model = model
         self._batcher = batcher
@@ -75,7 +82,11 @@ class Served:
             BusyError: too many requests wait.
         """
         request = protocol.decode(body, header_bytes)
-        runtime, prediction = await self._batcher.predict(await self._samples(request))
+        x = await self._samples(request)
+        y = None if request.label is None else self._class_numbers(request.label, len(x))
+        runtime, prediction = await self._batcher.predict(x)
+        if y is not None:
+            await asyncio.get_running_loop().run_in_executor(self._pictures, self._model.feedback, x, y)
         parameters: protocol.Parameters = {
             "bundle": runtime.digest,
             "release": runtime.manifest.release,
@@ -83,6 +94,15 @@ class Served:
             "latency_ms": round(prediction.latency_ms, 3),
         }
         return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
+
+    def _class_numbers(self, label: str, n: int) -> NDArray[np.int64]:
+        """The class numbers (1,) of a request with n samples."""
+        classes = self.manifest.task.classes
+        if n != 1:
+            raise ConfigError(f"the parameter label is for a request with one sample, not {n}")
+        if label not in classes:
+            raise ConfigError(f"the label {label[:100]!r} is no class; there are {', '.join(classes)}"[:1000])
+        return np.array([classes.index(label)])
 
     async def _samples(self, request: protocol.Request) -> NDArray[np.float32]:
         runtime, x = self._model.runtime, request.x

@@ -12,7 +12,7 @@ from deploy.examination import Limits
 from deploy.slots import MAX_STARTS, Slots
 from fedge.errors import ConfigError, UpdateRejected
 
-from .bundles import GOLDEN, other_gate, variant
+from .bundles import GOLDEN, digest, other_gate, poor_gate, variant
 
 pytestmark = pytest.mark.torch_free
 
@@ -310,3 +310,83 @@ def skeletons(slots):
     from fedge.bundle import read
 
     return {read(folder).manifest.skeleton.digest for folder in (slots.running, slots.staged)}
+
+
+@pytest.fixture
+def many():
+    with np.load(GOLDEN.parent / "expected.npz") as arrays:
+        return arrays["x"]
+
+
+def told(answering, x, as_before, n):
+    """n labelled samples; the labels are what the bundle before, or the running one, says of them."""
+    for i in range(n):
+        sample = x[i % len(x)][np.newaxis]
+        answering.feedback(sample, as_before.predict(sample).class_index)
+
+
+@pytest.mark.parametrize("on_trial", [True, False])
+def test_labelled_samples_that_the_bundle_before_alone_gets_right_bring_it_back(slots, tmp_path, many, on_trial):
+    answering = Answering(slots, Limits(probation_s=1e9 if on_trial else 0))
+    old = answering.runtime
+    worse = variant(tmp_path / "2", release=2, gate=poor_gate)
+    put(slots, worse)
+    answering.swap()
+    if not on_trial:
+        answering.settle()
+    assert (slots.state.trial is not None) is on_trial
+
+    told(answering, many, old, 40)
+    assert answering.worse.startswith("accuracy: ")
+    assert release(answering) == 2  # whoever changes the slots acts
+    answering.settle()
+
+    assert (release(answering), answering.worse) == (1, "")
+    assert slots.state.running == slots.state.good
+    assert slots.state.refused[digest(worse)].startswith("accuracy: ")
+    told(answering, many, old, 40)  # nothing is left to compare it with
+    answering.settle()
+    assert release(answering) == 1
+
+
+def test_labelled_samples_that_speak_for_the_new_bundle_change_nothing(slots, tmp_path, many):
+    answering = Answering(slots, Limits(probation_s=1e9))
+    put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
+    answering.swap()
+
+    told(answering, many, answering.runtime, 40)
+    answering.settle()
+
+    assert (release(answering), answering.worse) == (2, "")
+
+
+def test_a_process_that_begins_in_a_trial_compares_as_well(slots, tmp_path, many):
+    old = Answering(slots, LIMITS).runtime
+    put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
+    answering = Answering(slots, LIMITS)
+
+    told(answering, many, old, 40)
+    answering.settle()
+
+    assert release(answering) == 1
+
+
+def test_it_goes_back_to_no_other_bundle_than_the_one_it_was_compared_with(slots, tmp_path, many):
+    answering = Answering(slots, Limits(probation_s=0))
+    old = answering.runtime
+    put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
+    answering.swap()
+    answering.settle()
+    told(answering, many, old, 40)
+    slots.stage(slots.take_in(variant(tmp_path / "3", release=3)))  # nobody has examined this one
+
+    answering.settle()
+
+    assert (release(answering), answering.worse) == (2, "")
+
+
+def test_labels_that_are_no_classes_are_refused(slots, many):
+    answering = Answering(slots, LIMITS)
+    for y in (np.array([10]), np.array([-1]), np.array([1, 2])):
+        with pytest.raises(ConfigError, match="class number"):
+            answering.feedback(many[:1], y)

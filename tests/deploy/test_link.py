@@ -49,6 +49,8 @@ def situation(state=RUNNING, *, running=OLD, takes_part=True, **others):
         (Situation(running=OLD), Do.NOTHING),
         (Situation(running=OLD, on_trial=True), Do.SETTLE),
         (Situation(running=OLD, inbox=True), Do.TAKE_IN),
+        (Situation(running=OLD, inbox=True, worse=True), Do.SETTLE),
+        (situation(DONE, running=NEW, switched=True, worse=True), Do.SETTLE),
         (Situation(running=OLD, inbox=True, on_trial=True), Do.SETTLE),
         (situation(), Do.INSTALL),
         (situation(DONE), Do.INSTALL),  # was off when its stage came

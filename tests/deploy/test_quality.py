@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from deploy import load
-from deploy.quality import measure
+from deploy.quality import ERROR, Paired, measure
 from fedge.energies import free_energy, gate_entropy
 from fedge.validation import Validation
 
@@ -30,10 +30,24 @@ def test_a_bundle_is_measured_by_what_it_predicts(samples):
     assert found.quality.n == n
     assert found.quality.accuracy == pytest.approx(1 - 1 / n)
     assert list(found.correct) == [False] + [True] * (n - 1)
-    assert found.quality.free_energy == pytest.approx(free_energy(wanted.weights, wanted.energies).mean())
+    assert found.quality.free_energy is None  # the golden bundle has no reference to compare with
     assert found.quality.gate_entropy == pytest.approx(gate_entropy(wanted.weights).mean())
     assert found.quality.latency_ms > 0
     assert found.finite
+
+
+def test_free_energy_is_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):
+    wanted = load(GOLDEN).predict(samples)
+    free = free_energy(wanted.weights, wanted.energies)
+    reference = {
+        "n": 50, "free_energy_mean": float(free.mean()) - 1.0, "free_energy_std": 0.5, "gate_entropy_mean": 0.0,
+        "gate_entropy_std": 1.0, "outlier_above": 9.0,
+    }  # fmt: skip
+    runtime = load(variant(tmp_path / "1", release=1, reference=reference))
+
+    found = measure(runtime, Validation(inputs_of(runtime, samples), None))
+
+    assert found.quality.free_energy == pytest.approx(2.0)
 
 
 def inputs_of(runtime, samples):
@@ -65,3 +79,37 @@ def test_numbers_that_are_not_finite_are_seen(tmp_path, samples):
     runtime = load(variant(tmp_path / "broken", release=2, gate=broken_gate))
 
     assert not measure(runtime, Validation(inputs_of(runtime, samples), None)).finite
+
+
+def paired(*samples):
+    """Each sample: does the bundle before get it right, does the new one."""
+    found = Paired()
+    for before, now in samples:
+        found.observe(np.array([before]), np.array([now]))
+    return found
+
+
+@pytest.mark.parametrize(("n", "worse"), [(10, False), (11, True)])  # 2^n / (n + 1) is 93 and 171
+def test_what_is_lost_without_exception_is_worse_after_eleven_samples(n, worse):
+    assert paired(*[(True, False)] * n).worse(0.02) is worse
+
+
+def test_samples_on_which_both_are_right_or_wrong_tell_nothing_but_how_little_is_lost():
+    lost = [(True, False)] * 12
+    assert paired(*lost).worse(0.02)
+    assert not paired(*lost, *[(True, True)] * 1000).worse(0.02)
+    assert not paired(*[(True, False), (False, True)] * 500).worse(0.0)
+    assert not paired(*[(False, True)] * 100).worse(0.0)
+
+
+def test_an_equal_bundle_is_rarely_given_up_however_often_one_looks():
+    rng = np.random.default_rng(0)
+    given_up = 0
+    for _ in range(400):
+        found = Paired()
+        for lost in rng.random(200) < 0.5:
+            found.observe(np.array([lost]), np.array([not lost]))
+            if found.worse(0.0):
+                given_up += 1
+                break
+    assert given_up <= 2 * ERROR * 400

@@ -17,7 +17,7 @@ from deploy.serving import Fixed
 from deploy.slots import Slots
 from fedge.errors import ConfigError
 
-from .bundles import GOLDEN, digest, other_gate, variant
+from .bundles import GOLDEN, digest, other_gate, poor_gate, variant
 from .serving import body, golden, outputs, served
 
 pytestmark = pytest.mark.torch_free
@@ -109,3 +109,30 @@ def test_what_a_bundle_was_not_made_for_drifts_and_is_flagged(tmp_path):
     _, prediction = model.answer(noise)
     assert model.drifted
     assert prediction.outlier.any()
+
+
+async def test_samples_whose_class_is_told_bring_the_bundle_before_back(tmp_path):
+    slots = Slots(tmp_path / "home")
+    for release, gate in ((1, None), (2, poor_gate)):
+        slots.stage(slots.take_in(variant(tmp_path / str(release), release=release, gate=gate)))
+        slots.switch()
+        if release == 1:
+            slots.confirm()
+            answering = Answering(slots, Limits(probation_s=1e9))
+    answering.swap()
+    async with served(answering) as model:
+        for i in range(40):
+            sample, label = X[i % 12], str(EXPECTED["y"][i % 12])
+            await model.infer(body(sample[np.newaxis], parameters={"label": label}))
+        answering.settle()
+        assert model.manifest.release == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "label", "says"), [(X[:1], "ten", "no class"), (X[:2], "1", "one sample"), (X[:1], 1, "as a string")]
+)
+async def test_labels_that_cannot_be_meant_are_refused(x, label, says):
+    async with served() as model:
+        with pytest.raises(ConfigError, match=says):
+            await model.infer(body(x, parameters={"label": label}))
+        await model.infer(body(X[0], parameters={"label": "1"}))  # there is no bundle before to compare with

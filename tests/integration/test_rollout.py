@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from asyncio.subprocess import Process
@@ -11,25 +12,32 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from coordinator.rollout import Plan, Progress
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Release, Supervisor
+from deploy import load
+from deploy.answering import Answering
 from deploy.slots import State
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
 from fedge.messages import BlobRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
+from fedge.preprocess import apply
 from fedge.rollout import place
+from fedge.tasks import pool, task_spec
 from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import Sender
 from fedge.transport import Inbound
+from fedge.validation import Validation
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import local_broker, settings, transport
-from tests.support.runtime_device import FEDERATION, device, prepare
+from tests.support.runtime_device import FEDERATION, LENIENT, device, prepare
+from tests.support.trained_bundles import trained_bundle
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -122,6 +130,72 @@ async def test_one_that_does_worse_stops_at_the_canary_stage(broker, tmp_path, r
     assert ended.reasons[0].startswith(f"{canary} refused: accuracy: ")
     assert {release_of(home) for home in homes.values()} == {1}
     assert [name for name, home in homes.items() if digest(worse) in state_of(home).refused] == [canary]
+
+
+def right(folder: Path, x: np.ndarray, y: np.ndarray) -> float:
+    """Accuracy of a bundle."""
+    return float((load(folder).predict(x).class_index == y).mean())
+
+
+async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rollout(broker, tmp_path, repo) -> None:
+    """The canary's camera was turned after its samples were taken: the new bundle, trained on more pictures but
+    upright ones alone, is better on the stored samples of every device, and worse on what the canary sees now."""
+    task = task_spec("digits")
+    digits = pool("digits", seed=3)
+    turned = np.rot90(digits.x, axes=(-2, -1)).copy()
+    both, y_both = np.concatenate([digits.x[:300], turned[:300]]), np.tile(digits.y[:300], 2)
+    older = trained_bundle(tmp_path / "older", task, both, y_both, release=1)
+    newer = trained_bundle(tmp_path / "newer", task, digits.x[:1200], digits.y[:1200], release=2)
+    stored, seen = slice(1200, 1400), slice(1400, 1700)
+    assert right(newer, digits.x[stored], digits.y[stored]) >= right(older, digits.x[stored], digits.y[stored])
+    assert right(newer, turned[seen], digits.y[seen]) < right(older, turned[seen], digits.y[seen]) - 0.3
+
+    root = Repository(repo).root()
+    canary = min(DEVICES, key=lambda name: place("r1", name))
+    homes = {name: prepare(tmp_path / name, older, root) for name in DEVICES}
+    for home in homes.values():
+        Validation(apply(task, digits.x[stored]), digits.y[stored]).save(home)
+    release, plan = plan_of(repo, newer)
+    limits = msgspec.structs.replace(LENIENT, probation_s=1e9, probation_predictions=len(digits.y[seen]))
+    phases: list[Phase] = []
+
+    def observe(event: str, fields: dict) -> None:
+        if event == "device" and fields["device"] == canary and fields["phase"] not in phases[-1:]:
+            phases.append(fields["phase"])
+
+    async def at_work(name: str, answering: Answering) -> None:
+        """A picture after the other; somebody tells what was on it."""
+        x = turned if name == canary else digits.x
+        for i in itertools.cycle(range(seen.start, seen.stop)):
+            await asyncio.to_thread(answering.predict, x[i])
+            await asyncio.to_thread(answering.feedback, x[i], digits.y[i : i + 1])
+            await asyncio.sleep(0.01)
+
+    async with AsyncExitStack() as stack:
+        working = []
+        for name, home in homes.items():
+            answering = await stack.enter_async_context(device(settings(broker), home, name, limits))
+            working.append(asyncio.create_task(at_work(name, answering)))
+        ended = await rolled_out(broker, repo, release, plan, observe)
+        for task_of_one in working:
+            task_of_one.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+
+    assert (ended.state, ended.stage) == (RolloutState.ABORTED, 0)
+    assert ended.reasons[0].startswith(f"{canary} rolled_back: accuracy: ")
+    assert phases == ["serving", "fetching", "trial", "rolled_back"]
+    line = Folder(repo).read().devices[canary]
+    assert (line.release, line.phase) == (1, Phase.ROLLED_BACK)
+    assert line.accuracy[1] >= line.accuracy[0]  # the examination could not know
+    stored_before = {part.digest for part in read(older).manifest.files.values()}
+    for name, home in homes.items():
+        state = state_of(home)
+        assert digest(home / "slots" / state.running) == digest(older)
+        assert (state.good, state.trial) == (state.running, None)
+        assert [*state.refused] == ([digest(newer)] if name == canary else [])
+        assert not list((home / "received").iterdir())
+        if name != canary:  # never asked for a byte of it
+            assert {path.name for path in (home / "parts").iterdir()} == stored_before
 
 
 async def test_a_device_that_was_off_catches_up(broker, tmp_path, repo, old, new) -> None:
