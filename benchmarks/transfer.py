@@ -47,10 +47,11 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder, sync_folder
+from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Want, decode
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
-from fedge.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport, tune_malloc
+from fedge.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport
 
 SIZES = {"1.6 MB": 1_607_104, "45 MB": 45_000_000}
 CASES = ("ceiling", "kept", "durable", "down", "up")

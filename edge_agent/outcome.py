@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from fedge.codec import Norms
 from fedge.errors import FedgeError
 from fedge.messages import BlobRef, Failed, Installed, Result, Role
 from fedge.tensors import Layout, Model
@@ -28,6 +29,7 @@ class Unpacked:
 
     model: Model
     layout: Layout
+    norms: Norms
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,13 +52,14 @@ def sent(
     if not (codec_ is Codec.FLOAT32 and _in_one_process.get()):
         data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
         return BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_), data
-    if not (np.isfinite(update.params).all() and np.isfinite(update.buffers).all()):
-        raise ValueError("the update holds a number that is not finite")
     model = update if part == layout else flatten(own, part)
+    norms = codec.norms_of(model)
+    if not np.isfinite(norms).all():
+        raise ValueError("the update holds a number that is not finite")
     for vector in (model.params, model.buffers, model.counters):
         vector.flags.writeable = False
     digest = digest_of(msgspec.json.encode(order))
-    return BlobRef(digest=digest, size_bytes=_float32_bytes(part), codec=codec_), Unpacked(model, part)
+    return BlobRef(digest=digest, size_bytes=_float32_bytes(part), codec=codec_), Unpacked(model, part, norms)
 
 
 @lru_cache(maxsize=8)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import platform
 import random
 import re
 import socket
@@ -35,6 +33,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.malloc import tune_malloc
 
 log = logging.getLogger("fedge.transport")
 
@@ -138,25 +137,6 @@ class Will:
     topic: str
     payload: bytes
     delay_s: int = 10
-
-
-def tune_malloc() -> bool:
-    """Let glibc keep freed chunks instead of returning them to the kernel; True if that was done.
-
-    Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower (findings/mqtt.md). Both thresholds
-    belong together; one alone makes it worse. One arena for all threads, so that chunks read and written in threads
-    profit as well. `Transport` calls this when it is entered; calling it again does nothing new.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    arena_max, mmap_threshold, trim_threshold = (
-        -8,
-        -3,
-        -1,
-    )  # M_... of malloc.h
-    settings = ((arena_max, 1), (mmap_threshold, 32 << 20), (trim_threshold, 256 << 20))
-    libc = ctypes.CDLL(None)
-    return all(libc.mallopt(*setting) for setting in settings)
 
 
 def backoff_s(attempt: int, draw: float) -> float:

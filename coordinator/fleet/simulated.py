@@ -27,6 +27,7 @@ from edge_agent.worker import Worker
 from fedge import codec
 from fedge.errors import ProtocolError
 from fedge.files import volatile
+from fedge.malloc import tune_malloc
 from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
 from fedge.task import TaskSpec
@@ -73,6 +74,7 @@ class SimulatedFleet:
         arrives: Mapping[str, int] | None = None,
         execute: Callable[[Sequence[together.Job]], list[Outcome]] = together.execute,
     ) -> None:
+        tune_malloc()
         self.round = 0
         self.seconds = 0.0
         self.bytes_up = 0
@@ -224,7 +226,7 @@ class SimulatedFleet:
     def _norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         found = self._blobs[ref.digest]
         if isinstance(found, Unpacked) and found.layout == layout:
-            return codec.norms_of(found.model)
+            return found.norms
         return codec.check(self._bytes(ref), ref.codec, layout)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:

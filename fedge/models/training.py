@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedge import models
+from fedge import codec, models
 from fedge.errors import ProtocolError
 from fedge.messages import Part, Sgd
 from fedge.task import TaskSpec
@@ -126,7 +126,7 @@ class Network:
             buffers=np.concatenate([np.zeros(0, np.float32), *(own.numpy().ravel() for own in self._buffers)]),
             counters=np.concatenate([np.zeros(0, np.int64), *(own.numpy().ravel() for own in self._counters)]),
         )
-        if not (np.isfinite(changed.params).all() and np.isfinite(changed.buffers).all()):
+        if not np.isfinite(codec.norms_of(changed)).all():
             raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
         return changed
 

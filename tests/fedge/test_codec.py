@@ -54,6 +54,14 @@ def test_norms_are_those_of_parameters_and_of_buffers_also_where_squares_overflo
     assert norms_of(update) == pytest.approx((5e30, 10.0))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_norm_is_finite_only_where_all_numbers_are(number: float) -> None:
+    params = np.ones(70_000, np.float32)
+    params[66_000] = number
+    spoiled = Model(params, np.zeros(0, np.float32), np.zeros(0, np.int64))
+    assert not np.isfinite(norms_of(spoiled)[0])
+
+
 @pytest.mark.parametrize("codec", list(Codec))
 @pytest.mark.parametrize("size", [1, 70_000])
 def test_the_norms_that_a_check_tells_are_those_of_the_decoded_model(codec: Codec, size: int) -> None:
@@ -62,8 +70,8 @@ def test_the_norms_that_a_check_tells_are_those_of_the_decoded_model(codec: Code
     data = encode(unflatten(model, layout), codec, EXACT)
     decoded = decode(data, codec, layout)
     expected = [np.linalg.norm(vector.astype(np.float64)) for vector in (decoded.params, decoded.buffers)]
-    assert check(data, codec, layout) == pytest.approx(expected, rel=1e-6)  # a product with a scale is rounded
-    assert norms_of(decoded) == pytest.approx(expected, rel=1e-12)
+    assert check(data, codec, layout) == pytest.approx(expected, rel=1e-5)
+    assert norms_of(decoded) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("codec", [Codec.FLOAT32, Codec.FLOAT32_ZSTD])

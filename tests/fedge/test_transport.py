@@ -28,7 +28,6 @@ from fedge.transport import (
     backoff_s,
     chunk_bytes_for,
     filter_matches,
-    tune_malloc,
 )
 from tests.support.broker import transport
 
@@ -93,10 +92,6 @@ def test_backoff_grows_and_uses_all_the_range():
 )
 def test_chunk_fits_the_announced_packet(announced, chunk):
     assert chunk_bytes_for(announced) == chunk
-
-
-def test_tune_malloc_can_be_called_twice():
-    assert tune_malloc() == tune_malloc()
 
 
 def test_password_is_not_shown():
