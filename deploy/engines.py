@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import UnsetType
 from numpy.typing import NDArray
 
-from deploy.fusion import Floats, Formula, clipped, energies, formula, fuse, gate_scores, is_expert, shifted
+from deploy.fusion import Floats, Formula, counted, counted_energy, formula, fuse, gate_scores, is_expert, shifted
 from deploy.sessions import Session
 from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.errors import ConfigError
@@ -35,6 +35,9 @@ LARGE_PART_BYTES: Final = 40_000_000
 (findings, section 2)."""
 NEGLIGIBLE: Final = 0.01
 """Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
+
+ROUNDING: Final = 1e-4
+"""An energy that is above its bound by no more, relative to it, is not above: another engine recorded the bound."""
 
 
 class Engine(Protocol):
@@ -147,12 +150,9 @@ class Separate:
 
     def run_all(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs, of all candidates."""
-        logits = np.empty((len(x), len(self._sessions), self._n_classes), np.float32)
-        for k in range(len(self._sessions)):
-            logits[:, k] = self._logits(k, x)
         with np.errstate(all="ignore"):
             gate = gate_scores(self._how, x)
-        return fuse(self._how, logits, gate)
+        return fuse(self._how, [self._logits(k, x) for k in range(len(self._sessions))], gate)
 
     def _logits(self, k: int, x: Floats) -> Floats:
         """(n, C) of candidate k."""
@@ -176,14 +176,14 @@ class Lazy(Separate):
         self._private = [c.role is Role.PRIVATE for c in candidates]
         self._expert = [is_expert(c) for c in candidates]
         self._lock = threading.Lock()
-        self._bounds = clipped(how, np.array(recorded, np.float32))
+        self._bounds = counted(how, np.array(recorded, np.float32)) if how.energies.beta else np.zeros(len(candidates))
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""
         with np.errstate(all="ignore"):
             gate = gate_scores(self._how, x)
-            logits = np.stack([self._sample(x[i : i + 1], gate[i]) for i in range(len(x))])
-        return fuse(self._how, logits, gate)
+            logits = np.stack([self._sample(x[i : i + 1], gate[i]) for i in range(len(x))], axis=1)
+        return fuse(self._how, list(logits), gate)
 
     def _sample(self, x: Floats, gate: Floats) -> Floats:
         """Logits (M, C) of one sample, NaN for the candidates that were not run."""
@@ -196,22 +196,15 @@ class Lazy(Separate):
             if score and not exact and not self._matters(order[n_run:], bound, score):
                 break
             logits[k] = self._logits(k, x)[0]
-            counted = self._counted(k, logits[k])
-            if not math.isfinite(counted + gate[k]):
+            energy = counted_energy(self._how, k, logits[k])
+            if not math.isfinite(energy + gate[k]):
                 continue  # the fusion drops it
-            score[k] = float(gate[k] + counted)
-            if counted > self._bounds[k]:
+            score[k] = float(gate[k] + energy)
+            if energy > self._bounds[k] + ROUNDING * max(1.0, abs(self._bounds[k])):
                 exact = True
                 with self._lock:
-                    self._bounds[k] = max(counted, self._bounds[k])
+                    self._bounds[k] = max(energy, self._bounds[k])
         return logits
-
-    def _counted(self, k: int, logits: Floats) -> float:
-        """β clip(ẽ) of candidate k with logits (C,)."""
-        with np.errstate(all="ignore"):
-            only = np.full((1, len(self._sessions), len(logits)), np.nan, np.float32)
-            only[0, k] = logits
-            return float(clipped(self._how, energies(self._how, only))[0, k])
 
     def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
         """Whether candidates that were not run could have more than a negligible share beside those that were.

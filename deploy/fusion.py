@@ -1,13 +1,15 @@
 """The mixture's formula in float32 numpy, for engines that run the candidates one by one (fedge.md sections 9, 11).
 
 The same numbers as the skeleton's graph takes, from the gate's part, and the same outcome, also where a candidate's
-logits are not finite; written for few calls, which is what counts for single samples.
+logits are not finite. Between two networks nothing of this is in the processor's caches, so each call costs several
+times what it does in a loop: all that can be is computed when a bundle is loaded, and one pass over the logits gives
+energies and probabilities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,21 +28,76 @@ LOWEST: Final = np.float32(-3e38)
 """Score of a candidate that is dropped, as in the graph."""
 WITHOUT_WEIGHT: Final = np.float32(-1e38)
 """A gate bias below it belongs to a candidate of weight 0."""
+_ZERO: Final = np.float32(0)
+_NAN: Final = np.float32(np.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """r + log ω of a sample: two layers over the sums of its windows' rows.
+
+    Attributes:
+        kernel: windows that the gate sees the means of; (1, 1): the input as it is.
+        hidden: (F, H); the mean over a window's columns, and the division by its size, are part of it.
+        hidden_bias: (H,).
+        out: (H, M).
+        out_bias: (M,).
+    """
+
+    kernel: tuple[int, int]
+    hidden: Floats
+    hidden_bias: Floats
+    out: Floats
+    out_bias: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Energies:
+    """β clip((logsumexp_c(l / T) - μ) / σ) of M candidates.
+
+    Attributes:
+        scale: 1 / T.
+        mean: (M,) μ.
+        inverse_std: (M,) 1 / σ.
+        low: bounds of what counts of a standardised energy, infinite where all does.
+        high: see `low`.
+        beta: β.
+    """
+
+    scale: float
+    mean: Floats
+    inverse_std: Floats
+    low: np.float32
+    high: np.float32
+    beta: np.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
     """All that decides a prediction, given the logits of M candidates.
 
+    A row is a candidate's logits once more: M rows give the energies, then M the probabilities softmax(l / T_k + κ_k π)
+    unless they are the same, and one the guard's if it has a share. What is mixed in logit space has the first M alone.
+
     Attributes:
-        kernel: windows that the gate sees the means of; (1, 1): the input as it is.
-        numbers: see `Numbers`.
+        gate: see `Gate`.
+        energies: see `Energies`.
+        rows: (R,) the candidate of each row.
+        scale: (R, 1) factors of the rows' logits.
+        prior: (R, C) or (R, 1), what is added to them.
+        mixed: the row at which those of the probabilities begin; -1: logits are mixed.
+        guard: the guard's share of the output, 0 without one.
         experts: indices of the candidates of which only the `top` best take part in a sample.
         top: see `experts`.
     """
 
-    kernel: tuple[int, int]
-    numbers: Numbers
+    gate: Gate
+    energies: Energies
+    rows: tuple[int, ...]
+    scale: Floats
+    prior: Floats
+    mixed: int
+    guard: np.float32
     experts: NDArray[np.int64]
     top: int
 
@@ -48,7 +105,47 @@ class Formula:
 def formula(manifest: Manifest, numbers: Numbers) -> Formula:
     """The formula of a bundle, with the numbers of its gate's part."""
     experts = [k for k, c in enumerate(manifest.candidates) if is_expert(c)]
-    return Formula(gate_pool(manifest.task.input_shape), numbers, np.array(experts, np.int64), manifest.fusion.top)
+    return prepared(manifest.task.input_shape, numbers, experts, manifest.fusion.top)
+
+
+def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
+    """The formula for inputs of a shape; see `Formula` for the rest."""
+    n_candidates = len(numbers["energy.mean"])
+    energies = Energies(
+        float(numbers.get("energy.scale", 1)),
+        numbers["energy.mean"],
+        numbers["energy.inverse_std"],
+        np.float32(numbers["energy.low"]),
+        np.float32(numbers["energy.high"]),
+        np.float32(numbers["energy.beta"]),
+    )
+    rows, mixed, guard = [*range(n_candidates)], -1, _ZERO
+    scale, prior = np.full((n_candidates, 1), energies.scale, np.float32), np.zeros((n_candidates, 1), np.float32)
+    if "scale" in numbers:
+        own_scale, own_prior = numbers["scale"], numbers["prior"]
+        guard = np.float32(numbers["guard.share"][0])
+        calibrated = n_candidates + (guard > 0)
+        if guard or own_prior[:n_candidates].any() or (own_scale[:n_candidates] != scale).any():
+            rows += numbers["order"][:calibrated].tolist()
+            scale = np.concatenate([scale, own_scale[:calibrated]])
+            prior = np.concatenate([np.broadcast_to(prior, (n_candidates, own_prior.shape[1])), own_prior[:calibrated]])
+            mixed = n_candidates
+        else:
+            mixed = 0
+    gate = _gate(input_shape, numbers)
+    return Formula(gate, energies, tuple(rows), scale, prior, mixed, guard, np.array(experts, np.int64), top)
+
+
+def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
+    rows, columns = gate_pool(input_shape)
+    hidden = numbers["gate.hidden.weight"].T / np.float32(rows * columns)
+    return Gate(
+        (rows, columns),
+        np.ascontiguousarray(np.repeat(hidden, columns, axis=0)),
+        numbers["gate.hidden.bias"],
+        np.ascontiguousarray(numbers["gate.out.weight"].T),
+        numbers["gate.out.bias"],
+    )
 
 
 def is_expert(candidate: CandidateInfo) -> bool:
@@ -64,91 +161,109 @@ def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
     bias = numbers["gate.out.bias"]
     changed = {
         "gate.out.weight": np.zeros_like(numbers["gate.out.weight"]),
-        "gate.out.bias": np.where(bias < WITHOUT_WEIGHT, bias, np.float32(0)),
+        "gate.out.bias": np.where(bias < WITHOUT_WEIGHT, bias, _ZERO),
     }
     return changed | ({"prior": np.zeros_like(numbers["prior"])} if "prior" in numbers else {})
 
 
 def gate_scores(how: Formula, x: Floats) -> Floats:
     """Scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
-    numbers, (rows, columns) = how.numbers, how.kernel
-    if how.kernel != (1, 1):
+    gate = how.gate
+    rows, columns = gate.kernel
+    if gate.kernel != (1, 1):
         n, channels, height, width = x.shape
-        height, width = height // rows, width // columns
-        cut = x[:, :, : height * rows, : width * columns].reshape(n, channels, height, rows, width, columns)
-        x = np.add.reduce(cut, axis=(3, 5)) * np.float32(1 / (rows * columns))
-    hidden = x.reshape(len(x), -1) @ numbers["gate.hidden.weight"].T + numbers["gate.hidden.bias"]
-    scores: Floats = np.maximum(hidden, 0) @ numbers["gate.out.weight"].T + numbers["gate.out.bias"]
+        height, width = height // rows, width // columns * columns
+        x = x[:, :, : height * rows, :width].reshape(n, channels * height, rows, width)
+        x = np.add.reduce(x, axis=2)
+    hidden = x.reshape(len(x), -1) @ gate.hidden
+    hidden += gate.hidden_bias
+    scores: Floats = np.maximum(hidden, _ZERO, out=hidden) @ gate.out
+    scores += gate.out_bias
     return scores
 
 
-def energies(how: Formula, logits: Floats) -> Floats:
-    """ẽ = (logsumexp_c(l / T) − μ) / σ of logits (n, M, C): (n, M)."""
-    numbers = how.numbers
-    cooled = logits * numbers["energy.scale"] if "energy.scale" in numbers else logits
-    largest = cooled.max(axis=2, keepdims=True)
-    lse = np.log(np.exp(cooled - largest).sum(axis=2)) + largest[:, :, 0]
-    energy: Floats = (lse - numbers["energy.mean"]) * numbers["energy.inverse_std"]
-    return energy
+def counted_energy(how: Formula, k: int, logits: Floats) -> float:
+    """β clip(ẽ) of candidate k with the logits (C,) of one sample; NaN where one of them is not finite."""
+    numbers = how.energies
+    if not math.isfinite(float(np.add.reduce(logits))):
+        return math.nan
+    largest = float(np.maximum.reduce(logits))
+    total = float(np.add.reduce(np.exp((logits - largest) * numbers.scale)))
+    energy = (math.log(total) + largest * numbers.scale - float(numbers.mean[k])) * float(numbers.inverse_std[k])
+    return min(max(energy, float(numbers.low)), float(numbers.high)) * float(numbers.beta)
 
 
-def clipped(how: Formula, energy: Floats) -> Floats:
-    """What of an energy counts: β clip(ẽ)."""
-    numbers = how.numbers
-    counted: Floats = np.minimum(np.maximum(energy, numbers["energy.low"]), numbers["energy.high"])
-    return counted * numbers["energy.beta"]
+def counted(how: Formula, energy: Floats) -> Floats:
+    """What of standardised energies (..., M) counts: β clip(ẽ)."""
+    numbers = how.energies
+    clipped: Floats = np.minimum(np.maximum(energy, numbers.low), numbers.high)
+    clipped *= numbers.beta
+    return clipped
 
 
-def fuse(how: Formula, logits: Floats, gate: Floats) -> list[Floats]:
-    """Probabilities (n, C), weights (n, M) and energies (n, M) of logits (n, M, C) and `gate_scores` (n, M)."""
+def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
+    """Probabilities (n, C), weights (n, M) and energies (n, M) of M logits (n, C) and `gate_scores` (n, M)."""
+    n, m = gate.shape
     with np.errstate(all="ignore"):  # what is not finite is dropped below
-        energy = energies(how, logits)
-        score = clipped(how, energy) + gate
-        finite = math.isfinite(float(np.abs(logits).sum()) + float(score.sum()))
-        usable = None if finite else np.isfinite(np.abs(logits).sum(axis=2) + score)
+        z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(n, len(how.rows), -1)
+        z *= how.scale
+        z += how.prior
+        sum_of_scores = np.add.reduce(gate, axis=None, dtype=np.float64)  # those of candidates of weight 0 are huge
+        finite = math.isfinite(float(np.add.reduce(z, axis=None)) + float(sum_of_scores))
+        usable = None if finite else _usable(z[:, :m], gate)
+        if usable is not None:
+            z = np.where(usable[:, how.rows, None], z, _ZERO)
+        largest = np.maximum.reduce(z, axis=2)
+        z -= largest[:, :, None]
+        np.exp(z, out=z)
+        total = np.add.reduce(z, axis=2)
+        energy = np.log(total[:, :m])
+        energy += largest[:, :m]
+        energy -= how.energies.mean
+        energy *= how.energies.inverse_std
+        score = counted(how, energy)
+        score += gate
         if usable is not None:
             score = np.where(usable, score, LOWEST)
-            energy = np.where(usable, energy, np.float32(np.nan))
-            logits = np.where(usable[:, :, None], logits, np.float32(0))
+            energy = np.where(usable, energy, _NAN)
         if len(how.experts) > how.top:
             _drop(score, how.experts, how.top)
-        alpha = np.exp(score - score.max(axis=1, keepdims=True))
-        alpha /= alpha.sum(axis=1, keepdims=True)
-        weights = alpha if usable is None else np.where(usable, alpha, np.float32(0))
-        return [_mixed(how, logits, alpha, usable), weights, energy]
+        score -= np.maximum.reduce(score, axis=1, keepdims=True)
+        alpha = np.exp(score, out=score)
+        alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
+        weights = alpha if usable is None else np.where(usable, alpha, _ZERO)
+        p = _mixed(how, z, total, alpha, usable) if how.mixed >= 0 else _mixed_logits(logits, alpha, usable)
+        return [p, weights, energy]
+
+
+def _usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
+    """(n, M) whether all logits and the score of a candidate are finite."""
+    finite: NDArray[np.bool_] = np.isfinite(np.abs(z).sum(axis=2) + gate)
+    return finite
 
 
 def _drop(score: Floats, experts: NDArray[np.int64], top: int) -> None:
     """Give all but the `top` best experts of each sample the score of a dropped candidate, in place."""
     others = np.argsort(-score[:, experts], axis=1, kind="stable")[:, top:]
-    np.put_along_axis(score, experts[others], LOWEST, axis=1)
+    score[np.arange(len(score))[:, None], experts[others]] = LOWEST
 
 
-def _mixed(how: Formula, logits: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
-    """The output p = (1 − g) Σ α_k exp q_k + g exp q_guard; in logit space softmax(Σ α_k l_k)."""
-    numbers = how.numbers
-    if "scale" not in numbers:
-        z = (alpha[:, None, :] @ logits)[:, 0]
-        z = np.exp(z - z.max(axis=1, keepdims=True))
-        mixed: Floats = z / z.sum(axis=1, keepdims=True)
-        return mixed
-    m = alpha.shape[1]
-    p = (alpha[:, None, :] @ _softmax(logits, numbers["scale"][:m], numbers["prior"][:m], usable))[:, 0]
-    (share,) = numbers["guard.share"]
-    if not share:
+def _mixed(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
+    """The output p = (1 − g) Σ α_k exp q_k + g exp q_guard, with exp q the rows of `z` by their `total`."""
+    first, last = how.mixed, how.mixed + alpha.shape[1]
+    p = ((alpha / total[:, first:last])[:, None, :] @ z[:, first:last])[:, 0]
+    if not how.guard:
         return np.asarray(p)
-    k = int(numbers["order"][m])
-    here = None if usable is None else usable[:, [k]]
-    alternative = _softmax(logits[:, [k]], numbers["scale"][m:], numbers["prior"][m:], here)[:, 0]
-    g = share if here is None else np.where(here, share, np.float32(0))
-    return np.asarray((1 - g) * p + g * alternative)
+    g = how.guard if usable is None else np.where(usable[:, how.rows[-1], None], how.guard, _ZERO)
+    return np.asarray((1 - g) * p + g * (z[:, -1] / total[:, -1:]))
 
 
-def _softmax(logits: Floats, scale: Floats, prior: Floats, usable: NDArray[np.bool_] | None) -> Floats:
-    """Probabilities exp q = softmax(l / T + κ π), (n, K, C); equal probabilities where a candidate is not usable."""
-    z = logits * scale + prior
+def _mixed_logits(logits: Sequence[Floats], alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
+    """The output softmax(Σ α_k l_k)."""
+    values = np.stack(logits, axis=1)
     if usable is not None:
-        z = np.where(usable[:, :, None], z, np.float32(0))
-    z = np.exp(z - z.max(axis=2, keepdims=True))
-    p: Floats = z / z.sum(axis=2, keepdims=True)
+        values = np.where(usable[:, :, None], values, _ZERO)
+    z = (alpha[:, None, :] @ values)[:, 0]
+    z = np.exp(z - z.max(axis=1, keepdims=True))
+    p: Floats = z / z.sum(axis=1, keepdims=True)
     return p

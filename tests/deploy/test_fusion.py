@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch", reason="bundles are written with it")
 
-from deploy.fusion import Formula, fuse, gate_scores, shifted
+from deploy.fusion import counted, counted_energy, fuse, gate_scores, prepared, shifted
 from export import GateWeights, Guard
 from export.graph import gate_tensors
 from export.reference import ZERO_WEIGHT, gate_features, reference
@@ -13,8 +13,8 @@ from export.reference import gate_scores as oracle_scores
 from tests.support.tables import mixture_of
 
 
-def formula_of(mixture, kernel=(1, 1)):
-    return Formula(kernel, gate_tensors(mixture), np.array(mixture.experts), mixture.top)
+def formula_of(mixture, shape=(1,)):
+    return prepared(shape, gate_tensors(mixture), mixture.experts, mixture.top)
 
 
 @pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
@@ -35,7 +35,7 @@ def test_agrees_with_the_oracle(guard, space, magnitude):
     )
     p, weights, energies = reference(mixture, logits, scores)
     gate = (scores + np.log([c.weight for c in mixture.candidates])).astype(np.float32)
-    found = fuse(formula_of(mixture), logits.transpose(1, 0, 2).astype(np.float32), gate)
+    found = fuse(formula_of(mixture), list(logits.astype(np.float32)), gate)
     np.testing.assert_allclose(found[0], p, atol=1e-6 if magnitude == 1 else 1e-3)
     np.testing.assert_allclose(found[1], weights, atol=1e-6)
     np.testing.assert_allclose(found[2], energies, rtol=1e-4, atol=1e-4)
@@ -44,8 +44,21 @@ def test_agrees_with_the_oracle(guard, space, magnitude):
 def test_the_lower_index_wins_a_tie():
     logits = np.zeros((4, 1, 3))
     mixture = mixture_of(logits, top=1)
-    weights = fuse(formula_of(mixture), np.zeros((1, 4, 3), np.float32), np.zeros((1, 4), np.float32))[1]
+    weights = fuse(formula_of(mixture), list(np.zeros((4, 1, 3), np.float32)), np.zeros((1, 4), np.float32))[1]
     np.testing.assert_allclose(weights, [[0.5, 0.5, 0, 0]])
+
+
+def test_what_a_single_energy_counts():
+    """The same as in the batch; nothing where a logit is not finite, without a warning."""
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(3, 20, 4)) * 5
+    mixture = mixture_of(logits, mean=[1, 2, 3], std=[0.2, 1, 2], beta=0.7, energy_clip=2.0, energy_temperature=1.5)
+    how, values = formula_of(mixture), logits.astype(np.float32)
+    whole = counted(how, fuse(how, list(values), np.zeros((20, 3), np.float32))[2])
+    one_by_one = [[counted_energy(how, k, values[k, i]) for k in range(3)] for i in range(20)]
+    np.testing.assert_allclose(one_by_one, whole, rtol=1e-4, atol=1e-4)
+    for strange in (np.nan, np.inf, -np.inf):
+        assert np.isnan(counted_energy(how, 0, np.array([1, strange, 2, 3], np.float32)))
 
 
 @pytest.mark.parametrize(("shape", "kernel"), [((2, 20, 28), (3, 4)), ((1, 8, 8), (1, 1)), ((6,), (1, 1))])
@@ -56,7 +69,7 @@ def test_gate_scores_are_those_of_the_specification(shape, kernel):
     gate = GateWeights(*(rng.normal(size=s) for s in ((16, features.shape[1]), (16,), (3, 16), (3,))))
     mixture = mixture_of(np.zeros((3, 1, 2)), gate=gate)
     wanted = oracle_scores(gate, features) + np.log(1 / 3)
-    np.testing.assert_allclose(gate_scores(formula_of(mixture, kernel), x), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gate_scores(formula_of(mixture, shape), x), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_shift_leaves_candidates_without_weight_out():

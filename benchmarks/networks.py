@@ -1,0 +1,44 @@
+"""The two networks of the runtime's targets, as a user would bring networks of their own: `networks:cnn28`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fedge.task import TaskSpec
+
+
+def cnn28(task: TaskSpec) -> nn.Module:
+    """28 x 28 x 1: 5 x 5 convolutions with 32 and 64 channels, unpadded, 2 x 2 pooling; 512 hidden units.
+
+    d = 582,026.
+    """
+    return nn.Sequential(
+        *_convolutions(1, 32, 64), nn.Linear(64 * 4 * 4, 512), nn.ReLU(), nn.Linear(512, task.n_classes)
+    )
+
+
+def cnn32(task: TaskSpec) -> nn.Module:
+    """32 x 32 x 3: 5 x 5 convolutions with 64 channels each, unpadded, 2 x 2 pooling; 384 and 192 hidden units.
+
+    d = 797,962.
+    """
+    return nn.Sequential(
+        *_convolutions(3, 64, 64),
+        nn.Linear(64 * 5 * 5, 384),
+        nn.ReLU(),
+        nn.Linear(384, 192),
+        nn.ReLU(),
+        nn.Linear(192, task.n_classes),
+    )
+
+
+def _convolutions(n_inputs: int, first: int, second: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(n_inputs, first, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(first, second, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]
