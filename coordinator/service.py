@@ -26,6 +26,7 @@ from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
+from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
@@ -136,6 +137,7 @@ async def serve(
         StoreError: durable state cannot be written; nothing that was accepted is lost.
         TransportError: the broker refused us for good.
     """
+    tune_malloc(large=True)
     began = time.monotonic()
     method = method_of(settings, task, options)
     layout, model = start(settings, task, store, options)

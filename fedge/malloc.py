@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import platform
 
-_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # M_... of malloc.h
+_ARENA_MAX, _MMAP_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -4, -3, -1  # M_... of malloc.h
 
 
-def tune_malloc() -> bool:
+def tune_malloc(*, large: bool = False) -> bool:
     """Let glibc keep freed chunks instead of returning them to the kernel; True if that was done.
+
+    `large`: also those of 32 MiB and more, such as models, each of which is otherwise mapped anew. For a server, whose
+    memory must hold its largest round anyway: with a model of 45 MB a server step took 15 instead of 16 to 120 ms.
 
     Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower (findings/mqtt.md); so does every
     update of a simulated device. Both thresholds belong together; one alone makes it worse. One arena for all threads,
@@ -17,6 +20,8 @@ def tune_malloc() -> bool:
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 256 << 20))
+    settings = [(_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 256 << 20)]
+    if large:
+        settings.append((_MMAP_MAX, 0))
     libc = ctypes.CDLL(None)
     return all(libc.mallopt(*setting) for setting in settings)

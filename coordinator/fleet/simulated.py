@@ -74,7 +74,7 @@ class SimulatedFleet:
         arrives: Mapping[str, int] | None = None,
         execute: Callable[[Sequence[together.Job]], list[Outcome]] = together.execute,
     ) -> None:
-        tune_malloc()
+        tune_malloc(large=True)
         self.round = 0
         self.seconds = 0.0
         self.bytes_up = 0
