@@ -18,7 +18,7 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/pm_moe.py --quick
     python benchmarks/papers/pm_moe.py --settings "digits, alpha 0.1" --seeds 1,2
-    python benchmarks/papers/pm_moe.py --setup B --data ../shared/data --settings "S = 0; S = 20" --json pm-moe-b.json
+    python benchmarks/papers/pm_moe.py --setup B --data ../shared/data --settings "MNIST, S = 0; MNIST, S = 20"
 """
 
 from __future__ import annotations
