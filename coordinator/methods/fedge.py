@@ -573,10 +573,12 @@ async def personalise(
 async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, options: Options, r: int) -> FedgeState:
     """Section 12: who comes after the end fits its candidates with what was pooled, without any round.
 
-    So does who has a bundle and sees other data now; the new bundle's release is higher, so that it replaces the old.
+    So does who has a bundle and sees other data now, after it was profiled and placed anew; the new bundle's release is
+    higher, so that it replaces the old.
     """
     pool = state.pool
     assert pool is not None
+    state = await seen_anew(state, fleet, r)
     new = [device.id for device in fleet.devices() if device.id not in state.installed or device.drift]
     local = pool.local or not options.local_pilot
     fits = {i: candidates(state, i, settings, local=local) for i in new}
@@ -588,6 +590,21 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     state, answers = await ask(state, fleet, r, "gate", finish)
     installed = state.installed | results(answers, Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+
+async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+    """Profile the devices that drift; they are placed in a group by it, and leave their clusters for any expert."""
+    drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
+    extractor = state.extractor or state.shared.model
+    state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
+    new = newly_profiled(answers, drifting, state.profiles)
+    if not new:
+        return state
+    state = group(msgspec.structs.replace(state, extractor=extractor), new)
+    if state.trial is None:
+        return state
+    clusters = tuple(tuple(i for i in members if i not in new) for members in state.trial.clusters)
+    return msgspec.structs.replace(state, trial=msgspec.structs.replace(state.trial, clusters=clusters))
 
 
 def for_inference(state: FedgeState, fleet: Fleet) -> dict[str, BlobRef]:
