@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
 from pathlib import Path
+from typing import Final
 
 import click
 import msgspec
 
 from deploy.examination import Limits, examine
-from deploy.slots import Slots, owned
+from deploy.slots import InUseError, Slots, owned, state_of
 from deploy.trust import MAX_METADATA_BYTES, install_root
-from fedge.bundle import Bundle, read
-from fedge.errors import ConfigError, UpdateRejected
+from fedge.bundle import MANIFEST, Bundle, read
+from fedge.errors import ConfigError, StoreError, UpdateRejected
+from fedge.files import replace_folder, write_atomically
+
+HANDED_S: Final = 300.0
+"""For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""
+LOOK_S: Final = 0.2
 
 
 @click.command()
@@ -23,8 +32,9 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
     """Give a device its first bundle and its root of trust, by hand.
 
     The bundle is verified, run once in a process of its own and, where one is installed already, compared with it on
-    the device's own samples (HOME/validation.npz); then it answers. Later ones come by `fedge rollout`. Stop
-    `fedge serve` on this HOME before.
+    the device's own samples (HOME/validation.npz); then it answers. Where `fedge serve` runs on this HOME, a bundle of a
+    higher release is handed to it, which does the same and lets it answer on trial; --root needs it stopped. Later
+    bundles come by `fedge rollout`.
 
     \b
     Examples:
@@ -33,8 +43,9 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
       fedge install --home cam1 --root 1.root.json --json
 
     \b
-    Exit codes: 0 done, 2 no bundle or root of trust there, nothing to do, or HOME in use, 4 the disk is full or
-    broken, 5 the bundle is not what its manifest says, or not fit for this device; what answered before goes on.
+    Exit codes: 0 done, 2 no bundle or root of trust there, nothing to do, or HOME in use by another command, 4 the disk
+    is full or broken, 5 the bundle is not what its manifest says, or not fit for this device; what answered before goes
+    on.
     """  # noqa: D301 - click needs the character itself
     if bundle is None and root is None:
         raise click.UsageError("name a bundle, --root, or both")
@@ -42,11 +53,16 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
         raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
     trusted = None if root is None else _read_root(root)
     new = None if bundle is None else read(bundle)
-    with owned(home) as slots:
-        if trusted is not None:
-            install_root(home, trusted)
-        if bundle is not None and new is not None:
-            _install(bundle, new, home, slots)
+    try:
+        with owned(home) as slots:
+            if trusted is not None:
+                install_root(home, trusted)
+            if bundle is not None and new is not None:
+                _install(bundle, new, home, slots)
+    except InUseError:
+        if bundle is None or new is None or trusted is not None or state_of(home).running is None:
+            raise
+        _hand_over(bundle, new, home)
     if as_json:
         record = {"home": str(home), "root": root is not None}
         if new is not None:
@@ -82,3 +98,50 @@ def _install(folder: Path, new: Bundle, home: Path, slots: Slots) -> None:
         raise UpdateRejected(found.reason)
     slots.switch()
     slots.confirm()
+
+
+def _hand_over(folder: Path, new: Bundle, home: Path) -> None:
+    """Give the bundle to the process that serves HOME, by the inbox, and wait until it answers there.
+
+    Raises:
+        ConfigError: the release is not higher than the one that answers, or HOME is used by another command.
+        UpdateRejected: it is not fit.
+        StoreError: it cannot be copied.
+    """
+    release, inbox = new.manifest.release, home / "bundles"
+    now = _answering(home)
+    if now.digest == new.digest:
+        return
+    if now.manifest.release >= release:
+        raise ConfigError(
+            f"release {now.manifest.release} answers in {home}, and `fedge serve` takes in higher ones alone, not"
+            f" {release}: stop it first"
+        )
+    try:
+        inbox.mkdir(parents=True, exist_ok=True)
+        if not (inbox / str(release)).exists():
+            unfinished = Path(tempfile.mkdtemp(dir=inbox, prefix=".unfinished-"))
+            try:
+                for name in (MANIFEST, *new.manifest.files):
+                    write_atomically(unfinished / name, (folder / name).read_bytes())
+                replace_folder(inbox / str(release), unfinished)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        elif read(inbox / str(release)).digest != new.digest:
+            raise ConfigError(f"{inbox / str(release)} holds another bundle of this number: give this one another")
+    except OSError as error:
+        raise StoreError(f"cannot write {inbox}: {error}") from error
+    until = time.monotonic() + HANDED_S
+    while time.monotonic() < until:
+        refused = state_of(home).refused
+        if new.digest in refused:
+            raise UpdateRejected(refused[new.digest])
+        if _answering(home).digest == new.digest:
+            return
+        time.sleep(LOOK_S)
+    raise ConfigError(f"no `fedge serve` has taken in {inbox / str(release)}; it does when it is started on {home}")
+
+
+def _answering(home: Path) -> Bundle:
+    """The bundle that answers in a HOME where one was installed."""
+    return read(home / "slots" / (state_of(home).running or "a"))

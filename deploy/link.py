@@ -56,7 +56,7 @@ FETCH_S: Final = 600.0
 """Time for one file, after which what has come is kept and the rest is asked for again later."""
 HEALTH_S: Final = 60.0
 """Pause between two reports of a device where nothing happens."""
-LOOK_S: Final = 10.0
+LOOK_S: Final = 2.0
 """Pause between two looks at the inbox and at drift."""
 TRIAL_S: Final = 1.0
 """Pause between two looks at a bundle on trial."""
@@ -179,6 +179,7 @@ class Link:
             await link.run()  # until it is cancelled
 
     Nothing that a peer sends ends it; what it cannot do now it tries again later, while the device goes on answering.
+    Without a broker `follow()` alone minds the inbox.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Link:
         failure: asyncio.Future[None] = loop.create_future()
         background = Background(lambda error: None if failure.done() else failure.set_exception(error))
         background.spawn(self._publish())
-        background.spawn(self._follow())
+        background.spawn(self.follow())
         try:
             await failure
         finally:
@@ -236,7 +237,8 @@ class Link:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
+        """Mind the bundle on trial, the inbox and the rollout, until cancelled; all that there is without a broker."""
         while True:
             self._news.clear()
             try:

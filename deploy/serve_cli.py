@@ -30,8 +30,8 @@ from fedge.errors import ConfigError
 from fedge.transport import BrokerSettings, Transport
 
 INTERRUPTED: Final = 130
-SETTLE_S: Final = 1.0
-"""How often a bundle on trial is looked at."""
+LOCAL: Final = "local"
+"""Name of device and federation where there is no broker to tell them to."""
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
 
 
@@ -72,9 +72,10 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
 
     BUNDLE is a folder; its model is called like the folder, or NAME. With --home the bundle that is installed on the
-    device answers, under its task's name; with --broker too, the device follows the fleet's rollouts, and the bundle is
-    switched while it is served. With --broker, sensors may also send samples over MQTT. HTTP has no TLS and no password
-    here: other machines should ask through a reverse proxy (docs/runtime.md).
+    device answers, under its task's name, and is switched while it is served when the agent writes a newer one or
+    `fedge install` brings it; with --broker too, the device follows the fleet's rollouts. With --broker, sensors may also
+    send samples over MQTT. HTTP has no TLS and no password here: other machines should ask through a reverse proxy
+    (docs/runtime.md).
 
     \b
     Examples:
@@ -162,8 +163,9 @@ async def _run(
             beside: list[Coroutine[None, None, None]] = []
             if broker is not None:
                 beside.append(_on_broker(settings, broker, served[0], slots, answering))
-            elif answering is not None:
-                beside.append(_settle(answering))
+            elif slots is not None and answering is not None:
+                assert settings.home is not None
+                beside.append(Link(LOCAL, LOCAL, settings.home, slots, answering, Limits()).follow())
             await _until(stopped, beside)
 
 
@@ -178,13 +180,6 @@ async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, 
     except BaseExceptionGroup as group:  # one line for the user, as without tasks
         first = group.exceptions[0]
         raise first from first.__cause__
-
-
-async def _settle(answering: Answering) -> None:
-    """Confirm a bundle on trial when it has proved itself; with a broker the link does."""
-    while True:
-        await asyncio.sleep(SETTLE_S)
-        await asyncio.to_thread(answering.settle)
 
 
 async def _on_broker(

@@ -58,12 +58,16 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     refused: dict[Digest, str] = {}
 
 
+class InUseError(ConfigError):
+    """Another process owns the bundles of the device."""
+
+
 @contextmanager
 def owned(home: Path) -> Iterator[Slots]:
     """The bundles of a device for this process alone; the kernel gives them back when it ends, however it ends.
 
     Raises:
-        ConfigError: another process owns them.
+        InUseError: another process owns them.
         StoreError: the folder cannot be read or written.
     """
     make_folder(home / "slots")
@@ -75,12 +79,26 @@ def owned(home: Path) -> Iterator[Slots]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
+            raise InUseError(
                 f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
             ) from None
         yield Slots(home)
     finally:
         os.close(handle)
+
+
+def state_of(home: Path) -> State:
+    """The state as the process that owns the bundles has last written it.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((home / "slots.json").read_bytes(), type=State)
+    except FileNotFoundError:
+        return State()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read {home / 'slots.json'}: {error}") from error
 
 
 class Slots:

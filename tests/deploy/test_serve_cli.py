@@ -16,12 +16,13 @@ pytest.importorskip("aiohttp")
 import aiohttp
 from click.testing import CliRunner
 
+from deploy.install_cli import install
 from deploy.serve_cli import INTERRUPTED, ServeSettings, serve
 from deploy.slots import Slots, owned
 from fedge.config import describe
 from fedge.errors import ConfigError, TransportError, UpdateRejected
 
-from .bundles import GOLDEN, other_gate, variant
+from .bundles import GOLDEN, broken_gate, other_gate, variant
 from .serving import body, golden
 
 pytestmark = pytest.mark.torch_free
@@ -182,3 +183,32 @@ async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_pa
             child.terminate()
             assert await child.wait() == INTERRUPTED
             assert b"Traceback" not in await child.stderr.read()
+
+
+async def test_what_is_installed_while_it_is_served_answers(tmp_path):
+    """No broker, no restart: the bundle is handed over, examined and switched to; one that is not fit is refused."""
+    home = tmp_path / "home"
+    run(home, variant(tmp_path / "4", release=4))
+    async with process("--home", home) as (child, _, session), asyncio.timeout(120):
+        assert (await ask(session, "digits"))[1]["parameters"]["release"] == 4
+        await asyncio.to_thread(run, home, variant(tmp_path / "5", release=5, gate=other_gate))
+        status, content = await ask(session, "digits")
+        assert (status, content["parameters"]["release"]) == (200, 5)
+        with pytest.raises(ConfigError, match="takes in higher ones alone"):
+            await asyncio.to_thread(run, home, variant(tmp_path / "3", release=3))
+        while json.loads((home / "slots.json").read_bytes())["trial"] is not None:
+            assert (await ask(session, "digits"))[0] == 200
+        with pytest.raises(UpdateRejected, match="not-finite"):
+            await asyncio.to_thread(run, home, variant(tmp_path / "6", release=6, gate=broken_gate))
+        assert (await ask(session, "digits"))[1]["parameters"]["release"] == 5
+        child.terminate()
+        assert await child.wait() == INTERRUPTED
+        assert b"Traceback" not in await child.stderr.read()
+    assert sorted(path.name for path in (home / "bundles").iterdir()) == ["5", "6"]
+
+
+def run(home, bundle):
+    """`fedge install`."""
+    result = CliRunner().invoke(install, ["--home", str(home), str(bundle)])
+    if result.exception is not None:
+        raise result.exception
