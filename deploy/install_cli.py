@@ -32,8 +32,8 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
     """Give a device its first bundle and its root of trust, by hand.
 
     The bundle is verified, run once in a process of its own and, where one is installed already, compared with it on
-    the device's own samples (HOME/validation.npz); then it answers. Where `fedge serve` runs on this HOME, a bundle of a
-    higher release is handed to it, which does the same and lets it answer on trial; --root needs it stopped. Later
+    the device's own samples (HOME/validation.npz); then it answers. Where `fedge serve` runs on this HOME, a bundle
+    of a higher release is handed to it, which does the same and lets it answer on trial; --root needs it stopped. Later
     bundles come by `fedge rollout`.
 
     \b

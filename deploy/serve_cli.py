@@ -73,8 +73,8 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
 
     BUNDLE is a folder; its model is called like the folder, or NAME. With --home the bundle that is installed on the
     device answers, under its task's name, and is switched while it is served when the agent writes a newer one or
-    `fedge install` brings it; with --broker too, the device follows the fleet's rollouts. With --broker, sensors may also
-    send samples over MQTT. HTTP has no TLS and no password here: other machines should ask through a reverse proxy
+    `fedge install` brings it; with --broker too, the device follows the fleet's rollouts. With --broker, sensors may
+    also send samples over MQTT. HTTP has no TLS and no password here: other machines should ask through a reverse proxy
     (docs/runtime.md).
 
     \b
