@@ -17,6 +17,8 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.clustering.aidc import Clusters, numbered
+
 Vectors = NDArray[np.float64]
 
 DECIMALS: Final = 9
@@ -446,6 +448,27 @@ def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...
     return tuple(
         tuple(np.flatnonzero(row >= tau).tolist()) if (row >= tau).any() else (int(np.argmax(row)),) for row in close
     )
+
+
+def parted(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
+    """Overlapping clusters as a partition: of its clusters each client stays in the one whose mean is nearest.
+
+    For methods whose devices have one cluster. Ties: the cluster with the lowest number. Means are those of all
+    members, so the order of the clients counts for nothing; a cluster that nobody stays in is gone.
+
+    Args:
+        z: (N, m), the embedding that the clusters were found in.
+        members: S_k, every client in at least one.
+
+    Example:
+        >>> parted(np.array([[1.0, 0], [1, 0.1], [0.6, 0.8], [0, 1]]), [(0, 1, 2), (2, 3)])
+        ((0, 1), (2, 3))
+    """
+    close = cosines(z, np.stack([z[list(cluster)].mean(axis=0) for cluster in members]))
+    for k, cluster in enumerate(members):
+        close[np.setdiff1d(np.arange(len(z)), cluster), k] = -np.inf
+    stays = close.argmax(axis=1)
+    return numbered([np.flatnonzero(stays == k).tolist() for k in range(len(members))])
 
 
 # ----------------------------------------------------------------------------------------- section 13: silhouette

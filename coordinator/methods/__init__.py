@@ -66,10 +66,6 @@ def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> Meth
     return MethodSettings(seed=seed, sgd=sgd, options=dict(options), **own)
 
 
-class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a method that has none."""
-
-
 class RoundSummary(Struct, frozen=True, kw_only=True):
     """One line of a run's history. `accuracy`: mean over the cohort, own validation samples, received model.
 
@@ -174,14 +170,22 @@ OwnOptions = TypeVar("OwnOptions", bound=Struct)
 def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
     """The method's own options, checked.
 
+    A class of options may say in `REFUSED`, by `NAME` or `NAME=VALUE`, why a part that other methods have is missing.
+
     Raises:
-        ConfigError: an unknown name or word (the nearest right one is named), or a value out of range.
+        ConfigError: an unknown name or word (the nearest right one is named), one that is refused (with the reason), or
+            a value out of range.
     """
     known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind)}
+    refused: Mapping[str, str] = getattr(kind, "REFUSED", {})
     for name, value in settings.options.items():
         if name not in known:
-            raise ConfigError(f"the method has no option {name!r}; {nearest(name, list(known), 'it has')}")
+            why = refused.get(name) or nearest(name, list(known), "it has")
+            raise ConfigError(f"the method has no option {name!r}; {why}")
         if isinstance(value, str) and known[name] and value not in known[name]:
+            if why := refused.get(f"{name}={value}", ""):
+                offered = ", ".join(known[name])
+                raise ConfigError(f"option of the method: {name} cannot be {value!r}: {why}; it is one of {offered}")
             raise ConfigError(f"option of the method: {name} cannot be {value!r}; {nearest(value, known[name])}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")

@@ -5,14 +5,13 @@ Algorithm 1; sections are those of our specification of it. Departures (section 
 signed deviation (`psi="abs"` is the printed form) and is told before training (`registration="lazy"`: with the first
 model, as printed). Local work is counted in SGD steps; integer buffers are averaged by maximum as everywhere.
 The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
-off. Clusters of profiles instead of label features are made after a third of the rounds, when the model can tell data
-apart (FedEPC section 9.10); until then no device has one.
+off. Clusters of profiles, or of the directions of updates of the then common model, instead of label features are made
+after a third of the rounds, when the model can tell data apart (FedEPC section 9.10); until then no device has one.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,8 +21,9 @@ from msgspec import Meta, Struct
 
 from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.correction import correction_step
-from coordinator.clustering import aidc
-from coordinator.fleet import Device, Fleet
+from coordinator.clustering import Clustering, aidc
+from coordinator.clustering.aidc import Clusters
+from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
     accepted,
@@ -35,21 +35,20 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
-from coordinator.methods.grouping import arm, newly_profiled, observed, of_profiles
+from coordinator.methods.cohort import bandit_of
+from coordinator.methods.grouping import (
+    arm,
+    describing,
+    newly_profiled,
+    observed,
+    of_directions,
+    of_profiles,
+    told_directions,
+)
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import Selection, ccmab, choose, cohort_size, stratified, uniform
 from fedge.errors import ConfigError
-from fedge.messages import (
-    Action,
-    BlobRef,
-    DescribeLabels,
-    LabelsDescribed,
-    Profile,
-    Profiled,
-    Start,
-    Train,
-    Trained,
-)
+from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profiled, Start, Train, Trained
 from fedge.tensors import Layout, Model, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -63,8 +62,9 @@ LONG_ROUNDS = 10  # ... for so many rounds in a row means that beta is too large
 class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section 7. `beta` None: 0.2, or 0.5 with scale="relative". `psi`, `epsilon`: of labels; the latter, section 10.
 
-    `clustering`: of label features, or of ReLU-sparsity profiles (`n_clusters` as in FedEPC). `selection` stratified:
-    section 5; uniform: without clusters; ccmab, fastest: the quota of each cluster under FedEPC's deadline.
+    `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates (`n_clusters` as in FedEPC).
+    `selection` stratified: section 5; uniform: without clusters; ccmab, fastest: the quota of each cluster under
+    FedEPC's deadline.
     """
 
     alpha: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -73,7 +73,7 @@ class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     registration: Literal["eager", "lazy"] = "eager"
     norm: Literal["flat", "tensor"] = "flat"
     scale: Literal["absolute", "relative"] = "absolute"
-    clustering: Literal["labels", "aidc", "k-means", "agglomerative"] = "labels"
+    clustering: Clustering = "labels"
     n_clusters: Annotated[int, Meta(ge=1)] | None = None
     selection: Selection = "stratified"
     correction: bool = True
@@ -86,7 +86,7 @@ class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """L_k, or the number of its cluster of profiles, and what the device was when it was asked.
+    """L_k, or the number of its cluster of profiles or updates, and what the device was when it was asked.
 
     With other data it is asked again.
     """
@@ -99,7 +99,8 @@ class Description(Struct, frozen=True, kw_only=True):
 class CficState(HearingState, frozen=True, kw_only=True):
     """`model`: w; `memory`: h, none is 0; `visits`: by cluster the last round in which a member was drawn.
 
-    `extractor`, `profiles`: of clusters of profiles; `bandits`: by cluster, of the selections that have a deadline.
+    `extractor`: the common model, and `profiles` or `directions`: of clusters that are not of labels; `bandits`: by
+    cluster, of the selections that have a deadline.
     """
 
     model: BlobRef
@@ -108,6 +109,7 @@ class CficState(HearingState, frozen=True, kw_only=True):
     visits: dict[str, int] = {}  # the keys of a state are text
     extractor: BlobRef | None = None
     profiles: dict[str, Profiled] = {}
+    directions: dict[str, BlobRef] = {}
     bandits: dict[str, ccmab.State] = {}
     long_rounds: int = 0  # in a row, up to now
 
@@ -125,8 +127,7 @@ class Cfic:
         if self.options.epsilon is not None and not self._by_label:
             raise ConfigError("option of the method: epsilon protects label features; leave it out, or clustering")
         self._unknown = 0 if self._by_label else settings.rounds // 3  # rounds in which no device has a cluster
-        everybody = settings.participation == 1
-        self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
+        self._bandit = bandit_of(settings)
 
     def initial(self, layout: Layout, model: BlobRef) -> CficState:
         """The state before round 1."""
@@ -176,30 +177,51 @@ class Cfic:
         needed = self.options.selection != "uniform" or self.options.correction
         if not asked or not needed or state.round < self._unknown:
             return state
-        if self._by_label:
-            order: Action = DescribeLabels(mode=self.options.psi, epsilon=self.options.epsilon)
-        else:
-            extractor = state.extractor or state.model
-            state, order = msgspec.structs.replace(state, extractor=extractor), Profile(extractor=extractor)
+        if not self._by_label:
+            state = msgspec.structs.replace(state, extractor=state.extractor or state.model)
+        order = describing(
+            self.options.clustering,
+            state.extractor or state.model,
+            sgd=self.settings.sgd,
+            codec=self.settings.codec,
+            labels=DescribeLabels(mode=self.options.psi, epsilon=self.options.epsilon),
+        )
         state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
         if not self._by_label:
-            return self._clustered(state, asked, newly_profiled(answers, asked, state.profiles))
+            return self._clustered(*self._with_told(state, asked, answers, fleet), asked, fleet)
         told = {i: described(asked[i], result.feature) for i, result in results(answers, LabelsDescribed).items()}
         return msgspec.structs.replace(state, described=dict(sorted((state.described | told).items())))
 
-    def _clustered(self, state: CficState, asked: Mapping[str, Device], new: dict[str, Profiled]) -> CficState:
-        """All clusters of profiles anew; each inherits the bandit of the one that it overlaps most (FedEPC 4.6)."""
+    def _with_told(
+        self, state: CficState, asked: Mapping[str, Device], answers: Mapping[str, Answer], fleet: Fleet
+    ) -> tuple[CficState, Collection[str]]:
+        """The state with the new profiles or directions, and whose they are."""
+        directions = told_directions(answers, fleet, state.layout)
+        profiles = newly_profiled(answers, asked, state.profiles)
+        state = msgspec.structs.replace(
+            state,
+            profiles=dict(sorted((state.profiles | profiles).items())),
+            directions=dict(sorted((state.directions | directions).items())),
+        )
+        return state, directions or profiles
+
+    def _found(self, state: CficState, fleet: Fleet) -> Clusters:
+        """Clusters of positions among the ids of those that told."""
+        k = self.options.n_clusters
+        if state.directions:
+            return of_directions(list(state.directions.values()), fleet, n_clusters=k)
+        rng = np.random.default_rng(self.settings.seed)
+        return of_profiles(self.options.clustering, list(state.profiles.values()), rng=rng, n_clusters=k)
+
+    def _clustered(
+        self, state: CficState, new: Collection[str], asked: Mapping[str, Device], fleet: Fleet
+    ) -> CficState:
+        """All clusters but those of labels anew; each inherits the bandit that it overlaps most (FedEPC 4.6)."""
         if not new:
             return state
-        profiles = dict(sorted((state.profiles | new).items()))
-        ids = list(profiles)
+        ids = list(state.directions or state.profiles)
         old = {NO_FEATURE: [i for i in new if i not in state.described]} | clusters(state, state.described)
-        found = of_profiles(
-            self.options.clustering,
-            list(profiles.values()),
-            rng=np.random.default_rng(self.settings.seed),
-            n_clusters=self.options.n_clusters,
-        )
+        found = self._found(state, fleet)
         heirs = (
             aidc.inherit([[ids.index(i) for i in members] for members in old.values()], found).bandits if old else ()
         )
@@ -208,7 +230,6 @@ class Cfic:
         numbers = {ids[p]: k for k, members in enumerate(found) for p in members}
         return msgspec.structs.replace(
             state,
-            profiles=profiles,
             described={i: msgspec.structs.replace(told[i], feature=numbers[i]) for i in ids},
             visits={k: state.visits[heir] for k, heir in kept.items() if heir in state.visits},
             bandits={k: state.bandits[heir] for k, heir in kept.items() if heir in state.bandits},

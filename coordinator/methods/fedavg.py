@@ -6,46 +6,44 @@ Algorithm 1. Local work is counted in SGD steps rather than epochs, so that ever
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from coordinator.aggregation import averaged
-from coordinator.fleet import Answer, Fleet
+from coordinator.fleet import Fleet
 from coordinator.methods import (
     MethodSettings,
-    State,
     accepted,
     counted,
-    declined,
     install,
     options_of,
-    round_rng,
     sizes,
     summarise,
     summary_of,
 )
+from coordinator.methods.cohort import NOT_STRATIFIED, Choice, ChoosingState, drawn, learned
 from coordinator.methods.moving import Moving, moved
-from coordinator.selection import cohort_size, fastest, uniform
 from fedge.messages import BlobRef, Start, Train
 from fedge.tensors import Layout
 
 
 class FedAvgOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`selection`: who trains in a round."""
+    """`selection`: who trains in a round; ccmab: FedEPC's bandit and deadline, all devices as one cluster."""
 
-    selection: Literal["uniform", "fastest"] = "uniform"
+    REFUSED: ClassVar[dict[str, str]] = {
+        "clustering": "all devices share one model, or a part of one; cfic, fedepc, fedge and scmoe-pfl make clusters",
+        "selection=stratified": f"{NOT_STRATIFIED}; cfic:correction=false is fedavg with it",
+    }
+    selection: Choice = "uniform"
 
 
-class FedAvgState(State, frozen=True, kw_only=True):
-    """`model`: the global model w; `velocity`: FedAvgM's v; `seconds`: of each device's last round, if asked for."""
+class FedAvgState(ChoosingState, frozen=True, kw_only=True):
+    """`model`: the global model w; `velocity`: FedAvgM's v."""
 
     model: BlobRef
     velocity: BlobRef | None = None
-    seconds: dict[str, float] = {}
 
 
 F = TypeVar("F", bound=FedAvgState)
@@ -75,7 +73,7 @@ class FedAvg:
         """One round of Algorithm 1, or the installation."""
         if state.round == self.settings.rounds:
             return await install(self, state, fleet)
-        order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec, measure=False)
+        order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec)
         return await train(state, fleet, order, state.layout, self.settings, self.options, gamma=self.gamma)
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
@@ -85,17 +83,6 @@ class FedAvg:
     def summary(self, state: FedAvgState) -> dict[str, Any]:
         """History, selection counts, bundles."""
         return summary_of(self, state)
-
-
-def select(state: FedAvgState, fleet: Fleet, settings: MethodSettings, options: FedAvgOptions) -> list[str]:
-    """Who trains in this round."""
-    devices = fleet.devices()
-    ids = [device.id for device in devices]
-    n = cohort_size(len(ids), settings.participation)
-    if options.selection == "uniform":
-        return uniform(ids, n, round_rng(settings, state.round + 1))
-    clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
-    return fastest(ids, n, state.seconds, clocks)
 
 
 async def train(
@@ -109,8 +96,9 @@ async def train(
     gamma: float = 0.0,
 ) -> F:
     """Have a cohort carry out the order, then move the model by the mean change. `layout`: of both."""
-    cohort = select(state, fleet, settings, options)
-    answers = await fleet.run("train", dict.fromkeys(cohort, order))
+    cohort = drawn(options.selection, state, fleet.devices(), settings)
+    order = msgspec.structs.replace(order, measure=cohort.measured)
+    answers = await fleet.run("train", dict.fromkeys(cohort.ids, order))
     updates = accepted(answers)
     shared = Moving(model=state.model, velocity=state.velocity)
     if len(updates) >= settings.min_reports:
@@ -118,20 +106,10 @@ async def train(
         changes = (fleet.get(u.update, layout) for u in updates.values())
         shared = moved(shared, averaged(changes, sizes(updates), layout), layout, fleet, gamma=gamma)
     return msgspec.structs.replace(
-        state,
+        learned(options.selection, state, cohort, answers, settings),
         round=state.round + 1,
         model=shared.model,
         velocity=shared.velocity,
-        seconds=state.seconds | times(answers) if options.selection == "fastest" else {},
         participations=counted(state.participations, updates),
-        history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
+        history=(*state.history, summarise(state.round + 1, len(cohort.ids), updates)),
     )
-
-
-def times(answers: Mapping[str, Answer]) -> dict[str, float]:
-    """How long each device took; infinity where nothing came of it, nothing where it declined."""
-    return {
-        i: answer.seconds if i in accepted({i: answer}) else math.inf
-        for i, answer in answers.items()
-        if not declined(answer)
-    }

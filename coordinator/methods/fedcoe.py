@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ from coordinator.methods import (
     MethodSettings,
     Option,
     Samples,
-    State,
     accepted,
     counted,
     install,
@@ -34,8 +33,8 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
+from coordinator.methods.cohort import NOT_STRATIFIED, Choice, ChoosingState, drawn, learned
 from coordinator.reserved import ReservedSet
-from coordinator.selection import cohort_size, uniform
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, InstallBundle, Installed, Route, Routed, Share, Start, Train, Trained
@@ -60,8 +59,13 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sections 3 to 7; the defaults are those of "repaired"."""
+    """Sections 3 to 7; the defaults are those of "repaired". `selection`: who trains in a round, as with fedavg."""
 
+    REFUSED: ClassVar[dict[str, str]] = {
+        "clustering": "experts come from classes of the reserved set, and every device mixes all of them; n_experts "
+        "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
+        "selection=stratified": NOT_STRATIFIED,
+    }
     preset: Literal["repaired", "printed"] = "repaired"
     n_experts: AtLeastOne = 5  # K
     n_top: Annotated[int, Meta(ge=0)] = 0  # N_top; 0: half of the clients of a round, rounded up
@@ -80,6 +84,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gate: Literal["trained", "uniform"] = "trained"  # uniform: the ablation without a gate, section 12
     trunk: Literal["auto", "vector"] = "auto"  # of the gate
     weight_decay: Share = 5e-4  # of the SGD of clients and experts, section 5
+    selection: Choice = "uniform"
 
 
 class Diagnostics(Struct, frozen=True, kw_only=True):
@@ -93,7 +98,7 @@ class Diagnostics(Struct, frozen=True, kw_only=True):
     refused: tuple[str, ...] = ()
 
 
-class FedCoEState(State, frozen=True, kw_only=True):
+class FedCoEState(ChoosingState, frozen=True, kw_only=True):
     """`experts`: theta_Ej; `gate`: its tensors, `gate_file`: the same as ONNX; `clients`: theta_Ci after Eq. 11.
 
     `common`: mean of the experts, where a client starts that has no model of its own.
@@ -144,26 +149,21 @@ class FedCoE:
         if state.round == self.settings.rounds:
             state = await install(self, state, fleet, among=state.clients)
             return await self.welcome(state, fleet)
-        cohort = self._cohort(state, fleet)
-        orders = {i: self._order(state, i) for i in cohort}
-        updates = accepted(await fleet.run("train", orders))
+        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings)
+        answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
+        updates = accepted(answers)
         if len(updates) >= self.settings.min_reports:
             state = await self._aggregated(state, fleet, updates)
         return msgspec.structs.replace(
-            state,
+            learned(self.options.selection, state, cohort, answers, self.settings),
             round=state.round + 1,
             participations=counted(state.participations, updates),
-            history=(*state.history, summarise(state.round + 1, len(cohort), updates)),
+            history=(*state.history, summarise(state.round + 1, len(cohort.ids), updates)),
         )
 
-    def _cohort(self, state: FedCoEState, fleet: Fleet) -> list[str]:
-        ids = [device.id for device in fleet.devices()]
-        size = cohort_size(len(ids), self.settings.participation)
-        return uniform(ids, size, round_rng(self.settings, state.round + 1))
-
-    def _order(self, state: FedCoEState, device_id: str) -> Train:
+    def _order(self, state: FedCoEState, device_id: str, *, measure: bool = False) -> Train:
         start = Start(model=self.serves(state, device_id))
-        return Train(starts=(start,), sgd=self.sgd, codec=self.settings.codec, measure=False)
+        return Train(starts=(start,), sgd=self.sgd, codec=self.settings.codec, measure=measure)
 
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 
@@ -283,7 +283,7 @@ class FedCoE:
         merged = overlap == 1 and spread < COLLAPSED_SPREAD
         collapsed = len(experts) > 1 and (merged or gate_maximum < 1 / len(experts) + UNIFORM_GATE)
         log.log(
-            logging.WARNING if collapsed or refused else logging.INFO,
+            logging.WARNING if collapsed or refused else logging.DEBUG,  # the summary has it
             "event=%s round=%s overlap=%.3f spread=%.3g gate_maximum=%.3f refused=%s",
             "collapse" if collapsed else "experts",
             r,

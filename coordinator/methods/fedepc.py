@@ -12,7 +12,8 @@ early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy
 and 6.4 higher: no clear winner, with fewer uploads.
 
 The parts can be exchanged by options: as printed the method is warm_up=0, fairness=false; with selection=uniform and
-deadline=none its clusters alone are seen.
+deadline=none its clusters alone are seen. With clustering=mctc every device trains once more from the warm-up's model,
+and where that update points is its description; it stays in the one cluster that it is nearest to.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged, cluster_averages
-from coordinator.clustering import Features, Labels, Profiles, aidc, find_clusters
+from coordinator.clustering import Clustering, Features, Labels, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters, Place
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
@@ -46,13 +47,21 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
-from coordinator.methods.grouping import arm, observed, of_one_length
+from coordinator.methods.grouping import (
+    arm,
+    describing,
+    embedded,
+    observed,
+    of_directions,
+    of_one_length,
+    told_directions,
+)
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.proxy import check_samples, trained_extractor
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profile, Profiled, Sgd, Start, Train, Trained
+from fedge.messages import BlobRef, LabelsDescribed, Profiled, Sgd, Start, Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
 
@@ -69,10 +78,10 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be exchanged or set (section 7). `participation` of the settings is the quota rho_c."""
 
     warm_up: Annotated[int, Meta(ge=0)] | None = None  # R_w, shared rounds before the clusters; None: a third of all
-    clustering: Literal["aidc", "k-means", "agglomerative", "labels"] = "aidc"
+    clustering: Clustering = "aidc"  # of profiles; labels: of label features; mctc: of updates of the common model
     extractor: Literal["shared", "proxy"] = "shared"  # W_ext: the warm-up's model, or trained on the server's samples
     sigma_dp: Annotated[float, Meta(ge=0)] = 0.0  # of the noise on a profile (3)
-    n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of k-means; of agglomerative, instead of theta_merge
+    n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of k-means; agglomerative, not theta_merge; mctc: at most
     selection: Selection = "ccmab"
     search: Literal["set", "batch"] = "set"  # how ccmab searches (5.4)
     deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"  # T_max, seconds
@@ -90,12 +99,13 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a device says of its data: a profile, or its label feature. `n_samples`: what it had when it was asked."""
+    """What a device says of its data: a profile, its label feature, or a direction. `n_samples`: when it was asked."""
 
     n_samples: int
     profile: tuple[float, ...] = ()
     halves: float | None = None  # D_raw between the profiles of its even and odd samples
     label: int = -1
+    direction: BlobRef | None = None
 
 
 class RoundLoss(Struct, frozen=True, kw_only=True):
@@ -142,6 +152,11 @@ class FedEpc:
     def __init__(self, settings: MethodSettings, task: TaskSpec | None = None, reserved: Samples | None = None) -> None:
         self.settings = settings
         self.options = options = options_of(settings, Options)
+        if options.clustering in {"labels", "mctc"} and (options.extractor != "shared" or options.sigma_dp):
+            raise ConfigError(
+                f"option of the method: extractor and sigma_dp are of profiles, and clustering={options.clustering} "
+                "asks for none: leave them out, or take aidc, k-means or agglomerative"
+            )
         self._proxy = proxy_of(options, task, reserved)
         if options.sigma_dp and self._proxy is None and options.unit is None:
             raise ConfigError("option of the method: with sigma_dp nobody tells halves: set extractor=proxy, or unit")
@@ -235,10 +250,19 @@ class FedEpc:
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
         due = {i: device.n_samples for i, device in awake(state, fleet, r).items() if is_due(state, device)}
-        spre = Profile(extractor=state.extractor, noise=self.options.sigma_dp)
-        action = DescribeLabels() if self._by_label else spre
+        action = describing(
+            self.options.clustering,
+            state.extractor,
+            sgd=self._sgd,
+            codec=self.settings.codec,
+            noise=self.options.sigma_dp,
+        )
         state, answers = await ask(state, fleet, r, "describe", dict.fromkeys(due, action))
-        return self._arrange(state, descriptions(answers, due, state.described), fleet)
+        directions = {
+            i: Description(n_samples=due[i], direction=direction)
+            for i, direction in told_directions(answers, fleet, state.layout).items()
+        }
+        return self._arrange(state, descriptions(answers, due, state.described) | directions, fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """W_ext, once and for all: the model of the warm-up, or what the proxy set teaches, with its D_ref (4.1)."""
@@ -269,7 +293,7 @@ class FedEpc:
         if not state.clusters or aidc.needs_reclustering(state.n_moved, len(described)):
             return self._remade(state, unit, fleet)
         for stranger in strangers:
-            state = msgspec.structs.replace(state, clusters=self._joined(state, stranger, unit))
+            state = msgspec.structs.replace(state, clusters=self._joined(state, stranger, unit, fleet))
         return state
 
     def _unit(self, state: FedEpcState, described: Iterable[Description]) -> float | None:
@@ -286,6 +310,8 @@ class FedEpc:
         """4.6, point 3: whether a device is new, or so different from before that it must be placed again."""
         if before is None or self._by_label:
             return before is None or before.label != now.label
+        if now.direction is not None:  # of other data: it may point anywhere
+            return now.direction != before.direction
         old, new = np.array(before.profile), np.array(now.profile)
         return unit is not None and aidc.has_changed(
             old, new, unit=unit, gamma=self.options.gamma, thresholds=self._thresholds
@@ -294,7 +320,7 @@ class FedEpc:
     def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
         """4.6, point 4: all clusters anew; each inherits models, and the bandit of the cluster it overlaps most."""
         ids = list(state.described)
-        found = self._clusters(list(state.described.values()), unit)
+        found = self._clusters(list(state.described.values()), unit, fleet)
         old = [[ids.index(i) for i in cluster.members] for cluster in state.clusters]
         heirs = aidc.inherit(old, found).bandits if old else (None,) * len(found)
         clusters = tuple(
@@ -307,10 +333,12 @@ class FedEpc:
         )
         return msgspec.structs.replace(state, clusters=clusters, n_moved=0)
 
-    def _clusters(self, described: Sequence[Description], unit: float | None) -> Clusters:
+    def _clusters(self, described: Sequence[Description], unit: float | None, fleet: Fleet) -> Clusters:
         """Section 4, or one of its rivals: clusters of positions."""
         options = self.options
         features: Features
+        if options.clustering == "mctc":
+            return of_directions(directions_of(described), fleet, n_clusters=options.n_clusters) if described else ()
         if self._by_label:
             features = Labels(tuple(d.label for d in described))
         elif unit is None or len(described) < 2:
@@ -323,9 +351,9 @@ class FedEpc:
         rng = np.random.default_rng(self.settings.seed)
         return find_clusters(options.clustering, features, rng=rng, n_clusters=options.n_clusters).clusters
 
-    def _joined(self, state: FedEpcState, stranger: str, unit: float | None) -> tuple[Cluster, ...]:
+    def _joined(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
         """4.6, point 1: the stranger joins a cluster, which is open again, or founds one."""
-        place = self._place(state, stranger, unit)
+        place = self._place(state, stranger, unit, fleet)
         if place.cluster is None:
             model = state.shared if place.nearest is None else state.clusters[place.nearest].model
             return (*state.clusters, Cluster(members=(stranger,), model=model))
@@ -335,15 +363,20 @@ class FedEpc:
         )
         return tuple(joined if cluster is host else cluster for cluster in state.clusters)
 
-    def _place(self, state: FedEpcState, stranger: str, unit: float | None) -> Place:
-        """By the NOISE rule, whatever made the clusters; of labels, where the same label is."""
+    def _place(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> Place:
+        """By the NOISE rule, whatever made the clusters; labels: where the same label is; mctc: the nearest mean."""
         mine = state.described[stranger]
         if self._by_label:
             same = [k for k, c in enumerate(state.clusters) if state.described[c.members[0]].label == mine.label]
             return Place(same[0] if same else None, None)
+        ids = [i for cluster in state.clusters for i in cluster.members]
+        if self.options.clustering == "mctc":
+            z = embedded(directions_of(state.described[i] for i in (*ids, stranger)), fleet)
+            means = np.stack([z[[ids.index(i) for i in cluster.members]].mean(axis=0) for cluster in state.clusters])
+            nearest = int(mctc.cosines(z[-1:], means).argmax())
+            return Place(nearest, nearest)
         if unit is None:
             return Place(0, 0)
-        ids = [i for cluster in state.clusters for i in cluster.members]
         return aidc.place(
             np.array(mine.profile),
             profiles_of([state.described[i] for i in ids]),
@@ -424,7 +457,7 @@ def proxy_of(options: Options, task: TaskSpec | None, reserved: Samples | None) 
     Raises:
         ConfigError: there are none, or they do not do.
     """
-    if options.extractor == "shared" or options.clustering == "labels":
+    if options.extractor == "shared":
         return None
     if task is None or reserved is None:
         raise ConfigError(
@@ -470,6 +503,11 @@ def descriptions(
 def profiles_of(described: Iterable[Description]) -> Vectors:
     """Profiles as an array (N, q)."""
     return np.array([d.profile for d in described])
+
+
+def directions_of(described: Iterable[Description]) -> list[BlobRef]:
+    """Where the devices' updates point."""
+    return [d.direction for d in described if d.direction is not None]
 
 
 def without(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:

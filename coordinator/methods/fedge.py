@@ -12,7 +12,6 @@ Silent devices rest (`coordinator.methods.silence`): the bandits see those alone
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
-from coordinator.clustering import Clustering, Directions, aidc, find_clusters, mctc
+from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     MethodSettings,
@@ -38,6 +37,7 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
+from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import arm, newly_profiled, observed
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
@@ -47,12 +47,14 @@ from fedge.messages import (
     BlobRef,
     Calibration,
     CandidatesFitted,
+    DescribeLabels,
     EnergyFitted,
     FitCandidates,
     FitEnergy,
     FitGate,
     FitWeights,
     Installed,
+    LabelsDescribed,
     Profile,
     Profiled,
     Role,
@@ -89,13 +91,14 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be exchanged or switched off. `mode` shift: for devices whose class shares move (section 15.6).
 
     `selection` within the AIDC groups: ccmab, fastest, stratified under the bandit's deadline; uniform without.
-    `clustering` makes the experts: of the updates, or aidc: the groups. `split`, whatever the trial says: never: no
-    experts; always: experts wherever there is more than one cluster. `local_pilot`: a tenth of the devices, at least
+    `clustering` makes the experts: of the updates; aidc: the groups; labels: of label features (CFIC section 3).
+    `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster.
+    `local_pilot`: a tenth of the devices, at least
     ten, fit a local model and decide whether it comes in; others only if it does (section 14).
     """
 
     selection: Selection = "ccmab"
-    clustering: Literal["mctc", "k-means", "agglomerative", "aidc"] = "mctc"
+    clustering: Clustering = "mctc"
     split: Literal["trial", "never", "always"] = "trial"
     mode: Literal["mixture", "shift"] = "mixture"
     final_fit: bool = True
@@ -169,8 +172,7 @@ class Fedge:
         self.options = options_of(settings, Options)
         if settings.fine_tune and self.options.mode == "mixture":
             raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
-        everybody = settings.participation == 1
-        self._bandit = ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
+        self._bandit = bandit_of(settings)
 
     def initial(self, layout: Layout, model: BlobRef) -> FedgeState:
         """The state before round 1."""
@@ -417,7 +419,7 @@ async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: 
     directions = dict(sorted(fleet.get_tensors(state.directions).items()))
     ids = tuple(directions)
     z = mctc.embedding(np.stack(list(directions.values())))
-    how: Clustering = "mctc" if options.clustering == "aidc" else options.clustering
+    how: Clustering = "mctc" if options.clustering in {"aidc", "labels"} else options.clustering
     found = find_clusters(how, Directions(vectors=z, n_clusters=MAX_CLUSTERS), rng=rng)
     tau, separability = found.tau or 0.0, found.separability or 0.0
     clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
@@ -425,6 +427,12 @@ async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: 
         state = state if state.groups else await profile(state, fleet, r)
         groups = (tuple(i for i in group if i in directions) for group in state.groups)
         clusters = tuple(group for group in groups if group)
+    elif options.clustering == "labels":
+        asked = dict.fromkeys((i for i in awake(state, fleet, r) if i in directions), DescribeLabels())
+        state, answers = await ask(state, fleet, r, "labels", asked)
+        psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
+        of_labels = find_clusters("labels", Labels(tuple(psi.get(i, -1) for i in ids)), rng=rng)
+        clusters = tuple(tuple(ids[i] for i in members) for members in of_labels.clusters)
     deltas: dict[str, float] = {}
     if len(clusters) > 1:
         state, deltas = await try_clusters(state, fleet, clusters, r)

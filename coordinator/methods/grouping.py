@@ -1,4 +1,9 @@
-"""Profiles that can be compared, and clusters of them; devices as arms of their group's bandit (FedEPC section 5)."""
+"""What devices say of themselves, and clusters of it; devices as arms of their group's bandit (FedEPC section 5).
+
+Where a clustering is exchanged for another one, what it clusters is exchanged with it: devices tell a profile, their
+label feature, or by one update of a common model the direction in which they would go (scmoe_pfl.md section 4: updates
+from different models cannot be compared).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,28 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from coordinator.clustering import Clustering, Profiles, aidc, find_clusters
+from coordinator.clustering import Clustering, Directions, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters
-from coordinator.fleet import Answer, Device
-from coordinator.methods import declined
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.methods import accepted, declined
 from coordinator.methods.silence import results
 from coordinator.selection import ccmab
-from fedge.messages import Context, Profiled, Sgd, Trained
+from fedge.messages import (
+    Action,
+    BlobRef,
+    Codec,
+    Context,
+    DescribeLabels,
+    Profile,
+    Profiled,
+    Sgd,
+    Start,
+    Train,
+    Trained,
+)
+from fedge.tensors import Layout
 
 log = logging.getLogger("fedge.method")
 
@@ -52,6 +71,41 @@ def of_profiles(
         return (tuple(range(len(profiled))),)
     seen = Profiles(vectors=np.array([p.profile for p in profiled]), unit=unit)
     return find_clusters(how, seen, rng=rng, n_clusters=n_clusters).clusters
+
+
+def describing(
+    how: Clustering,
+    extractor: BlobRef,
+    *,
+    sgd: Sgd,
+    codec: Codec,
+    labels: DescribeLabels = DescribeLabels(),  # noqa: B008 - frozen
+    noise: float = 0.0,
+) -> Action:
+    """What a device does so that a clustering can tell where it belongs. `extractor`: the model common to all."""
+    if how == "labels":
+        return labels
+    if how == "mctc":
+        return Train(starts=(Start(model=extractor),), sgd=sgd, codec=codec, measure=False)
+    return Profile(extractor=extractor, noise=noise)
+
+
+def told_directions(answers: Mapping[str, Answer], fleet: Fleet, layout: Layout) -> dict[str, BlobRef]:
+    """Where the updates that came in point, each stored on its own; one that changes nothing points nowhere."""
+    found = {i: mctc.direction(fleet.get(u.update, layout).params) for i, u in accepted(dict(answers)).items()}
+    return {i: fleet.put({"direction": d.astype(np.float32)}) for i, d in found.items() if d is not None}
+
+
+def embedded(directions: Sequence[BlobRef], fleet: Fleet) -> NDArray[np.float64]:
+    """N >= 1 directions, (N, m), with the cosines of the updates."""
+    return mctc.embedding(np.stack([fleet.get_tensors(ref)["direction"] for ref in directions]))
+
+
+def of_directions(directions: Sequence[BlobRef], fleet: Fleet, *, n_clusters: int | None = None) -> Clusters:
+    """MCTC of N >= 1 directions for devices that have one cluster each; of at most `n_clusters`, or its default."""
+    z = embedded(directions, fleet)
+    seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
+    return mctc.parted(z, find_clusters("mctc", seen, rng=np.random.default_rng(0)).clusters)
 
 
 def arm(device: Device, sgd: Sgd) -> ccmab.Arm:

@@ -75,7 +75,6 @@ class Keeping(Generic[K]):
             part=self.part,
             keep=keep,
             initial=initial,
-            measure=False,
         )
         state = await train(state, fleet, order, layout, settings, self.options)
         trained = unflatten(fleet.get(state.model, layout), layout)

@@ -7,16 +7,26 @@ have had in the federation: rounds x steps x participation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, NoOptions, State, options_of, summary_of
+from coordinator.methods import MethodSettings, State, options_of, summary_of
 from coordinator.methods.silence import results
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, FineTune, Install, Installed, Sgd
 from fedge.tensors import Layout
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """There are none."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "clustering": "every device learns alone",
+        "selection": "every device learns alone, once, and none is left out",
+    }
 
 
 class LocalState(State, frozen=True, kw_only=True):
@@ -29,11 +39,11 @@ class Local:
     """One round: each device trains and installs what it has learned."""
 
     name = "local"
-    Options = NoOptions
+    Options = Options
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
-        options_of(settings, NoOptions)
+        options_of(settings, Options)
         if settings.fine_tune:
             raise ConfigError("local models have nothing to be fine-tuned from: leave out +ft")
 

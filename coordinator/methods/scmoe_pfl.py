@@ -9,8 +9,8 @@ samples from the best expert, gate on validation samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -18,11 +18,10 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import cluster_averages
-from coordinator.clustering import Directions, find_clusters, mctc
+from coordinator.clustering import Directions, Features, Labels, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.methods import (
     MethodSettings,
-    State,
     accepted,
     counted,
     options_of,
@@ -31,9 +30,10 @@ from coordinator.methods import (
     summarise,
     summary_of,
 )
-from coordinator.selection.uniform import cohort_size, uniform
+from coordinator.methods.cohort import Choice, ChoosingState, drawn, learned
+from coordinator.methods.silence import results
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, FitMixture, Installed, Start, Train, Trained
+from fedge.messages import BlobRef, DescribeLabels, FitMixture, Installed, LabelsDescribed, Start, Train, Trained
 from fedge.tensors import Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -47,14 +47,22 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round.
 
     Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one;
+    labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
     `average`: without gate and private model; `gate` uniform: the mean of all outputs; `energy` false: without energy;
     `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
     `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
     cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
     """
 
+    REFUSED: ClassVar[dict[str, str]] = {
+        "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
+        "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
+        "selection=stratified": "clusters overlap, so a device would be drawn for several; "
+        "fedepc:clustering=mctc:selection=stratified draws from clusters of updates that do not",
+    }
     preset: Literal["default", "paper"] = "default"
-    clustering: Literal["mctc", "k-means", "agglomerative"] = "mctc"
+    clustering: Literal["mctc", "k-means", "agglomerative", "labels"] = "mctc"
+    selection: Choice = "uniform"
     n_clusters: Annotated[int, Meta(ge=1)] | None = None
     tau: Annotated[float, Meta(ge=-1, le=1)] | Literal["otsu"] | None = None
     distinct: bool | None = None
@@ -120,8 +128,11 @@ class Clusters(Struct, frozen=True, kw_only=True):
     silhouette: float
 
 
-class ScmoeState(State, frozen=True, kw_only=True):
-    """`directions`: the last unit update of each device, of round `seen`; `best`: experts of the best round so far."""
+class ScmoeState(ChoosingState, frozen=True, kw_only=True):
+    """`directions`: the last unit update of each device, of round `seen`; `best`: experts of the best round so far.
+
+    `labels`: features of the devices that trained, of clustering=labels.
+    """
 
     initial_model: BlobRef
     experts: tuple[BlobRef, ...] = ()
@@ -129,6 +140,7 @@ class ScmoeState(State, frozen=True, kw_only=True):
     attached: dict[str, tuple[int, ...]] = {}  # section 9: clusters of those that did not make them
     directions: BlobRef | None = None
     seen: dict[str, int] = {}
+    labels: dict[str, int] = {}
     best: tuple[BlobRef, ...] = ()
     best_clusters: Clusters | None = None
     best_attached: dict[str, tuple[int, ...]] = {}
@@ -163,32 +175,32 @@ class ScmoePfl:
         if state.round == self.settings.rounds:
             return await self._install(state, fleet)
         r = state.round + 1
-        ids = [device.id for device in fleet.devices()]
-        cohort = uniform(ids, cohort_size(len(ids), self.settings.participation), round_rng(self.settings, r))
-        answers = await fleet.run("train", {i: self._order(state, i) for i in cohort})
+        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings)
+        answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
         updates = accepted(answers)
         before = state
         if len(updates) >= self.settings.min_reports:
             state = self._remember(state, updates, fleet, r)
+            state = await self._labelled(state, updates, fleet)
             if self.options.freeze_after == 0 or r <= (self.options.freeze_after or 0):
                 state = self._cluster(state, list(updates), fleet, r)
             state = self._attach(state, fleet)
             state = aggregate(state, before, updates, fleet)
         state = msgspec.structs.replace(
-            state,
+            learned(self.options.selection, state, cohort, answers, self.settings),
             round=r,
             participations=counted(state.participations, updates),
-            history=(*state.history, summarise(r, len(cohort), updates)),
+            history=(*state.history, summarise(r, len(cohort.ids), updates)),
         )
         return self._converged(state, before)
 
-    def _order(self, state: ScmoeState, device_id: str) -> Train:
+    def _order(self, state: ScmoeState, device_id: str, *, measure: bool) -> Train:
         return Train(
             starts=starts(state, device_id),
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             choose="accuracy",
-            measure=False,
+            measure=measure,
         )
 
     def _remember(self, state: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet, r: int) -> ScmoeState:
@@ -206,15 +218,24 @@ class ScmoePfl:
             state, directions=fleet.put(directions), seen=state.seen | dict.fromkeys(updates, r)
         )
 
+    async def _labelled(self, state: ScmoeState, ids: Iterable[str], fleet: Fleet) -> ScmoeState:
+        """Label features, where they make the clusters: of those that have not told theirs."""
+        if self.options.clustering != "labels":
+            return state
+        asked = dict.fromkeys((i for i in ids if i not in state.labels), DescribeLabels())
+        told = results(await fleet.run("labels", asked), LabelsDescribed) if asked else {}
+        return msgspec.structs.replace(state, labels=state.labels | {i: said.feature for i, said in told.items()})
+
     def _cluster(self, state: ScmoeState, ids: Sequence[str], fleet: Fleet, r: int) -> ScmoeState:
         """Sections 5 to 7: overlapping clusters of this round's directions."""
         directions = fleet.get_tensors(state.directions) if state.directions else {}
-        ids = [i for i in ids if i in directions]
+        o = self.options
+        by_label = o.clustering == "labels"
+        ids = [i for i in ids if i in directions and (not by_label or state.labels.get(i, -1) >= 0)]
         if not ids:
             return state
         z = self._embedding(directions, ids)
-        o = self.options
-        seen = Directions(
+        seen: Features = Directions(
             vectors=z,
             n_clusters=o.n_clusters or len(ids),
             tau=o.tau if isinstance(o.tau, float | int) else None,
@@ -223,6 +244,8 @@ class ScmoePfl:
             centres_join=bool(o.centres_join),
             update=o.update or "sequential",
         )
+        if by_label:
+            seen = Labels(tuple(state.labels[i] for i in ids))
         found = find_clusters(o.clustering, seen, rng=round_rng(self.settings, r))
         if found.separability is not None and found.separability < 0.7:
             log.info("event=weak_groups separability=%.2f: the clusters may be arbitrary", found.separability)
@@ -246,7 +269,10 @@ class ScmoePfl:
         )
 
     def _attach(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
-        """Section 9: devices that did not make the clusters, by their last direction, if it is fresh enough."""
+        """Section 9: devices that did not make the clusters, by their last direction, if it is fresh enough.
+
+        Where label features made them: to the cluster of the device's own, if there is one.
+        """
         if state.clusters is None or state.directions is None:
             return state
         inside = {i for members in state.clusters.members for i in members}
@@ -260,6 +286,12 @@ class ScmoePfl:
         z = self._embedding(directions, ids)
         means = np.stack([z[[ids.index(i) for i in members]].mean(axis=0) for members in state.clusters.members])
         joined = mctc.attach(z[len(inside) :], means, state.clusters.tau)
+        if state.labels:
+            labels = [state.labels.get(members[0]) for members in state.clusters.members]
+            own = [state.labels.get(i, -1) for i in late]
+            joined = tuple(
+                (labels.index(psi),) if psi in labels else near for psi, near in zip(own, joined, strict=True)
+            )
         return msgspec.structs.replace(state, attached=state.attached | dict(zip(late, joined, strict=True)))
 
     def _converged(self, state: ScmoeState, before: ScmoeState) -> ScmoeState:

@@ -31,6 +31,11 @@ fedge compare --methods local,fedavg,fedavg+ft,fedge --task digits --partition g
 fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1883 --federation shop --home shop
 ```
 
+The parts that papers exchange are options with the same words everywhere. `clustering`: `aidc` (FedEPC) of profiles,
+`mctc` (SCMoE-PFL) of update directions, `labels` (CFIC) of label features, `k-means` and `agglomerative` of what the
+method clusters by itself. `selection`: `ccmab` (FedEPC), `stratified` (CFIC), `uniform`, `fastest`. A method that lacks
+one of them says below why, and where to find it; asked for it, it says so and nothing runs.
+
 What each of them lets out of a device: [privacy.md](privacy.md).
 """
 
@@ -49,14 +54,20 @@ def section(name: str) -> str:
 
 
 def options(kind: type[msgspec.Struct]) -> list[str]:
-    """What the docstring says of the options, and the table; nothing where there are none."""
+    """What the docstring says of the options, the table, and what is refused; no table where there are none."""
     fields = msgspec.structs.fields(kind)
     if not fields:
-        return []
+        return refused(kind)
     rows = ["| option | values | default |", "|---|---|---|"]
     hints = typing.get_type_hints(kind, include_extras=True)
     rows += [f"| `{f.name}` | {values(hints[f.name])} | `{shown(f.default)}` |" for f in fields]
-    return [inspect.getdoc(kind) or "", "\n".join(rows)]
+    return [inspect.getdoc(kind) or "", "\n".join(rows), *refused(kind)]
+
+
+def refused(kind: type[msgspec.Struct]) -> list[str]:
+    """Parts that other methods have and this one has not, with the reason."""
+    reasons: dict[str, str] = getattr(kind, "REFUSED", {})
+    return ["\n".join(["Refused:", "", *(f"- `{name}`: {why}." for name, why in reasons.items())])] if reasons else []
 
 
 def values(hint: object) -> str:

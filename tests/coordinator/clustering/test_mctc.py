@@ -514,3 +514,26 @@ def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(see
         own = [np.mean([experts[k] for k, c in enumerate(clusters) if i in c], axis=0) for i in range(len(updates))]
         errors[how] = float(np.mean(np.sum((np.array(own) - wanted) ** 2, axis=1)))
     assert errors["mctc"] < 0.8 * errors["k-means"]
+
+
+@given(arrays(np.float64, (9, 4), elements=st.floats(-1, 1, width=32)), st.integers(1, 6), st.permutations(range(9)))
+def test_a_partition_leaves_each_client_in_its_nearest_cluster(rows, n_clusters, order) -> None:
+    z = mctc.embedding(rows)
+    found = mctc.mctc(z, n_clusters=n_clusters, tau=0.3).partition.members
+    parts = mctc.parted(z, found)
+    assert sorted(i for part in parts for i in part) == list(range(9))
+    assert len(parts) <= len(found)
+    means = np.stack([z[list(cluster)].mean(axis=0) for cluster in found])
+    close = mctc.cosines(z, means)
+    for i in range(9):
+        (mine,) = [set(part) for part in parts if i in part]
+        own = [k for k, cluster in enumerate(found) if i in cluster]
+        nearest = max(own, key=lambda k: (close[i, k], -k))
+        assert mine <= set(found[nearest])
+    turned = mctc.parted(z[order], [[order.index(i) for i in cluster] for cluster in found])
+    assert {frozenset(order[i] for i in part) for part in turned} == set(map(frozenset, parts))
+
+
+def test_a_partition_without_overlap_stays_as_it_is() -> None:
+    z = mctc.embedding(np.repeat(np.eye(3), 2, axis=0))
+    assert mctc.parted(z, [(0, 1), (2, 3), (4, 5)]) == ((0, 1), (2, 3), (4, 5))

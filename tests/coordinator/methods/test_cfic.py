@@ -231,8 +231,8 @@ def cfic(rounds: int = 6, participation: float = 0.5, **options: object):
     return make("cfic", MethodSettings(rounds=rounds, participation=participation, **EXACT, options=options))
 
 
-@pytest.mark.parametrize("clustering", ["aidc", "k-means", "agglomerative"])
-async def test_clusters_of_profiles_are_made_after_a_third_of_the_rounds(clustering, tmp_path) -> None:
+@pytest.mark.parametrize("clustering", ["aidc", "k-means", "agglomerative", "mctc"])
+async def test_clusters_of_profiles_or_updates_are_made_after_a_third_of_the_rounds(clustering, tmp_path) -> None:
     fleet, layout, first, groups = digits(tmp_path, n=12, groups="labels", n_groups=2, alpha=100.0)
     options = {"clustering": clustering} | ({"n_clusters": 2} if clustering == "k-means" else {})
     method = cfic(rounds=30, **options)
@@ -288,5 +288,5 @@ def test_a_profile_is_not_what_epsilon_protects() -> None:
         cfic(clustering="aidc", epsilon=1.0)
     with pytest.raises(ConfigError, match="did you mean 'k-means'"):
         cfic(clustering="kmeans")
-    with pytest.raises(ConfigError, match="it is one of labels, aidc"):
-        cfic(clustering="mctc")
+    with pytest.raises(ConfigError, match="it is one of aidc, mctc, labels"):
+        cfic(clustering="optics")

@@ -1,5 +1,6 @@
 """FedEPC on real workers: section 10 of its specification, as far as it lives in the method."""
 
+import dataclasses
 import itertools
 import math
 
@@ -513,3 +514,39 @@ async def test_a_converged_cluster_rests_until_somebody_joins(tmp_path) -> None:
     host = {i for i, g in groups.items() if g == groups["d04"]}
     assert {i for _, step, i in fleet.asked if step == "train"} == host
     assert [c.converged for c in after.clusters] == [not set(c.members) & host for c in after.clusters]
+
+
+# ------------------------------------------------------------------------------------ clusters of updates (MCTC)
+
+
+async def test_directions_of_the_warm_ups_model_place_newcomers_and_devices_with_other_data(tmp_path) -> None:
+    fleet, layout, first, groups = four_groups(tmp_path)
+    of = method(clustering="mctc")
+    late, moved = "d11", "d00"
+    fleet.absent = frozenset({late})
+    state = await rounds(of, await warm(fleet, layout, first), fleet, 1)
+    present = {i: g for i, g in groups.items() if i != late}
+    assert partition_of(state) == truth(present)
+
+    fleet.absent = frozenset()
+    other = next(i for i in present if groups[i] != groups[moved])
+    own = fleet.data(other)
+    kept = np.flatnonzero(~own.sensitive)[:-5]
+    fleet.give(
+        moved,
+        dataclasses.replace(own, x_train=own.x_train[kept], y_train=own.y_train[kept], sensitive=own.sensitive[kept]),
+    )
+    state = await rounds(of, state, fleet, 1)
+    groups[moved] = groups[other]
+    assert partition_of(state) == truth(groups)
+    described = [(r, i) for r, step, i in fleet.asked if step == "describe"]
+    assert [i for r, i in described if r == 8] == [moved, late]
+    assert load(dump(state), FedEpcState) == state
+
+
+@pytest.mark.parametrize("clustering", ["labels", "mctc"])
+@pytest.mark.parametrize("option", [{"extractor": "proxy"}, {"sigma_dp": 0.05}])
+def test_noise_and_extractor_are_of_profiles(clustering, option) -> None:
+    """Whoever asks for noise must not believe that it covers an update or a label feature."""
+    with pytest.raises(ConfigError, match=f"clustering={clustering} asks for none"):
+        method(clustering=clustering, **option)

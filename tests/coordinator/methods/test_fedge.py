@@ -25,6 +25,7 @@ from coordinator.methods.fedge import (
 )
 from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
+from edge_agent.labels import label_feature
 from fedge.messages import CandidatesFitted, Codec, Profiled, Role, Sgd, Start, Train
 from tests.support.simulation import Fleet, digits
 
@@ -540,7 +541,16 @@ async def test_other_selections_keep_to_the_groups_and_the_quota(selection, tmp_
     assert all(0 < len(cohort) <= 7 for cohort in asked)
 
 
-@pytest.mark.parametrize("clustering", ["k-means", "agglomerative", "aidc"])
+def by_majority_label(fleet: Fleet) -> tuple[tuple[str, ...], ...]:
+    """CFIC's groups, from the devices' samples themselves."""
+    psi = {
+        i: label_feature(np.bincount(worker.data.shared[1], minlength=10).tolist())
+        for i, worker in fleet.workers.items()
+    }
+    return tuple(sorted((tuple(sorted(i for i in psi if psi[i] == label)) for label in set(psi.values())), key=min))
+
+
+@pytest.mark.parametrize("clustering", ["k-means", "agglomerative", "aidc", "labels"])
 async def test_other_clusterings_make_the_experts(clustering, tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=9, n_groups=3)
     method = with_options(rounds=8, clustering=clustering, split="always")
@@ -553,6 +563,8 @@ async def test_other_clusterings_make_the_experts(clustering, tmp_path) -> None:
     assert members == sorted(fleet.workers), "each device in one cluster"
     if clustering == "aidc":
         assert state.trial.clusters == state.groups
+    elif clustering == "labels":
+        assert state.trial.clusters == by_majority_label(fleet)
     else:
         assert len(state.trial.clusters) == len(mctc.trial.clusters)
     assert state.trial.separability == mctc.trial.separability

@@ -1,11 +1,23 @@
 """Devices as arms, answers as outcomes."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from coordinator.fleet import Answer, Device
-from coordinator.methods.grouping import arm, observed, of_one_length, outcome
+from coordinator.methods.grouping import (
+    arm,
+    describing,
+    observed,
+    of_directions,
+    of_one_length,
+    outcome,
+    told_directions,
+)
 from coordinator.selection import ccmab
-from fedge.messages import BlobRef, Context, Declined, Failed, Sgd, Trained
+from fedge.messages import BlobRef, Codec, Context, Declined, Failed, Sgd, Start, Train, Trained
+from fedge.tensors import unflatten
+from tests.support.simulation import digits
 
 SETTINGS = ccmab.Settings(deadline_s=10.0)
 
@@ -48,3 +60,25 @@ def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_ref
     after = observed(bandit, selection, answers, SETTINGS)
     np.testing.assert_allclose(after.rewards, [0.6, -1.0])
     assert set(after.participations) == {"a"}
+
+
+async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> None:
+    """One update of each device from the same model; a device that learned nothing, or was silent, has none."""
+    fleet, layout, first, group_of = digits(tmp_path, n=12, alpha=10.0, n_groups=4, groups="labels")
+    fleet.silent = frozenset({"d03"})
+    order = describing("mctc", first, sgd=Sgd(steps=10), codec=Codec.FLOAT32)
+    assert order == Train(starts=(Start(model=first),), sgd=Sgd(steps=10), codec=Codec.FLOAT32, measure=False)
+    fleet.round = 1
+    answers = await fleet.run("describe", {device.id: order for device in fleet.devices()})
+    w = fleet.get(first, layout)
+    still = fleet.put(unflatten(replace(w, params=np.zeros_like(w.params)), layout))
+    answers["d07"] = Answer("d07", Trained(update=still, n_samples=5))
+    told = told_directions(answers, fleet, layout)
+    assert sorted(told) == sorted(set(group_of) - {"d03", "d07"})
+    ids = list(told)
+    found = of_directions(list(told.values()), fleet)
+    assert sorted(i for cluster in found for i in cluster) == list(range(len(ids)))
+    assert {frozenset(ids[i] for i in cluster) for cluster in found} == {
+        frozenset(i for i in ids if group_of[i] == group) for group in range(4)
+    }
+    assert len(of_directions(list(told.values()), fleet, n_clusters=2)) <= 2

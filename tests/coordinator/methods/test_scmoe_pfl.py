@@ -13,6 +13,7 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, accepted, dump, load
 from coordinator.methods.scmoe_pfl import Clusters, ScmoePfl, ScmoeState, clusters_of, starts
 from deploy import load as load_bundle
+from edge_agent.labels import label_feature
 from fedge.errors import ConfigError
 from fedge.messages import Codec, Role, Sgd, Start, Train
 from fedge.tensors import unflatten
@@ -183,6 +184,24 @@ async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     if options.get("clustering") == "k-means":
         assert all(len(clusters_of(state, i)) == 1 for members in state.clusters.members for i in members)
     assert method.summary(state)["clusters"]
+
+
+async def test_label_features_make_the_clusters_and_who_comes_late_joins_its_own(tmp_path) -> None:
+    """Each device tells its label once; who sat out joins the cluster of its label, whatever its direction."""
+    fleet, layout, first, _ = digits(tmp_path, n=8, how="dirichlet", alpha=0.1, limit=600)
+    psi = {i: label_feature(np.bincount(w.data.shared[1], minlength=10).tolist()) for i, w in fleet.workers.items()}
+    late = next(i for i in psi if list(psi.values()).count(psi[i]) > 1)
+    fleet.absent = frozenset({late})
+    method = method_of(8, clustering="labels")
+    state = await rounds(method, fleet, method.initial(layout, first), 4)
+    present = [i for i in psi if i != late]
+    by_label = {frozenset(i for i in present if psi[i] == label) for label in {psi[i] for i in present}}
+    assert set(map(frozenset, state.clusters.members)) == by_label
+    fleet.absent = frozenset()
+    state = await rounds(method, fleet, state, 1)
+    (k,) = state.attached[late]
+    assert {psi[i] for i in state.clusters.members[k]} == {psi[late]}
+    assert sorted(i for _, step, i in fleet.asked if step == "labels") == sorted(psi)
 
 
 async def test_uploads_do_not_depend_on_sensitive_samples(tmp_path) -> None:

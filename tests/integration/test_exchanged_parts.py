@@ -1,0 +1,159 @@
+"""Parts that papers exchange are exchanged by options: each combination that is offered runs, and uses the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator import clustering, selection
+from coordinator.clustering import Clustering
+from coordinator.methods import (
+    METHODS,
+    MethodSettings,
+    cfic,
+    cohort,
+    fedepc,
+    fedge,
+    grouping,
+    make,
+    scmoe_pfl,
+    words_of,
+)
+from coordinator.selection import Selection, ccmab
+from fedge.errors import ConfigError
+from fedge.loading import load_object
+from fedge.messages import Action, Codec, DescribeLabels, Profile, Sgd, Train
+from tests.support.simulation import digits
+
+ROUNDS = 2
+LONGER = {"fedge selection": 8}
+"""Groups, within which fedge selects, are made after six rounds with everybody."""
+OPTIONS = {
+    "fedge clustering": {"split": "always"},
+    "fedcoe selection": {"pretraining_epochs": 1},
+    "fedepc selection": {"warm_up": 0},
+    "fedepc clustering": {"warm_up": 1},
+}
+PARTS = {"clustering": get_args(Clustering), "selection": get_args(Selection)}
+ALL = [(method, part, value) for method in METHODS for part, values in PARTS.items() for value in values]
+
+
+def offered(method: str, part: str) -> list[str]:
+    fields = msgspec.structs.fields(load_object(METHODS[method]).Options)
+    return next((words_of(field.type) for field in fields if field.name == part), [])
+
+
+OFFERED = [case for case in ALL if case[2] in offered(*case[:2])]
+REFUSED = [case for case in ALL if case not in OFFERED]
+
+
+def made(tmp_path, method: str, rounds: int, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The method, its first state, and a fleet of six devices in three groups of turned cameras."""
+    fleet, layout, first, _ = digits(tmp_path, limit=300)
+    settings = MethodSettings(
+        rounds=rounds, participation=0.5, sgd=Sgd(steps=3), codec=Codec.FLOAT32, options=options, seed=1
+    )
+    x, y = (np.concatenate(parts) for parts in zip(*(w.data.shared for w in fleet.workers.values()), strict=True))
+    found = make(method, settings, task=fleet.task, reserved=(x, y) if method == "fedcoe" else None)
+    return found, found.initial(layout, first), fleet
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is really called, as (part, value): every clustering and every rule of selection still does its work."""
+    used: list[tuple[str, str]] = []
+
+    def watch(module: Any, name: str, part: str, value: Callable[..., str]) -> None:
+        real = getattr(module, name)
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            used.append((part, value(*args)))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, recording)
+
+    for module in (grouping, fedepc, fedge, scmoe_pfl):
+        watch(module, "find_clusters", "clustering", lambda how, *_: how)
+    watch(clustering.aidc, "aidc", "clustering", lambda *_: "aidc")  # fedge's groups call it themselves
+    for module in (selection, cohort, cfic, fedepc, fedge):
+        for name in {"uniform", "fastest", "stratified"} & vars(module).keys():
+            watch(module, name, "selection", lambda *_, name=name: name)
+    watch(ccmab, "greedy", "selection", lambda *_: "ccmab")
+    return used
+
+
+def heard(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[type[Action]]]]:
+    """Every step of the fleet with the kinds of its actions."""
+    steps: list[tuple[str, set[type[Action]]]] = []
+    run = fleet.run
+
+    def listening(step: str, actions: Mapping[str, Action]) -> Any:
+        steps.append((step, {type(action) for action in actions.values()}))
+        return run(step, actions)
+
+    monkeypatch.setattr(fleet, "run", listening)
+    return steps
+
+
+@pytest.mark.parametrize(("method", "part", "value"), OFFERED, ids=lambda word: word)
+async def test_each_combination_runs_and_uses_what_was_chosen(method, part, value, tmp_path, monkeypatch) -> None:
+    used = watched(monkeypatch)
+    case = f"{method} {part}"
+    rounds = LONGER.get(case, ROUNDS)
+    chosen, state, fleet = made(tmp_path, method, rounds, OPTIONS.get(case, {}) | {part: value})
+    steps = heard(fleet, monkeypatch)
+    for r in range(1, rounds + 1):
+        fleet.round = r
+        state = await chosen.round(state, fleet)
+    if (method, value) == ("cfic", "labels"):  # it draws from what devices told, nothing is computed
+        assert ("describe", {DescribeLabels}) in steps
+        assert state.described
+    else:
+        assert (part, value) in used
+    if part == "selection":
+        others = {"ccmab", "fastest", "stratified"} - {value}
+        assert not others & {name for of, name in used if of == part}
+    assert [line.answered for line in state.history] == [line.asked for line in state.history]
+    assert state.history[-1].answered > 0
+
+
+@pytest.mark.parametrize("method", ["fedepc", "cfic"])
+@pytest.mark.parametrize(
+    ("how", "asked"),
+    [("labels", DescribeLabels), ("mctc", Train), ("aidc", Profile), ("k-means", Profile), ("agglomerative", Profile)],
+)
+async def test_devices_are_asked_for_what_the_clustering_clusters(method, how, asked, tmp_path, monkeypatch) -> None:
+    """And each is in exactly one cluster."""
+    chosen, state, fleet = made(tmp_path, method, ROUNDS, {"clustering": how})
+    steps = heard(fleet, monkeypatch)
+    fleet.round = 1
+    state = await chosen.round(state, fleet)
+    assert ("describe", {asked}) in steps
+    members = [i for cluster in chosen.summary(state)["clusters"].values() for i in cluster]
+    assert sorted(members) == [device.id for device in fleet.devices()]
+
+
+@pytest.mark.parametrize(("method", "part", "value"), REFUSED, ids=lambda word: word)
+def test_what_is_not_offered_is_refused_by_name_with_the_reason(method, part, value, tmp_path) -> None:
+    kind = load_object(METHODS[method]).Options
+    whole = not offered(method, part)
+    reason = kind.REFUSED[part if whole else f"{part}={value}"]
+    with pytest.raises(ConfigError) as refused:
+        made(tmp_path, method, ROUNDS, {part: value})
+    text = str(refused.value)
+    assert reason in text
+    assert part in text
+    assert all(word in text for word in offered(method, part)), "what is possible is named"
+    assert whole or repr(value) in text
+
+
+def test_nothing_is_said_to_be_refused_that_is_offered() -> None:
+    for method in METHODS:
+        for name in getattr(load_object(METHODS[method]).Options, "REFUSED", {}):
+            part, _, value = name.partition("=")
+            assert part in PARTS
+            assert value in PARTS[part] or not value
+            assert value not in offered(method, part) if value else not offered(method, part)
