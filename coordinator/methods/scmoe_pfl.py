@@ -46,7 +46,8 @@ PROGRESS = 1e-3  # of the mean validation accuracy, section 8
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round.
 
-    Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one;
+    Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one,
+    or `n_clusters`, which of MCTC is the most there may be;
     labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
     `average`: without gate and private model; `gate` uniform: the mean of all outputs; `energy` false: without energy;
     `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
@@ -161,6 +162,7 @@ class ScmoePfl:
             raise ConfigError("scmoe-pfl ends in mixtures with a fine-tuned private model: leave out +ft")
         chosen = {k: v for k, v in PRESETS[given.preset].items() if getattr(given, k) is None}
         self.options = msgspec.structs.replace(given, **chosen)
+        self._rivals_clusters = given.n_clusters  # a preset's number is of MCTC
 
     def initial(self, layout: Layout, model: BlobRef) -> ScmoeState:
         """The state before round 1."""
@@ -246,7 +248,8 @@ class ScmoePfl:
         )
         if by_label:
             seen = Labels(tuple(state.labels[i] for i in ids))
-        found = find_clusters(o.clustering, seen, rng=round_rng(self.settings, r))
+        rng = round_rng(self.settings, r)
+        found = find_clusters(o.clustering, seen, rng=rng, n_clusters=self._rivals_clusters)
         if found.separability is not None and found.separability < 0.7:
             log.info("event=weak_groups separability=%.2f: the clusters may be arbitrary", found.separability)
         made = Clusters(

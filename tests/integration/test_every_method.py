@@ -32,12 +32,15 @@ OPTIONS: dict[str, dict[str, float | int | str]] = {
     "fedepc with a proxy set": {"warm_up": 1, "extractor": "proxy", "sigma_dp": 0.01},
     "fedcoe": {"pretraining_epochs": 5},
     "pm-moe": {"gate_epochs": 3},
+    **{f"pm-moe over {base}": {"gate_epochs": 3, "base": base} for base in ("fedrep", "lg-fedavg", "dbe")},
+    "pm-moe over fedrod": {"gate_epochs": 3, "base": "fedrod", "preset": "paper"},
 }
+POOLS = [case for case in OPTIONS if case.startswith("pm-moe over")]
 FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
-@pytest.mark.parametrize("case", [*METHODS, "fedavg+ft", "fedepc with a proxy set"])
+@pytest.mark.parametrize("case", [*METHODS, "fedavg+ft", "fedepc with a proxy set", *POOLS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)
@@ -62,7 +65,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
     assert summary["done"]
     assert set(summary["installed"]) == set(DEVICES)
     assert set(summary["refused"]) <= {"replayed-report"}  # a report is repeated after 2 s, however slow the Ack is
-    right = []
+    right, pools = [], []
     for device, share in zip(DEVICES, shares, strict=True):
         folder = bundle.find(tmp_path / device / "bundles", summary["installed"][device]["bundle_digest"])
         assert folder is not None
@@ -71,10 +74,11 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         np.testing.assert_allclose(predicted.probabilities.sum(axis=1), 1, atol=1e-5)
         manifest = bundle.read(folder).manifest
         assert manifest.max_abs_diff <= parity.TOLERANCE
-        if not isinstance(manifest.pool, PoolInfo):
-            expected, weights = by_torch(folder, share.x_test)
-            np.testing.assert_allclose(predicted.probabilities, expected, atol=parity.TOLERANCE)
-            np.testing.assert_allclose(predicted.weights, weights, atol=10 * parity.TOLERANCE)
+        pools.append(isinstance(manifest.pool, PoolInfo))
+        expected, weights = by_torch(folder, share.x_test)
+        np.testing.assert_allclose(predicted.probabilities, expected, atol=parity.TOLERANCE)
+        np.testing.assert_allclose(predicted.weights, weights, atol=10 * parity.TOLERANCE)
+    assert any(pools) == (method == "pm-moe")
     assert np.mean(right) > FEWEST_RIGHT
 
 

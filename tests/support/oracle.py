@@ -1,6 +1,7 @@
 """What a bundle has to predict, from its files alone: torch in float64, and the formula sample by sample.
 
-Source: fedge.md sections 7, 9 and 11, scmoe_pfl.md sections 11.2 and 11.3. It shares no code with `export` or `deploy`
+Source: fedge.md sections 7, 9 and 11, scmoe_pfl.md sections 11.2 and 11.3; of PM-MoE's pools pm_moe.md sections 4 and 5
+(the steepness of the gate's LeakyReLU is the specification's). It shares no code with `export` or `deploy`
 but the reading of files and the preprocessing of samples; all calibration is read from the manifest, where the gate's
 part holds it, too: the two must agree.
 """
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedge import models
-from fedge.bundle import Manifest, read
+from fedge.bundle import Manifest, Part, PoolInfo, read
 from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import gate_pool
@@ -27,8 +28,10 @@ TOP_RULE = {Role.GLOBAL, Role.EXPERT}
 
 
 def by_torch(folder: Path, x: NDArray[np.generic]) -> tuple[Vectors, Vectors]:
-    """Probabilities (n, C) and weights (n, M) that a mixture's bundle must give for raw samples."""
+    """Probabilities (n, C) and weights (n, M) that a mixture's or a pool's bundle must give for raw samples."""
     manifest = read(folder).manifest
+    if isinstance(manifest.pool, PoolInfo):
+        return by_pool(folder, manifest, manifest.pool, x)
     inputs = torch.from_numpy(apply(manifest.task, x)).double()
     layout, _ = models.initial(manifest.task, 0)
     network = models.build(manifest.task).eval()
@@ -48,6 +51,67 @@ def by_torch(folder: Path, x: NDArray[np.generic]) -> tuple[Vectors, Vectors]:
         for i in range(len(inputs))
     ]
     return np.stack([p for p, _ in fused]), np.stack([weights for _, weights in fused])
+
+
+# ------------------------------------------------------------------------------------------------- PM-MoE's pools
+
+
+def by_pool(folder: Path, manifest: Manifest, info: PoolInfo, x: NDArray[np.generic]) -> tuple[Vectors, Vectors]:
+    """`by_torch` of a pool: what every module adds to the rest, weighed by the gate, the best `top` of them."""
+
+    def held(part: Part) -> dict[str, NDArray[np.generic]]:
+        return from_bytes((folder / part.file_name).read_bytes())
+
+    inputs = torch.from_numpy(apply(manifest.task, x)).double()
+    gate = {name: value.astype(np.float64) for name, value in held(manifest.gate).items()}
+    modules = [held(candidate.part) for candidate in manifest.candidates]
+    if info.trunk is None:  # LG-FedAvg: bases under the shared head, whose bias counts once
+        rest = np.tile(gate["rest"], (len(inputs), 1))
+        added = np.stack([features_and_logits(manifest, module, inputs)[1] - rest for module in modules], axis=1)
+        g = inputs.flatten(1).numpy()
+    else:  # heads, or of DBE what its vector adds, over the shared network
+        g, rest = features_and_logits(manifest, held(info.trunk), inputs)
+        added = np.stack([g @ np.float64(m["weight"]).T + np.float64(m["bias"]) for m in modules], axis=1)
+    z = (g - gate["gate.mean"]) * gate["gate.inverse_scale"]
+    for k in range(4):
+        z = z @ gate[f"gate.{k}.weight"].T + gate[f"gate.{k}.bias"]
+        z = z if k == 3 else np.where(z > 0, z, 0.01 * z)
+    kept = [k for k in range(len(modules)) if gate["mask"][k] == 0]
+    weights = np.stack([pool_weights(manifest, info, added[i], z[i], kept) for i in range(len(inputs))])
+    mixed = [
+        rest[i] + sum(weights[i, k] * added[i, k] for k in range(len(modules)) if weights[i, k] > 0)
+        for i in range(len(inputs))
+    ]
+    return np.stack([softmax(logits) for logits in mixed]), weights
+
+
+def features_and_logits(
+    manifest: Manifest, tensors: dict[str, NDArray[np.generic]], inputs: torch.Tensor
+) -> tuple[Vectors, Vectors]:
+    """What goes into the network's last linear layer (n, D), and what comes out of it (n, C)."""
+    layout, _ = models.initial(manifest.task, 0)
+    network = models.build(manifest.task).eval()
+    models.load(network, flatten(tensors, layout), layout)
+    seen: list[torch.Tensor] = []
+    last = [module for module in network.modules() if isinstance(module, torch.nn.Linear)][-1]
+    last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.inference_mode():
+        logits = network.double()(inputs)
+    return seen[0].numpy(), logits.numpy()
+
+
+def pool_weights(manifest: Manifest, info: PoolInfo, added: Vectors, z: Vectors, kept: list[int]) -> Vectors:
+    """One sample: w (M,) of what the modules add (M, C) and the gate's z (M,). Anchored: the own one always counts."""
+    usable = [k for k in kept if np.isfinite(added[k].astype(np.float32)).all()]
+    alpha = np.zeros(len(z))
+    alpha[usable] = softmax(z[usable])
+    ranked = sorted(usable, key=lambda k: (-alpha[k], k))
+    if info.anchored:
+        ranked = [info.own, *(k for k in ranked if k != info.own)]
+    w = np.zeros(len(z))
+    for k in ranked[: manifest.fusion.top]:
+        w[k] = alpha[k]
+    return w / w.sum() if info.anchored else w
 
 
 def gate_scores(gate: dict[str, torch.Tensor], inputs: torch.Tensor, window: tuple[int, int]) -> Vectors:
