@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from deploy.drift import Drift
-from deploy.engines import EngineName
+from deploy.engines import ENGINES, EngineName, chosen
 from deploy.examination import Limits
 from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load
 from deploy.slots import Slots
-from fedge.bundle import MANIFEST, Reference
+from fedge.bundle import MANIFEST, Reference, read
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
 from fedge.tensors import digest_of
 
@@ -54,12 +54,14 @@ class Answering:
         *,
         engine: EngineName | Literal["auto"] = "auto",
     ) -> None:
-        """Load what `slots.boot()` names; `engine` runs this bundle and all later ones.
+        """Load what `slots.boot()` names; `engine` runs this bundle and all later ones that have what it needs.
 
         Raises:
-            ConfigError: nothing was ever installed.
+            ConfigError: nothing was ever installed, or there is no such engine.
             UpdateRejected: neither the running nor the last good bundle can be loaded.
         """
+        if engine not in {"auto", *ENGINES}:
+            raise ConfigError(f"no engine {engine!r}: auto, {', '.join(ENGINES)}")
         self._slots = slots
         self._limits = limits
         self._threads = threads
@@ -166,7 +168,7 @@ class Answering:
         folder, before = self._slots.running, self._runtime.digest
         assert folder is not None
         try:
-            runtime = load(folder, self._threads, engine=self._engine)
+            runtime = self._load(folder)
         except (FedgeError, OSError) as error:
             self._slots.roll_back(f"it cannot be loaded: {error}")
             raise UpdateRejected(f"it cannot be loaded: {error}") from error
@@ -203,10 +205,24 @@ class Answering:
 
     # ------------------------------------------------------------------------------------------------- within
 
+    def _load(self, folder: Path) -> Runtime:
+        """Load a bundle by the engine that was asked for; one that lacks its graph runs fused, which is the reference.
+
+        Raises:
+            ConfigError, UpdateRejected: as `deploy.load`.
+        """
+        bundle = read(folder)
+        try:
+            chosen(bundle, self._engine)
+        except ConfigError as error:  # an update is worth more than an approximation of it
+            log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, self._engine, str(error))
+            return load(folder, self._threads, engine="fused")
+        return load(folder, self._threads, engine=self._engine)
+
     def _loaded(self, folder: Path) -> Runtime:
         """Load the running bundle; where it cannot be loaded, the one before."""
         try:
-            return load(folder, self._threads, engine=self._engine)
+            return self._load(folder)
         except (FedgeError, OSError) as error:
             if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
                 raise  # it was asked for in a way that no bundle could answer
@@ -214,7 +230,7 @@ class Answering:
                 before = self._slots.go_back(f"it cannot be loaded: {error}")
             except StoreError as lost:
                 raise error from lost
-            return load(before, self._threads, engine=self._engine)
+            return self._load(before)
 
     def _opponent(self) -> Runtime | None:
         """The bundle before, if the idle slot still holds it."""
@@ -222,7 +238,7 @@ class Answering:
             return None
         if self._rival is None:
             try:
-                rival = load(self._slots.staged, self._threads, engine=self._engine)
+                rival = self._load(self._slots.staged)
             except (FedgeError, OSError) as error:
                 log.warning("event=not_compared bundle=%s reason=%r", self._before, str(error))
                 self._before = None
@@ -301,7 +317,7 @@ class Answering:
     def _go_back(self, reason: str) -> None:
         """Let the other slot's bundle answer. The caller has cleared `_on_trial` under the lock: it is the only one."""
         try:
-            runtime = load(self._slots.go_back(reason), self._threads, engine=self._engine)
+            runtime = self._load(self._slots.go_back(reason))
         except (FedgeError, OSError) as error:
             log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
             with self._lock:

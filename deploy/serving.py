@@ -90,6 +90,7 @@ class Served:
         parameters: protocol.Parameters = {
             "bundle": runtime.digest,
             "release": runtime.manifest.release,
+            "engine": runtime.engine,
             "drifted": self._model.drifted,
             "latency_ms": round(prediction.latency_ms, 3),
         }

@@ -390,3 +390,22 @@ def test_labels_that_are_no_classes_are_refused(slots, many):
     for y in (np.array([10]), np.array([-1]), np.array([1, 2])):
         with pytest.raises(ConfigError, match="class number"):
             answering.feedback(many[:1], y)
+
+
+@pytest.mark.parametrize("engine", ["int8", "lazy"])
+def test_a_bundle_that_lacks_the_engines_graph_runs_fused(slots, tmp_path, many, engine, caplog):
+    answering = Answering(slots, Limits(probation_s=0), engine=engine)
+    second(slots, tmp_path)
+    answering.swap()
+    answering.settle()
+
+    assert (release(answering), answering.runtime.engine) == (2, "fused")
+    assert slots.state.refused == {}
+    assert caplog.text.count(f"event=engine_missing bundle={answering.runtime.digest} engine={engine}") == 1
+    answering.predict(many)
+
+
+def test_an_engine_that_does_not_exist_is_wrong_usage(slots):
+    with pytest.raises(ConfigError, match="no engine 'warp'"):
+        Answering(slots, LIMITS, engine="warp")
+    assert slots.state.refused == {}
