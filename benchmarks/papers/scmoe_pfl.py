@@ -12,7 +12,7 @@ specification's accuracy. Differences below about 1 point mean nothing (section 
 silhouette of the clusters that were last made: round 3 of `default`, the last round of `paper` and k-means. The
 specification's are of round 1, the paper's 0.65 for overlapping clusters against 0.43 for k-means.
 
-`--table clustering` is that of section 17.2: what the clusters alone are worth. MNIST as above on 16 devices, 12 rounds;
+`--table clustering` is that of section 17.2: what the clusters alone are worth. MNIST as above, 16 devices, 12 rounds;
 label skew, or four groups of turned cameras with alpha = 1. A cell is the accuracy of a device's experts (those of its
 clusters averaged, without gate and private model; the specification takes the best one on validation samples, which
 in its section 17.1 is the same within 0.3 points), and the mean number of clusters. Rows with k-means differ from the
