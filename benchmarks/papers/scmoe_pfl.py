@@ -102,8 +102,8 @@ CLUSTERINGS = {
     "default without centres_join": f"{ALONE}:centres_join=false",
     "default, centred": f"{ALONE}:centred=true",
     "k-means, 4, from the initial model, 3 rounds": f"{ALONE}:clustering=k-means:n_clusters=4",
-    "k-means, as many as default, 3 rounds": f"{ALONE}:clustering=k-means",
-    "agglomerative, as many as default, 3 rounds": f"{ALONE}:clustering=agglomerative",
+    "k-means, as many as MCTC finds, 3 rounds": f"{ALONE}:clustering=k-means",
+    "agglomerative, as many as MCTC finds, 3 rounds": f"{ALONE}:clustering=agglomerative",
 }
 """Section 17.2; the last three rows are ours."""
 CLUSTERED_MNIST = MNIST | {"devices": 16, "rounds": 12}
@@ -260,9 +260,14 @@ def clustering_table(arguments: argparse.Namespace) -> None:
     )
     claims = []
     for row in (row for row in CLUSTERINGS if row.startswith("k-means")):
-        best = {column: float(ahead[row, column].mean()) for column in columns}
-        seen = ", ".join(f"{column} {gain:+.1f}" for column, gain in best.items())
-        claims.append(claim(f"MCTC's experts beat those of {row}", all(gain > 0 for gain in best.values()), seen))
+        for column in columns:
+            gains, seen = ahead[row, column], f"{difference(row, column)}, seed by seed {ahead[row, column].round(1)}"
+            if column == "rotation":
+                text = f"rotation: {row}, is as good within {NOISE:.0f} point (specification: with the right K)"
+                claims.append(claim(text, bool(abs(gains.mean()) <= NOISE), seen))
+            else:
+                text = f"{column}: MCTC's experts are more than {NOISE:.0f} point better than those of {row}"
+                claims.append(claim(text, bool(gains.mean() > NOISE), seen))
     figures = [
         {
             "setting": column,

@@ -186,6 +186,19 @@ async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     assert method.summary(state)["clusters"]
 
 
+@pytest.mark.parametrize("clustering", ["k-means", "agglomerative"])
+async def test_a_rival_makes_as_many_clusters_as_it_is_told_or_as_mctc(tmp_path, clustering) -> None:
+    """The number of a preset is MCTC's upper bound, not theirs."""
+    fleet, layout, first, _ = digits(tmp_path, n=8, limit=400)
+    for options in ({}, {"preset": "paper"}):
+        method = method_of(3, clustering=clustering, n_clusters=5, **options)
+        told = await rounds(method, fleet, method.initial(layout, first), 1)
+        assert len(told.clusters.members) == 5
+        own, rival = method_of(3, **options), method_of(3, clustering=clustering, **options)
+        counts = [(await rounds(of, fleet, of.initial(layout, first), 1)).clusters for of in (own, rival)]
+        assert len(counts[0].members) == len(counts[1].members)
+
+
 async def test_label_features_make_the_clusters_and_who_comes_late_joins_its_own(tmp_path) -> None:
     """Each device tells its label once; who sat out joins the cluster of its label, whatever its direction."""
     fleet, layout, first, _ = digits(tmp_path, n=8, how="dirichlet", alpha=0.1, limit=600)
