@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from export.signing import LIFETIMES, ROLES, Repository
+from fedge.errors import ConfigError
 
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 _repo = click.argument("repo", type=click.Path(path_type=Path))
@@ -69,9 +70,11 @@ def add(repo: Path, bundle: Path, name: str, *, as_json: bool) -> None:
       fedge release add releases cam1/bundles/7 --name cam1
 
     \b
-    Exit codes: 0 done, 2 no repository there, a key is missing, or that release exists with another content, 4 the disk
-    is full or broken, 5 the bundle is not what its manifest says.
+    Exit codes: 0 done, 2 no repository or no bundle there, a key is missing, or that release exists with another
+    content, 4 the disk is full or broken, 5 the bundle is not what its manifest says.
     """  # noqa: D301 - click needs the character itself
+    if not bundle.is_dir():
+        raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
     target = Repository(repo).add(bundle, name)
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 

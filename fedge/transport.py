@@ -20,6 +20,7 @@ import random
 import re
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -374,11 +375,11 @@ class _Connection:
             _RefusedError: the broker said no, or closed without a word.
             OSError: it could not be reached in time.
         """
-        connecting = self._loop.run_in_executor(None, self._connect)
+        connecting = self._in_daemon(self._connect)
         try:
             await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            connecting.add_done_callback(lambda _: self._drop_socket())
+            connecting.add_done_callback(self._forget)
             raise
         self._watch()
         try:
@@ -390,6 +391,30 @@ class _Connection:
         except BaseException:
             self.close("refused")
             raise
+
+    def _in_daemon(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Run blocking work in a thread that neither the loop nor the process waits for at their end."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                work()
+            except Exception as failure:  # noqa: BLE001 - whoever waits is told
+                error = failure
+            try:
+                self._loop.call_soon_threadsafe(finish, error)
+            except RuntimeError:  # the loop has ended meanwhile
+                self._drop_socket()
+
+        def finish(error: Exception | None) -> None:
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="connecting", daemon=True).start()
+        return done
 
     def _connect(self) -> None:
         """Blocking TCP and TLS handshake; runs in a thread, before the loop watches the socket."""
@@ -406,6 +431,11 @@ class _Connection:
                 MaximumPacketSize=MAX_INBOUND_BYTES,
             ),
         )
+
+    def _forget(self, connecting: asyncio.Future[None]) -> None:
+        """Nobody waits for this connection any more."""
+        if connecting.exception() is None:
+            self._drop_socket()
 
     def _drop_socket(self) -> None:
         sock = self._client.socket()

@@ -62,3 +62,9 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path):
 def test_there_are_four_roles(tmp_path):
     run("init", tmp_path / "repo")
     assert run("rotate", tmp_path / "repo", "janitor")[0] == 2
+
+
+def test_a_bundle_that_is_not_there_is_wrong_usage(tmp_path):
+    run("init", tmp_path / "repo")
+    with pytest.raises(ConfigError, match="no bundle at"):
+        run("add", tmp_path / "repo", tmp_path / "nowhere")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 
 import paho.mqtt.client as paho
@@ -600,3 +602,32 @@ async def test_who_asks_says_where_to_answer(mosquitto):
         await device.publish(question.response_topic, b"!", correlation=question.correlation)
         answer = await asyncio.wait_for(asked.get(), 10)
         assert (answer.payload, answer.response_topic, answer.correlation) == (b"!", None, b"\x00\xff")
+
+
+def test_nobody_waits_for_a_broker_that_does_not_answer(monkeypatch):
+    """Stopped while it connects, a program ends, whatever the time that the connection is given."""
+    monkeypatch.setattr("fedge.transport.CONNECT_TIMEOUT_S", 3600.0)
+
+    async def stopped() -> None:
+        away = Transport(BrokerSettings("127.0.0.1", port), "waits")
+        entering = asyncio.ensure_future(away.__aenter__())
+        while not any(thread.name == "connecting" for thread in threading.enumerate()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+        assert entering.cancelled()
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(4):  # its queue is full: who comes now hears nothing
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        asyncio.run(stopped())
+        assert any(thread.name == "connecting" for thread in threading.enumerate())
+    for thread in threading.enumerate():
+        if thread.name == "connecting":
+            thread.join()
