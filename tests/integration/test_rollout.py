@@ -35,7 +35,7 @@ from fedge.transport import Inbound
 from fedge.validation import Validation
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
-from tests.support.broker import local_broker, settings, transport
+from tests.support.broker import BROKERS, local_broker, settings, transport
 from tests.support.runtime_device import FEDERATION, LENIENT, device, prepare
 from tests.support.trained_bundles import trained_bundle
 
@@ -97,7 +97,13 @@ async def fleet(stack: AsyncExitStack, broker: LocalBroker, homes: dict[str, Pat
         await stack.enter_async_context(device(settings(broker), home, name))
 
 
-async def test_a_release_goes_through_all_stages(broker, tmp_path, repo, old, new) -> None:
+@pytest.mark.parametrize("kind", BROKERS)
+async def test_a_release_goes_through_all_stages(kind, tmp_path, repo, old, new) -> None:
+    async with local_broker(kind, tmp_path) as broker:
+        await goes_through_all_stages(broker, tmp_path, repo, old, new)
+
+
+async def goes_through_all_stages(broker: LocalBroker, tmp_path: Path, repo: Path, old: Path, new: Path) -> None:
     root = Repository(repo).root()
     homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES}
     release, plan = plan_of(repo, new)
