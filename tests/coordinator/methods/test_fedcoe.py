@@ -143,6 +143,16 @@ async def test_a_uniform_gate_makes_equal_experts_and_is_told(tmp_path: Path, ca
     assert "event=collapse" in caplog.text
 
 
+async def test_a_round_in_which_all_is_well_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The figures are in the summary; lines of every round would stand between those of `fedge compare`."""
+    fleet, layout, first = federation(tmp_path, n=4)
+    method = method_of(rounds=1)
+    with caplog.at_level(logging.INFO, logger="fedge.method"):
+        state = await run(method, method.initial(layout, first), fleet)
+    assert not state.diagnostics[-1].collapsed
+    assert "event=experts" not in caplog.text
+
+
 async def test_tau_zero_changes_nothing(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=3)
     method = method_of(tau_e=0.0, tau_c=0.0)
