@@ -1,12 +1,23 @@
 """The approximate engines and the shift mode on trained mixtures: what do they save, what do they cost?
 
-    python benchmarks/engines.py [--json FILE] [--devices 3] [--seed 0] [--epochs 6] [--raw]
+    python benchmarks/engines.py [--json FILE] [--seeds 0,1,2,3,4] [--devices 2] [--settings independent,fedavg]
 
-Nine devices hold handwritten digits (8 x 8, drawn as 28 x 28) of unequal classes, Dirichlet(0.3). Each trains a network
-of its own (cnn28, independent starts). A device's mixture is its own network and those of the eight others, weights
-and gate fitted to its validation samples as in fedge, beta 0.5; --raw: energies neither standardised nor bounded, as in
-SCMoE-PFL. `local`: its own test samples; `global`: all.
-Processor time of single samples, engines in turn, within one process.
+Nine devices hold handwritten digits (8 x 8, drawn as 28 x 28) of unequal classes, Dirichlet(0.3). Their networks,
+cnn28, are trained as long as in the findings about ONNX Runtime, section 6:
+
+    independent    a start of its own for each device, 40 epochs
+    fedavg         one start, 25 rounds of FedAvg with 2 epochs each, then 10 epochs on each device
+
+A device's candidates are its own network and the eight others. They are mixed in three ways:
+
+    formula      raw energies and a gate trained through them, on training and validation samples, without decay, as in
+                 the findings; the targets of lazy evaluation are about this one
+    scmoe-pfl    the same with the decay of the method's devices (edge_agent/scmoe.py)
+    fedge        shrunken weights, bounded energies, gate with more decay, by the validation samples alone
+
+`local`: a device's own test samples; `global`: 100 of all. Processor time of single samples, engines in turn, within
+one process. Engines are measured on the devices with the most test samples; the formula is compared with a gate alone
+(no energy, trained without it) on all nine.
 """
 
 from __future__ import annotations
@@ -15,6 +26,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -24,20 +36,28 @@ import torch
 from inference import TASKS, Target
 
 import deploy
+from edge_agent import scmoe
 from edge_agent.gate import train_gate
 from edge_agent.mixture import em_weights, energy_statistics, raw_energies, standardised
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
 from export.mixture import ENERGY_CLIP
 from export.parity import logits_of
+from export.reference import gate_features, gate_scores, reference
 from fedge.bundle import read
 from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
+from fedge.task import gate_pool
+from fedge.tensors import Model
 from fedge.validation import Validation
 
 TASK = TASKS["cnn28"]
 N_DEVICES = 9
+KINDS = ("formula", "scmoe-pfl", "fedge")
+ROLES = (Role.PRIVATE, *[Role.EXPERT] * (N_DEVICES - 1))
+N_GLOBAL = 100
+EPOCHS, ROUNDS, EPOCHS_OF_A_ROUND, EPOCHS_AFTERWARDS = 40, 25, 2, 10
 BETA = 0.5
 SHRINKAGE = 20.0
 """As a device of the method fedge fits the weights of its candidates, in samples."""
@@ -67,10 +87,32 @@ def dealt(y: np.ndarray, rng: np.random.Generator) -> list[dict[str, np.ndarray]
     return devices
 
 
-def trained(network: Network, x: np.ndarray, y: np.ndarray, seed: int, epochs: int) -> object:
-    network.load(initial(TASK, seed)[1])
+# ------------------------------------------------------------------------------------------------- networks
+
+
+def networks(setting: str, network: Network, data: tuple, hands: list[dict], seed: int) -> list[Model]:
+    """Each device's own network."""
+    x, y = data
+
+    def learn(start: Model, k: int, epochs: int, stage: int) -> Model:
+        train = hands[k]["train"]
+        return trained(network, start, x[train], y[train], np.random.default_rng([seed, k, stage]), epochs)
+
+    if setting == "independent":
+        return [learn(initial(TASK, seed * 100 + k)[1], k, EPOCHS, 0) for k in range(N_DEVICES)]
+    shared = initial(TASK, seed)[1]
+    sizes = np.array([len(hand["train"]) for hand in hands])
+    for t in range(ROUNDS):
+        updated = [learn(shared, k, EPOCHS_OF_A_ROUND, t).params for k in range(N_DEVICES)]
+        shared = Model(np.average(updated, axis=0, weights=sizes).astype(np.float32), shared.buffers, shared.counters)
+    return [learn(shared, k, EPOCHS_AFTERWARDS, ROUNDS) for k in range(N_DEVICES)]
+
+
+def trained(
+    network: Network, start: Model, x: np.ndarray, y: np.ndarray, rng: np.random.Generator, epochs: int
+) -> Model:
+    network.load(start)
     optimiser = torch.optim.Adam(network.module.parameters(), 1e-3)
-    rng = np.random.default_rng(seed)
     for _ in range(epochs):
         for batch in np.array_split(rng.permutation(len(x)), max(1, len(x) // 16)):
             logits = network.module(torch.from_numpy(x[batch]))
@@ -81,33 +123,61 @@ def trained(network: Network, x: np.ndarray, y: np.ndarray, seed: int, epochs: i
     return network.dump()
 
 
-def mixture_for(device: int, models: list, layout, x: np.ndarray, y: np.ndarray, *, raw: bool) -> Mixture:
-    """Private first, then the others; calibrated and gated on the device's validation samples."""
-    own = [models[device], *(model for k, model in enumerate(models) if k != device)]
-    logits = logits_of(TASK, layout, own, x).astype(np.float64)
+# ------------------------------------------------------------------------------------------------- mixtures
+
+
+def scmoe_mixture(
+    own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.ndarray, *, decay: float, energy: bool = True
+) -> Mixture:
+    """The formula of SCMoE-PFL, its gate trained as by edge_agent/scmoe.py; `energy` False: the gate alone."""
+    log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
+    log_p, scores = log_q[:, np.arange(len(y)), y].T, raw_energies(logits) * energy
+    weights = train_gate(x, log_p, scores, seed=0, decay=decay, experts=range(1, len(own)), top=2)
+    candidates = tuple(Candidate(role, f"c{k}", own[k]) for k, role in enumerate(ROLES))
+    return Mixture(candidates, np.full(10, -np.log(10)), float(energy), weights, energy_clip=np.inf)
+
+
+def fedge_mixture(own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.ndarray) -> Mixture:
+    """Weights, energies and gate as fedge fits them."""
     mean, std = energy_statistics(raw_energies(logits))
     log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
     log_p = log_q[:, np.arange(len(y)), y].T
     pooled = np.array([0.5, *[0.5 / (len(own) - 1)] * (len(own) - 1)])
     weights = em_weights(log_p, pooled, SHRINKAGE)
-    beta, clip = (1.0, np.inf) if raw else (BETA, ENERGY_CLIP)
-    if raw:
-        mean, std = np.zeros(len(own)), np.ones(len(own))
-    scores = np.log(weights) + beta * standardised(raw_energies(logits), mean, std, clip)
+    scores = np.log(weights) + BETA * standardised(raw_energies(logits), mean, std, ENERGY_CLIP)
     gate = train_gate(x, log_p, scores, seed=0, experts=range(1, len(own)), top=2)
-    roles = [Role.PRIVATE, *[Role.EXPERT] * (len(own) - 1)]
     candidates = tuple(
-        Candidate(roles[k], f"c{k}", own[k], energy_mean=mean[k], energy_std=std[k], weight=weights[k])
-        for k in range(len(own))
+        Candidate(role, f"c{k}", own[k], energy_mean=mean[k], energy_std=std[k], weight=weights[k])
+        for k, role in enumerate(ROLES)
     )
-    return Mixture(candidates, np.full(10, -np.log(10)), beta, gate, energy_clip=clip)
+    return Mixture(candidates, np.full(10, -np.log(10)), BETA, gate)
 
 
-def outputs(folder: Path, x: np.ndarray, **how) -> deploy.Prediction:
-    return deploy.load(folder, **how).predict_inputs(x)
+def own_first(models: list[Model], device: int) -> list[Model]:
+    return [models[device], *(model for k, model in enumerate(models) if k != device)]
 
 
-def single_sample_ms(folder: Path, x: np.ndarray, engines: tuple[str, ...], rounds: int = 5) -> dict[str, float]:
+def formula_and_gate(models: list[Model], layout, data: tuple, hands: list[dict]) -> dict[str, dict[str, float]]:
+    """Accuracy and NLL on the devices' own test samples, pooled over the devices: with energy, and the gate alone."""
+    x, y = data
+    log_p: dict[str, list[float]] = {"formula": [], "gate alone": []}
+    right: dict[str, list[bool]] = {"formula": [], "gate alone": []}
+    for device, hand in enumerate(hands):
+        own, fit, test = own_first(models, device), np.concatenate([hand["train"], hand["validation"]]), hand["test"]
+        seen, new = (logits_of(TASK, layout, own, x[where]).astype(np.float64) for where in (fit, test))
+        features = gate_features(x[test], gate_pool(TASK.input_shape))
+        for name in log_p:
+            made = scmoe_mixture(own, seen, x[fit], y[fit], decay=0.0, energy=name == "formula")
+            p = reference(made, new, gate_scores(made.gate, features))[0]
+            log_p[name] += np.log(np.maximum(p[np.arange(len(test)), y[test]], 1e-12)).tolist()
+            right[name] += (p.argmax(axis=1) == y[test]).tolist()
+    return {name: {"accuracy": float(np.mean(right[name])), "nll": -float(np.mean(log_p[name]))} for name in log_p}
+
+
+# ------------------------------------------------------------------------------------------------- engines
+
+
+def single_sample_ms(folder: Path, x: np.ndarray, engines: Sequence[str], rounds: int = 5) -> dict[str, float]:
     """Ratio of each engine's processor time to the fused graph's: the median over the rounds."""
     runtimes = {engine: deploy.load(folder, engine=engine) for engine in engines}
     times = []
@@ -123,90 +193,160 @@ def single_sample_ms(folder: Path, x: np.ndarray, engines: tuple[str, ...], roun
 
 
 def measure(
-    device: int, models: list, layout, data: tuple, hand: dict, everybody: np.ndarray, folder: Path, *, raw: bool
-) -> dict:
+    mixture: Mixture, layout, data: tuple, seen: np.ndarray, where: dict[str, np.ndarray], folder: Path, *, int8: bool
+) -> dict[str, object]:
+    """What the engines make of a mixture; the bounds of lazy come from the samples `seen` that the gate was fit to."""
     x, y = data
-    val, test = hand["validation"], hand["test"]
-    mixture = mixture_for(device, models, layout, x[val], y[val], raw=raw)
     write_bundle(
-        folder / "fp32", task=TASK, layout=layout, mixture=mixture, validation=x[val], release=1, method="benchmark",
+        folder / "fp32", task=TASK, layout=layout, mixture=mixture, validation=x[seen], release=1, method="benchmark",
         metrics={},
     )  # fmt: skip
-    small = folder / "int8"
-    report = quantise(
-        read(folder / "fp32"), Validation(x[val], y[val]), small, Int8Limits(accuracy_drop=1.0, agreement=0.0)
-    )
-    row: dict[str, object] = {"device": device, "n_validation": len(val), "n_test": len(test)}
-    for name, where in (("local", test), ("global", everybody)):
-        fused, lazy, int8, shift, separate = (
-            outputs(small, x[where], **how)
-            for how in ({}, {"engine": "lazy"}, {"engine": "int8"}, {"mode": "shift"}, {"engine": "separate"})
-        )
+    runs: dict[str, dict[str, str]] = {
+        "fused": {}, "lazy": {"engine": "lazy"}, "separate": {"engine": "separate"}, "shift": {"mode": "shift"},
+    }  # fmt: skip
+    bundle = folder / "fp32"
+    if int8:
+        bundle = folder / "int8"
+        none = Int8Limits(accuracy_drop=1.0, agreement=0.0)
+        quantise(read(folder / "fp32"), Validation(x[seen], y[seen]), bundle, none)
+        runs["int8"] = {"engine": "int8"}
+    row: dict[str, object] = {}
+    for name, test in where.items():
+        found = {run: deploy.load(bundle, **how).predict_inputs(x[test]) for run, how in runs.items()}
+        fused = found["fused"]
         row[name] = {
-            "accuracy": float((fused.class_index == y[where]).mean()),
-            "accuracy_lazy": float((lazy.class_index == y[where]).mean()),
-            "accuracy_int8": float((int8.class_index == y[where]).mean()),
-            "accuracy_shift": float((shift.class_index == y[where]).mean()),
-            "separate_max_dp": float(np.abs(separate.probabilities - fused.probabilities).max()),
-            "lazy_run": float(np.isfinite(lazy.energies[:, 1:]).mean()),
-            "lazy_agrees": int((lazy.class_index == fused.class_index).sum()),
-            "int8_agrees": int((int8.class_index == fused.class_index).sum()),
-            "int8_dp": np.abs(int8.probabilities - fused.probabilities).max(axis=1).tolist(),
-            "n": len(where),
+            "n": len(test),
+            "run": int(np.isfinite(found["lazy"].energies[:, 1:]).sum()),
+            "accuracy": {run: float((p.class_index == y[test]).mean()) for run, p in found.items()},
+            "agrees": {run: int((p.class_index == fused.class_index).sum()) for run, p in found.items()},
+            "dp": {run: np.abs(p.probabilities - fused.probabilities).max(axis=1).tolist() for run, p in found.items()},
         }
-    row["int8_share_of_bytes"] = report.size_bytes / sum(c.part.size_bytes for c in read(small).manifest.candidates)
-    row["ratios"] = single_sample_ms(small, x[test][:40], ("fused", "separate", "lazy", "int8"))
+    engines = [run for run in runs if run != "shift"]
+    row["ratios"] = single_sample_ms(bundle, x[where["local"]][:40], engines)
     return row
+
+
+# ------------------------------------------------------------------------------------------------- main
+
+
+class Rows:
+    """What was measured of one kind of mixtures, in one setting or in all."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.rows = rows
+
+    def n(self, where: str) -> int:
+        return sum(row[where]["n"] for row in self.rows)
+
+    def share_run(self, where: str = "local") -> float:
+        return sum(row[where]["run"] for row in self.rows) / (N_DEVICES - 1) / self.n(where)
+
+    def agreement(self, engine: str, where: str = "local") -> float:
+        return sum(row[where]["agrees"][engine] for row in self.rows) / self.n(where)
+
+    def dp(self, engine: str, percentile: float, where: str = "local") -> float:
+        everything = np.concatenate([row[where]["dp"][engine] for row in self.rows])
+        return float(np.percentile(everything, percentile))
+
+    def ratio(self, engine: str) -> float:
+        return median(row["ratios"][engine] for row in self.rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write everything there, too")
-    parser.add_argument("--devices", type=int, default=3, help="for how many of the nine")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--raw", action="store_true", help="raw energies, as in SCMoE-PFL")
+    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--devices", type=int, default=2, help="for how many of the nine engines are measured")
+    parser.add_argument("--settings", default="independent,fedavg")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    x, y = digits()
-    hands = dealt(y, np.random.default_rng(arguments.seed))
+    data = digits()
     network = Network(TASK)
-    models = [
-        trained(network, x[h["train"]], y[h["train"]], arguments.seed * 100 + k, arguments.epochs)
-        for k, h in enumerate(hands)
-    ]
-    everybody = np.concatenate([hand["test"] for hand in hands])
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for device in sorted(range(N_DEVICES), key=lambda k: -len(hands[k]["test"]))[: arguments.devices]:
-            where = Path(folder) / str(device)
-            rows.append(
-                measure(device, models, network.layout, (x, y), hands[device], everybody, where, raw=arguments.raw)
-            )
-            for name in ("local", "global"):
-                found = rows[-1][name]
-                print(
-                    f"device {device} {name:<6} accuracy {found['accuracy']:.3f}, lazy {found['accuracy_lazy']:.3f} "
-                    f"(runs {found['lazy_run']:.2f} of the experts), int8 {found['accuracy_int8']:.3f}, "
-                    f"shift {found['accuracy_shift']:.3f}", flush=True,
-                )  # fmt: skip
-            print("  time of a sample / fused:", {k: round(v, 2) for k, v in rows[-1]["ratios"].items()}, flush=True)
-    local = [row["local"] for row in rows]
-    n = sum(found["n"] for found in local)
-    p99 = float(np.percentile(np.concatenate([found["int8_dp"] for found in local]), 99))
-    reached = [
-        Target("separate: max |dp| to fused", max(row["separate_max_dp"] for row in local), 1e-6),
-        Target("lazy, J = 8, local: share of experts run", float(np.mean([f["lazy_run"] for f in local])), 0.40),
-        Target("lazy, local: class as fused", sum(f["lazy_agrees"] for f in local) / n, 0.998, at_least=True),
-        Target("lazy / fused, batch 1", median(row["ratios"]["lazy"] for row in rows), 0.45),
-        Target("int8 / fused, batch 1", median(row["ratios"]["int8"] for row in rows), 0.75),
-        Target("int8, local: class as fused", sum(f["int8_agrees"] for f in local) / n, 0.995, at_least=True),
-        Target("int8, local: p99 of max |dp|", p99, 0.03),
-    ]
+    rows: list[dict] = []
+    pairs: list[dict] = []
+    settings = arguments.settings.split(",")
+    for setting in settings:
+        for seed in map(int, arguments.seeds.split(",")):
+            hands = dealt(data[1], np.random.default_rng(seed))
+            models = networks(setting, network, data, hands, seed)
+            pairs.append({"setting": setting, "seed": seed} | formula_and_gate(models, network.layout, data, hands))
+            print(setting, "seed", seed, {k: pairs[-1][k] for k in ("formula", "gate alone")}, flush=True)
+            largest = sorted(range(N_DEVICES), key=lambda k: -len(hands[k]["test"]))[: arguments.devices]
+            for device in largest:
+                for kind in KINDS:
+                    found = measured(kind, device, models, network.layout, data, hands)
+                    rows.append({"setting": setting, "seed": seed, "device": device, "kind": kind} | found)
+                    _print_row(rows[-1])
+    reached = targets(rows, pairs, settings)
+    print("\nTargets, over all seeds and devices")
     print("\n".join(map(str, reached)))
+    print("\nWithout target")
+    for kind, verdict in (("scmoe-pfl", "look at your bundle"), ("fedge", "lazy does not pay here")):
+        of_kind = Rows([row for row in rows if row["kind"] == kind])
+        print(
+            f"{kind}: lazy runs {of_kind.share_run():.2f} of the experts (global {of_kind.share_run('global'):.2f}), "
+            f"class as fused {of_kind.agreement('lazy'):.4f}, {of_kind.ratio('lazy'):.2f} of fused's time: {verdict}"
+        )
     if arguments.json:
-        record = {"rows": rows, "targets": [asdict(target) | {"met": target.met} for target in reached]}
+        record = {"rows": rows, "pairs": pairs, "targets": [asdict(target) | {"met": target.met} for target in reached]}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def measured(kind: str, device: int, models: list[Model], layout, data: tuple, hands: list[dict]) -> dict[str, object]:
+    """One device's mixture of a kind, in all engines; in 8 bits fedge's, which is what a device has by default."""
+    x, y = data
+    hand, own = hands[device], own_first(models, device)
+    everybody = np.concatenate([each["test"] for each in hands])
+    where = {"local": hand["test"], "global": np.random.default_rng(0).permutation(everybody)[:N_GLOBAL]}
+    seen = hand["validation"] if kind == "fedge" else np.concatenate([hand["train"], hand["validation"]])
+    logits = logits_of(TASK, layout, own, x[seen]).astype(np.float64)
+    if kind == "fedge":
+        mixture = fedge_mixture(own, logits, x[seen], y[seen])
+    else:
+        decay = 0.0 if kind == "formula" else scmoe.DECAY
+        mixture = scmoe_mixture(own, logits, x[seen], y[seen], decay=decay)
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(mixture, layout, data, seen, where, Path(folder), int8=kind == "fedge")
+
+
+def targets(rows: list[dict], pairs: list[dict], settings: list[str]) -> list[Target]:
+    found = []
+    for setting in settings:
+        raw = Rows([row for row in rows if row["setting"] == setting and row["kind"] == "formula"])
+        found += [
+            Target(f"lazy, formula, J = 8, local, {setting}: share of experts run", raw.share_run(), 0.40),
+            Target(f"lazy, formula, local, {setting}: class as fused", raw.agreement("lazy"), 0.998, at_least=True),
+            Target(f"lazy, formula, {setting} / fused, batch 1", raw.ratio("lazy"), 0.45),
+        ]
+    everything, soft = Rows(rows), Rows([row for row in rows if row["kind"] == "fedge"])
+    found += [
+        Target("separate: max |dp| to fused", everything.dp("separate", 100), 1e-6),
+        Target("int8 / fused, batch 1", soft.ratio("int8"), 0.75),
+        Target("int8, local: class as fused", soft.agreement("int8"), 0.995, at_least=True),
+        Target("int8, local: p99 of max |dp|", soft.dp("int8", 99), 0.03),
+    ]
+    for setting in settings:
+        of_setting = [pair for pair in pairs if pair["setting"] == setting]
+        better = np.mean([p["formula"]["accuracy"] > p["gate alone"]["accuracy"] for p in of_setting])
+        likelier = np.mean([p["formula"]["nll"] < p["gate alone"]["nll"] for p in of_setting])
+        found += [
+            Target(f"formula above gate alone, {setting}: accuracy, share of seeds", float(better), 0.8, at_least=True),
+            Target(f"formula below gate alone, {setting}: NLL, share of seeds", float(likelier), 1.0, at_least=True),
+        ]
+    return found
+
+
+def _print_row(row: dict) -> None:
+    one = Rows([row])
+    ratios = {engine: round(ratio, 2) for engine, ratio in row["ratios"].items()}
+    for where in ("local", "global"):
+        accuracy = ", ".join(f"{run} {share:.3f}" for run, share in row[where]["accuracy"].items())
+        print(
+            f"  {row['kind']:<9} device {row['device']} {where:<6} n={row[where]['n']:<3} "
+            f"runs {one.share_run(where):.2f} of the experts, class as fused {one.agreement('lazy', where):.4f}; "
+            f"accuracy {accuracy}", flush=True,
+        )  # fmt: skip
+    print("    time of a sample / fused:", ratios, flush=True)
 
 
 if __name__ == "__main__":

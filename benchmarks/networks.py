@@ -1,4 +1,4 @@
-"""The two networks of the runtime's targets, as a user would bring networks of their own: `networks:cnn28`."""
+"""The networks of the runtime's targets, as a user would bring networks of their own: `networks:cnn28`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def cnn32(task: TaskSpec) -> nn.Module:
         nn.ReLU(),
         nn.Linear(192, task.n_classes),
     )
+
+
+def rn18(task: TaskSpec) -> nn.Module:
+    """ResNet-18 for small images: a 3 x 3 stem of width 64 that neither strides nor pools. d = 11,173,962."""
+    from torchvision.models import resnet18
+
+    network = resnet18(num_classes=task.n_classes)
+    network.conv1 = nn.Conv2d(task.input_shape[0], 64, 3, padding=1, bias=False)
+    network.maxpool = nn.Identity()
+    return network
 
 
 def _convolutions(n_inputs: int, first: int, second: int) -> list[nn.Module]:
