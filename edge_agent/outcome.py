@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from fedge.codec import Norms
 from fedge.errors import FedgeError
 from fedge.messages import BlobRef, Failed, Installed, Result, Role
 from fedge.tensors import Layout, Model
 
 if TYPE_CHECKING:
     from export import BundleInfo
+    from fedge.codec import Norms
 
 log = logging.getLogger("fedge.agent")
 
