@@ -85,6 +85,7 @@ class Answering:
         if folder is None:
             raise ConfigError("no bundle is installed: install one with `fedge install --home HOME BUNDLE`")
         self._take(self._loaded(folder))
+        self._on_trial = slots.state.trial is not None
         if self._on_trial and slots.good is not None:
             self._before = _digest(slots.good)
 
@@ -174,6 +175,11 @@ class Answering:
             raise UpdateRejected(f"it cannot be loaded: {error}") from error
         self._allowed_ms = allowed_ms
         self._take(runtime, before)
+        try:
+            self._slots.started()
+        finally:
+            with self._lock:
+                self._on_trial = True
 
     def settle(self) -> None:
         """Go back where labelled samples speak for the bundle before; confirm one on trial that has proved itself."""
@@ -261,12 +267,12 @@ class Answering:
         return f"accuracy: {p.right_now} of {p.n} labelled samples right, {p.right_before} with the bundle before"
 
     def _take(self, runtime: Runtime, before: str | None = None) -> None:
-        """Let a bundle answer; `before`: digest of the one that it is to be compared with, if any."""
+        """Let a bundle answer, for now not on trial; `before`: digest of the one to be compared with, if any."""
         reference = runtime.manifest.reference
         with self._lock:
             self._runtime = runtime
             self._drift = Drift(reference) if isinstance(reference, Reference) else None
-            self._on_trial = self._slots.state.trial is not None
+            self._on_trial = False
             self._failed_in_a_row = 0
             self._trial_latencies, self._trial_predictions = [], 0
             self._trial_began = time.monotonic()

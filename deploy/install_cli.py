@@ -133,10 +133,11 @@ def _hand_over(folder: Path, new: Bundle, home: Path) -> None:
         raise StoreError(f"cannot write {inbox}: {error}") from error
     until = time.monotonic() + HANDED_S
     while time.monotonic() < until:
-        refused = state_of(home).refused
-        if new.digest in refused:
-            raise UpdateRejected(refused[new.digest])
-        if _answering(home).digest == new.digest:
+        state = state_of(home)
+        if new.digest in state.refused:
+            raise UpdateRejected(state.refused[new.digest])
+        answers = state.trial is None or state.trial.starts > 0
+        if answers and _answering(home).digest == new.digest:
             return
         time.sleep(LOOK_S)
     raise ConfigError(f"no `fedge serve` has taken in {inbox / str(release)}; it does when it is started on {home}")

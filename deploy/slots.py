@@ -34,7 +34,7 @@ from fedge.tensors import digest_of
 log = logging.getLogger("fedge.deploy")
 
 MAX_STARTS: Final = 3
-"""Processes that may begin with a bundle on trial; with the next one it has failed."""
+"""Processes that may run a bundle on trial; with the next one it has failed."""
 MAX_REFUSED: Final = 100
 """Refused bundles that are remembered, the oldest forgotten first."""
 
@@ -42,7 +42,7 @@ Slot = Literal["a", "b"]
 
 
 class Trial(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The running bundle has yet to prove itself. `starts`: processes that began with it."""
+    """The running bundle has yet to prove itself. `starts`: processes that ran it; 0 from the switch until it answers."""
 
     rollout: str | None
     starts: Count = 0
@@ -164,10 +164,14 @@ class Slots:
             if trial.starts >= MAX_STARTS:
                 self.roll_back(f"{trial.starts} processes that ran it died")
             else:
-                self._save(
-                    msgspec.structs.replace(self.state, trial=Trial(rollout=trial.rollout, starts=trial.starts + 1))
-                )
+                self.started()
         return self.running
+
+    def started(self) -> None:
+        """This process runs the bundle on trial."""
+        trial = self.state.trial
+        assert trial is not None
+        self._save(msgspec.structs.replace(self.state, trial=msgspec.structs.replace(trial, starts=trial.starts + 1)))
 
     def stage(self, manifest: bytes) -> Bundle:
         """Build the idle slot from a manifest and the store, and verify it. Nothing that answers is touched.

@@ -1,11 +1,15 @@
 """`fedge install`: what a person puts on a device by hand is examined like everything else."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from click.testing import CliRunner
 
-from deploy.install_cli import install
+from deploy.answering import Answering
+from deploy.examination import Limits
+from deploy.install_cli import LOOK_S, install
 from deploy.slots import Slots, owned
 from fedge.bundle import read
 from fedge.errors import ConfigError, UpdateRejected
@@ -99,3 +103,23 @@ def test_another_task_is_refused(tmp_path):
         run("--home", home, other)
 
     assert release(home) == 5
+
+
+def test_a_bundle_that_is_handed_over_answers_before_the_command_ends(tmp_path):
+    """The process that serves switches on the disk first and loads afterwards; the command waits for both."""
+    home = tmp_path / "pi"
+    run("--home", home, variant(tmp_path / "5", release=5))
+    new = variant(tmp_path / "6", release=6)
+    with owned(home) as slots, ThreadPoolExecutor(1) as person:
+        answering = Answering(slots, Limits())
+        command = person.submit(run, "--home", home, new)
+        while not (home / "bundles" / "6").exists():
+            time.sleep(0.01)
+        slots.stage(slots.take_in(home / "bundles" / "6"))
+        slots.switch()
+        time.sleep(3 * LOOK_S)
+        assert not command.done()
+        answering.swap()
+
+        assert command.result(timeout=30)[0] == 0
+        assert answering.runtime.manifest.release == 6
