@@ -42,7 +42,7 @@ Slot = Literal["a", "b"]
 
 
 class Trial(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The running bundle has yet to prove itself. `starts`: processes that ran it; 0 from the switch until it answers."""
+    """The running bundle has yet to prove itself. `starts`: processes that ran it, 0 until it answers."""
 
     rollout: str | None
     starts: Count = 0
