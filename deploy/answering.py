@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from msgspec import Struct
@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from deploy.drift import Drift
-from deploy.engines import ENGINES, EngineName, chosen
+from deploy.engines import ENGINES, EngineChoice
 from deploy.examination import Limits
 from deploy.quality import MAX_COMPARED, Paired
-from deploy.runtime import Prediction, Runtime, load
+from deploy.runtime import Prediction, Runtime, load_update
 from deploy.slots import Slots
-from fedge.bundle import MANIFEST, Reference, read
+from fedge.bundle import MANIFEST, Reference
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
 from fedge.tensors import digest_of
 
@@ -52,7 +52,7 @@ class Answering:
         limits: Limits,
         threads: int | None = None,
         *,
-        engine: EngineName | Literal["auto"] = "auto",
+        engine: EngineChoice = "auto",
     ) -> None:
         """Load what `slots.boot()` names; `engine` runs this bundle and all later ones that have what it needs.
 
@@ -65,7 +65,7 @@ class Answering:
         self._slots = slots
         self._limits = limits
         self._threads = threads
-        self._engine = engine
+        self.engine: Final = engine
         self._lock = threading.RLock()
         self._counters = Counters()
         self._failed_in_a_row = 0
@@ -212,18 +212,7 @@ class Answering:
     # ------------------------------------------------------------------------------------------------- within
 
     def _load(self, folder: Path) -> Runtime:
-        """Load a bundle by the engine that was asked for; one that lacks its graph runs fused, which is the reference.
-
-        Raises:
-            ConfigError, UpdateRejected: as `deploy.load`.
-        """
-        bundle = read(folder)
-        try:
-            chosen(bundle, self._engine)
-        except ConfigError as error:  # an update is worth more than an approximation of it
-            log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, self._engine, str(error))
-            return load(folder, self._threads, engine="fused")
-        return load(folder, self._threads, engine=self._engine)
+        return load_update(folder, self._threads, self.engine)
 
     def _loaded(self, folder: Path) -> Runtime:
         """Load the running bundle; where it cannot be loaded, the one before."""

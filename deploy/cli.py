@@ -7,14 +7,14 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.engines import APPROXIMATE, ENGINES, Mode
+from deploy.engines import APPROXIMATE, ENGINES, EngineChoice, Mode
 from deploy.runtime import Prediction, Runtime, load
 from fedge.errors import ConfigError
 from fedge.preprocess import load_image
@@ -64,7 +64,7 @@ def infer(
     batch: int,
     repeat: int,
     threads: int,
-    engine: Literal["auto", "fused", "separate", "lazy", "int8"],
+    engine: EngineChoice,
     mode: Mode,
     providers: tuple[str, ...],
     *,

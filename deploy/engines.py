@@ -27,6 +27,7 @@ from fedge.messages import Role
 from fedge.tensors import views_of
 
 EngineName = Literal["fused", "separate", "lazy", "int8"]
+EngineChoice = Literal["auto", EngineName]
 Mode = Literal["normal", "shift"]
 ENGINES: Final[tuple[EngineName, ...]] = ("fused", "separate", "lazy", "int8")
 APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
@@ -57,7 +58,7 @@ class Engine(Protocol):
         ...
 
 
-def chosen(bundle: Bundle, engine: EngineName | Literal["auto"]) -> EngineName:
+def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
     """The engine that `auto` stands for: fused, or separate where candidates are large.
 
     Raises:

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from deploy.engines import EngineChoice
 from deploy.quality import Measured, measure
-from deploy.runtime import load
+from deploy.runtime import load_update
 from fedge.errors import FedgeError
 from fedge.messages import NonNegative, Quality
 from fedge.validation import load_validation
@@ -74,9 +75,15 @@ def allowed_ms(before: Quality | None, limits: Limits) -> float | None:
     return min(bounds, default=None)
 
 
-def examine(running: Path | None, staged: Path, home: Path, limits: Limits) -> Examination:
-    """Measure and compare in a child process; whatever goes wrong there is a reason to refuse."""
-    request = msgspec.json.encode([None if running is None else str(running), str(staged), str(home), limits])
+def examine(
+    running: Path | None,
+    staged: Path,
+    home: Path,
+    limits: Limits,
+    engine: EngineChoice = "auto",
+) -> Examination:
+    """Measure and compare in a child process, by the engine that is to answer; what goes wrong is a reason."""
+    request = msgspec.json.encode([None if running is None else str(running), str(staged), str(home), limits, engine])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "deploy.examination"],
@@ -97,9 +104,9 @@ def examine(running: Path | None, staged: Path, home: Path, limits: Limits) -> E
     return Examination(reason=f"smoke-test: it cannot be run on this device ({cause})"[:500])
 
 
-def _examined(running: Path | None, staged: Path, home: Path, limits: Limits) -> Examination:
+def _examined(running: Path | None, staged: Path, home: Path, limits: Limits, engine: EngineChoice) -> Examination:
     try:
-        new = load(staged)
+        new = load_update(staged, None, engine)
         validation = load_validation(home, new.task)
         now = measure(new, validation)
     except FedgeError as error:
@@ -107,7 +114,7 @@ def _examined(running: Path | None, staged: Path, home: Path, limits: Limits) ->
     before = None
     if running is not None:
         try:
-            before = measure(load(running), validation)
+            before = measure(load_update(running, None, engine), validation)
         except FedgeError:  # a running bundle that is broken is no yardstick
             before = None
     return Examination(
@@ -116,8 +123,8 @@ def _examined(running: Path | None, staged: Path, home: Path, limits: Limits) ->
 
 
 if __name__ == "__main__":
-    old, new_one, at, allowed_costs = msgspec.json.decode(
-        sys.stdin.buffer.read(), type=tuple[str | None, str, str, Limits]
+    old, new_one, at, allowed_costs, by = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=tuple[str | None, str, str, Limits, EngineChoice]
     )
-    found = _examined(None if old is None else Path(old), Path(new_one), Path(at), allowed_costs)
+    found = _examined(None if old is None else Path(old), Path(new_one), Path(at), allowed_costs, by)
     sys.stdout.buffer.write(msgspec.json.encode(found))

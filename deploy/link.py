@@ -480,7 +480,9 @@ class Link:
                 raise StoreError(f"damaged: {error}") from error
             self._refuse(digest, f"malformed: {error}")
             return
-        found = await asyncio.to_thread(examine, self._slots.running, self._slots.staged, self._home, self._limits)
+        found = await asyncio.to_thread(
+            examine, self._slots.running, self._slots.staged, self._home, self._limits, self._answering.engine
+        )
         fit = not found.reason
         if fit and rollout is not None and not self._wanted(rollout):
             return

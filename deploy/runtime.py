@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.engines import EngineName, Mode, chosen, make
+from deploy.engines import EngineChoice, EngineName, Mode, chosen, make
 from deploy.sessions import chains
 from fedge.bundle import Bundle, Manifest, Reference, read
 from fedge.energies import free_energy
@@ -76,7 +76,7 @@ class Runtime:
         bundle: Bundle,
         threads: int | None = None,
         *,
-        engine: EngineName | Literal["auto"] = "auto",
+        engine: EngineChoice = "auto",
         mode: Mode = "normal",
         providers: Sequence[str] | None = None,
     ) -> None:
@@ -166,7 +166,7 @@ def load(
     path: Path | str,
     threads: int | None = None,
     *,
-    engine: EngineName | Literal["auto"] = "auto",
+    engine: EngineChoice = "auto",
     mode: Mode = "normal",
     providers: Sequence[str] | None = None,
 ) -> Runtime:
@@ -192,3 +192,18 @@ def load(
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
     return Runtime(read(folder), threads, engine=engine, mode=mode, providers=providers)
+
+
+def load_update(folder: Path, threads: int | None, engine: EngineChoice) -> Runtime:
+    """Load a bundle by the engine of a device; one that lacks the engine's graph runs fused, which is the reference.
+
+    Raises:
+        ConfigError, UpdateRejected: as `load`.
+    """
+    bundle = read(folder)
+    try:
+        chosen(bundle, engine)
+    except ConfigError as error:  # an update is worth more than an approximation of it
+        log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, engine, str(error))
+        engine = "fused"
+    return Runtime(bundle, threads, engine=engine)

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from deploy.answering import Answering
 from deploy.batching import Batcher
+from deploy.engines import EngineChoice
 from deploy.examination import Limits
 from deploy.link import Link
 from deploy.runtime import load
@@ -54,6 +55,10 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     )
     max_body: Annotated[float, Meta(gt=0, le=1024, description="Of a request.", extra={"unit": "MiB"})] = 8.0
     threads: Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")] = 1
+    engine: Annotated[
+        EngineChoice,
+        Meta(description="How bundles are run (docs/runtime.md); lazy and int8 are approximate."),
+    ] = "auto"
     broker: (
         Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer the samples of sensors there.")] | None
     ) = None
@@ -104,10 +109,10 @@ def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None,
     """Until a signal; `slots`: those of the device that is served, None where bundles are named."""
     if slots is None:
         models: dict[str, Answers] = {
-            name: Fixed(load(path, settings.threads)) for name, path in _named(bundles).items()
+            name: Fixed(load(path, settings.threads, engine=settings.engine)) for name, path in _named(bundles).items()
         }
     else:
-        answering = Answering(slots, Limits(), settings.threads)
+        answering = Answering(slots, Limits(), settings.threads, engine=settings.engine)
         models = {answering.runtime.task.name: answering}
     if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
         raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")

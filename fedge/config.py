@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
@@ -173,13 +173,15 @@ def _metas(hint: Any) -> list[Any]:
 
 
 def _base(hint: Any) -> type:
-    """The one plain type inside `Annotated` and `| None`."""
+    """The one plain type inside `Annotated` and `| None`; an Enum for a Literal of strings."""
     if get_origin(hint) is Annotated:
         return _base(hint.__origin__)
     if get_origin(hint) in (Union, UnionType):
         inner = [argument for argument in get_args(hint) if argument is not NoneType]
         if len(inner) == 1:
             return _base(inner[0])
+    if get_origin(hint) is Literal:
+        return cast(type, Enum("Literal", {value: value for value in get_args(hint)}))
     if isinstance(hint, type) and issubclass(hint, bool | int | float | str | Path | Enum):
         return hint
     raise TypeError(f"a setting cannot have the type {hint}")

@@ -176,7 +176,7 @@ def test_an_abort_goes_nowhere_when_the_good_bundle_is_damaged(slots, tmp_path, 
 def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_path, monkeypatch):
     answering = Answering(slots, LIMITS)
     second(slots, tmp_path)
-    monkeypatch.setattr("deploy.answering.load", unreadable)
+    monkeypatch.setattr("deploy.answering.load_update", unreadable)
 
     with pytest.raises(UpdateRejected, match="Input/output"):
         answering.swap()

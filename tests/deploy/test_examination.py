@@ -8,7 +8,7 @@ from fedge.messages import Quality
 from fedge.preprocess import apply
 from fedge.validation import Validation
 
-from .bundles import GOLDEN, broken_gate, other_gate, poor_gate, variant
+from .bundles import GOLDEN, broken_gate, other_gate, poor_gate, sha256, variant
 
 pytestmark = pytest.mark.torch_free
 
@@ -86,6 +86,15 @@ def test_one_that_cannot_be_run_is_refused_with_the_reason(home):
     (folder / "skeleton.onnx").write_bytes(b"junk")
 
     assert examine(GOLDEN, folder, home, LENIENT).reason.startswith("smoke-test: ")
+
+
+def test_it_is_run_by_the_engine_that_is_to_answer(home):
+    junk = {"digest": sha256(b"junk"), "size_bytes": 4}
+    folder = variant(home / "new", release=2, int8=junk)
+    (folder / "int8.onnx").write_bytes(b"junk")
+
+    assert examine(GOLDEN, folder, home, LENIENT).reason == ""
+    assert examine(GOLDEN, folder, home, LENIENT, "int8").reason.startswith("smoke-test: ")
 
 
 def test_one_that_brings_the_process_down_is_refused(home, monkeypatch):

@@ -1,6 +1,6 @@
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import click
 import pytest
@@ -21,6 +21,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     rounds: Annotated[int, Meta(ge=1, description="Rounds to run.")] = 30
     deadline_s: Annotated[float, Meta(gt=0, description="Time of a round.", extra={"unit": "s"})] = 60.0
     colour: Annotated[Colour, Meta(description="A choice.")] = Colour.RED
+    kind: Annotated[Literal["hot", "cold"], Meta(description="Another choice.")] = "hot"
     home: Annotated[Path, Meta(description="A folder.")] = Path("here")
     json: Annotated[bool, Meta(description="A switch.")] = False
     limit: Annotated[float, Meta(ge=0, description="May be absent.")] | None = None
@@ -92,6 +93,7 @@ def test_other_roles_variables_and_sections_are_theirs(config: Path, monkeypatch
         ("rounds = 0", "Expected `int` >= 1"),
         ("rounds = true", "Expected `int`"),
         ('colour = "green"', "Invalid enum value 'green'"),
+        ('kind = "warm"', "Invalid enum value 'warm'"),
         ("home = 3", "expected a string, got int"),
         ("json = 1", "Expected `bool`"),
         ("deadline_s = nan", "Expected `float` > 0"),
