@@ -101,7 +101,7 @@ def test_the_layers_that_make_the_logits_stay_in_float32(tmp_path, home, digits)
         c: [node for node in graph.node if node.name.startswith(f"c{c}/") and node.op_type == "Gemm"] for c in range(3)
     }
     rounded = {c: [maker.get(node.input[1]) == "DequantizeLinear" for node in nodes] for c, nodes in layers.items()}
-    assert rounded == dict.fromkeys(range(3), [True, False])
+    assert rounded == {c: [True, False] for c in range(3)}
 
 
 def test_gate_fusion_and_shift_are_as_in_float32(tmp_path, home, digits):
