@@ -1,6 +1,7 @@
 """What does the server cost against calling the runtime in a loop? Requests a second and latency of tritonclient.
 
     python benchmarks/serving.py [BUNDLE] [--requests 600] [--rounds 5] [--json FILE]
+    python benchmarks/serving.py --large    # a private model and eight experts of 3 x 32 x 32, 0.8 M parameters each
 
 `fedge serve` runs in a process of its own, the clients are threads of this one, a tritonclient each, and send single
 samples; the loop is one thread of this process with the same bundle and samples. Each round measures every variant
@@ -15,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,17 +96,29 @@ def figures(n: int, begin: float, latencies: list[float], cpu: float) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", nargs="?", type=Path, default=GOLDEN)
+    parser.add_argument("--large", action="store_true", help="nine cnn32, untrained, instead of BUNDLE")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    runtime = deploy.load(arguments.bundle)
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = arguments.bundle
+        if arguments.large:
+            from inference import Subject  # needs torch
+
+            bundle = Path(folder) / "cnn32"
+            Subject("cnn32", 8, bundle)
+        measure(bundle, arguments.requests, arguments.rounds, arguments.json)
+
+
+def measure(bundle: Path, requests: int, rounds: int, record: Path | None) -> None:
+    runtime = deploy.load(bundle)
     shape, scale = runtime.task.input_shape, runtime.task.preprocessing.scale
     x = np.random.default_rng(0).uniform(0, scale, (64, *shape)).astype(np.float32)
     found: dict[str, list[dict[str, float]]] = {}
-    with serving(arguments.bundle) as (url, process):
-        for i in range(-1, arguments.rounds):  # the first warms up
-            n = arguments.requests if i >= 0 else 32
+    with serving(bundle) as (url, process):
+        for i in range(-1, rounds):  # the first warms up
+            n = requests if i >= 0 else 32
             measured = {"loop": loop(runtime, x, n)}
             for concurrent in CONCURRENT:
                 for kind in ("json", "binary"):
@@ -121,8 +135,8 @@ def main() -> None:
             f"{name:12}  {row['per_s']:10.0f}  {row['median_ms']:9.3f}  {row['p99_ms']:6.2f}  {row['server_ms']:9.3f}"
             f"  {row['per_s/loop']:25.3f}  {row['p99_ms/loop']:3.0f}  {row['server_ms/loop']:9.1f}"
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if record:
+        record.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
