@@ -81,6 +81,10 @@ class Answering:
         self._rival: Runtime | None = None  # that bundle, loaded when the first labelled sample comes
         self._paired = Paired()
         self._comparing = threading.Lock()
+        self._switching = threading.Lock()
+        """Held by the one thread that replaces the bundle that answers, here and in the slots; predictions go on."""
+        self._unloadable = ""
+        """Why the slots' running bundle cannot be loaded, until they know that."""
         folder = slots.boot()
         if folder is None:
             raise ConfigError("no bundle is installed: install one with `fedge install --home HOME BUNDLE`")
@@ -165,24 +169,32 @@ class Answering:
 
         Raises:
             UpdateRejected: it cannot be loaded; the one before goes on answering, also for the slots.
+            StoreError: the slots cannot be written; one that cannot be loaded is taken back by a later `settle`.
         """
-        folder, before = self._slots.running, self._runtime.digest
-        assert folder is not None
-        try:
-            runtime = self._load(folder)
-        except (FedgeError, OSError) as error:
-            self._slots.roll_back(f"it cannot be loaded: {error}")
-            raise UpdateRejected(f"it cannot be loaded: {error}") from error
-        self._allowed_ms = allowed_ms
-        self._take(runtime, before)
-        try:
-            self._slots.started()
-        finally:
-            with self._lock:
-                self._on_trial = True
+        with self._switching:
+            folder, before = self._slots.running, self._runtime.digest
+            assert folder is not None
+            try:
+                runtime = self._load(folder)
+            except (FedgeError, OSError) as error:
+                reason = self._unloadable = f"it cannot be loaded: {error}"
+                self._take_back()
+                raise UpdateRejected(reason) from error
+            self._allowed_ms = allowed_ms
+            self._take(runtime, before)
+            try:
+                self._slots.started()
+            finally:
+                with self._lock:
+                    self._on_trial = True
 
     def settle(self) -> None:
-        """Go back where labelled samples speak for the bundle before; confirm one on trial that has proved itself."""
+        """Go back where labelled samples speak for the bundle before; confirm one on trial that has proved itself.
+
+        Raises:
+            StoreError: the slots cannot be written; the next call tries again.
+        """
+        self._take_back()
         if reason := self.worse:
             there = _digest(self._slots.staged) == self._before
             self._compare_no_more()
@@ -205,9 +217,10 @@ class Answering:
 
     def give_up(self, reason: str) -> None:
         """Go back to the bundle before the running one, on trial or not. Nothing may be staged meanwhile."""
+        runtime = self._runtime
         with self._lock:
             self._on_trial = False
-        self._go_back(reason)
+        self._go_back(runtime, reason)
 
     # ------------------------------------------------------------------------------------------------- within
 
@@ -226,6 +239,12 @@ class Answering:
             except StoreError as lost:
                 raise error from lost
             return self._load(before)
+
+    def _take_back(self) -> None:
+        """Have the slots give up the bundle that could not be loaded, if there is one."""
+        if self._unloadable:
+            self._slots.roll_back(self._unloadable)
+            self._unloadable = ""
 
     def _opponent(self) -> Runtime | None:
         """The bundle before, if the idle slot still holds it."""
@@ -285,7 +304,7 @@ class Answering:
                 complaint = self._watched(n, answer.latency_ms)
                 self._on_trial = not complaint
         if complaint:
-            self._go_back(complaint)
+            self._go_back(runtime, complaint)
 
     def _watched(self, n: int, latency_ms: float) -> str:
         """Count work on trial; why the bundle is to be given up, or "". The lock is held."""
@@ -307,18 +326,21 @@ class Answering:
                 hopeless = self._failed_in_a_row > MAX_FAILED
                 self._on_trial = not hopeless
         if hopeless:
-            self._go_back(f"{MAX_FAILED + 1} predictions in a row failed: {error}")
+            self._go_back(runtime, f"{MAX_FAILED + 1} predictions in a row failed: {error}")
 
-    def _go_back(self, reason: str) -> None:
-        """Let the other slot's bundle answer. The caller has cleared `_on_trial` under the lock: it is the only one."""
-        try:
-            runtime = self._load(self._slots.go_back(reason))
-        except (FedgeError, OSError) as error:
-            log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
-            with self._lock:
-                self._on_trial = self._slots.state.trial is not None
-            return
-        self._take(runtime)
+    def _go_back(self, failed: Runtime, reason: str) -> None:
+        """Let the other slot's bundle answer instead of `failed`. The caller has cleared `_on_trial` under the lock."""
+        with self._switching:
+            if failed is not self._runtime:  # an abort and the device's own complaint came at once: the other was first
+                return
+            try:
+                runtime = self._load(self._slots.go_back(reason))
+            except (FedgeError, OSError) as error:
+                log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
+                with self._lock:
+                    self._on_trial = self._slots.state.trial is not None
+                return
+            self._take(runtime)
 
 
 def _digest(folder: Path) -> str | None:

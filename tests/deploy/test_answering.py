@@ -1,5 +1,6 @@
 """Switching fails no request; a bundle on trial that fails or is slow is given up by itself."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,8 @@ import pytest
 from deploy.answering import LATENCY_WINDOW, MAX_FAILED, Answering
 from deploy.examination import Limits
 from deploy.slots import MAX_STARTS, Slots
-from fedge.errors import ConfigError, UpdateRejected
+from fedge.bundle import read
+from fedge.errors import ConfigError, StoreError, UpdateRejected
 
 from .bundles import GOLDEN, digest, other_gate, poor_gate, variant
 
@@ -185,6 +187,28 @@ def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_pat
     assert slots.running == slots.good
 
 
+def test_one_that_cannot_be_loaded_while_the_disk_is_full_is_taken_back_later(slots, tmp_path, monkeypatch):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    (slots.running / "skeleton.onnx").unlink()
+
+    with monkeypatch.context() as disk:
+        disk.setattr("deploy.slots.write_atomically", full)
+        for step in (answering.swap, answering.settle):
+            with pytest.raises(StoreError):
+                step()
+        assert release(answering) == 1
+    answering.settle()
+
+    assert slots.state.trial is None
+    assert slots.running == slots.good
+    assert digest(tmp_path / "2") in slots.state.refused
+
+
+def full(path, *_):
+    raise StoreError(f"cannot write {path}: no space left on device")
+
+
 def unreadable(*_, **__):
     raise OSError(5, "Input/output error")
 
@@ -246,6 +270,49 @@ def test_a_confirmed_bundle_can_be_taken_back(slots, tmp_path, x):
     assert release(answering) == 1
     assert Slots(tmp_path / "home").state.trial is None
     assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+
+
+def test_an_abort_and_a_complaint_at_once_go_back_but_once(slots, tmp_path, x, monkeypatch):
+    answering = Answering(slots, LIMITS)
+    second(slots, tmp_path)
+    answering.swap()
+    asked, both, written, save = threading.Event(), threading.Barrier(2), threading.Event(), slots._save
+
+    class Observed(Failing):
+        def predict(self, x):
+            asked.set()
+            return super().predict(x)
+
+    def read_together(folder):
+        found = read(folder)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)
+        if threading.current_thread() is threading.main_thread():
+            written.wait(1)  # by the other one
+        return found
+
+    def saved(state):
+        save(state)
+        written.set()
+
+    answering._runtime = Observed(answering._runtime)
+    for _ in range(MAX_FAILED):
+        with pytest.raises(RuntimeError):
+            answering.predict(x)
+    asked.clear()
+    monkeypatch.setattr("deploy.slots.read", read_together)
+    monkeypatch.setattr(slots, "_save", saved)
+    with ThreadPoolExecutor(1) as pool:
+        complaining = pool.submit(answering.predict, x)
+        assert asked.wait(30)
+        answering.give_up("aborted")
+        with pytest.raises(RuntimeError):
+            complaining.result()
+
+    assert release(answering) == 1
+    assert (slots.running, slots.state.trial) == (slots.good, None)
+    assert slots.running.name == "a"
+    assert set(slots.state.refused) == {digest(tmp_path / "2")}
 
 
 def test_with_nothing_to_go_back_to_it_goes_on(slots, x):
