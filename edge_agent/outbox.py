@@ -145,7 +145,7 @@ class Outbox:
             return _verdicts.decode(self._acked.read_bytes())
         except FileNotFoundError:
             return []
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("event=unreadable file=%s error=%s", self._acked, error)
             return []
 

@@ -195,7 +195,7 @@ def decode(data: bytes) -> Manifest:
         if version != SCHEMA_VERSION:
             raise UpdateRejected(f"manifest of schema version {version}, this runtime reads {SCHEMA_VERSION}")
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UpdateRejected(f"manifest: {error}") from error
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):

@@ -148,8 +148,9 @@ def test_a_report_that_lost_a_part_is_made_again(tmp_path: Path, lost: str) -> N
         assert files(tmp_path) == {"orders/a"}
 
 
-def test_damaged_verdicts_are_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "acked").write_bytes(b'[{"order_id": "a", "acc')
+@pytest.mark.parametrize("damaged", [b'[{"order_id": "a", "acc', b'[{"order_id": "\xe1", "accepted": true}]'])
+def test_damaged_verdicts_are_forgotten(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "acked").write_bytes(damaged)
     with Outbox(tmp_path) as outbox:
         assert outbox.verdicts == []
 

@@ -29,6 +29,12 @@ def test_every_prefix_is_refused():
             decode(data[:end])
 
 
+def test_text_that_is_no_utf_8_is_refused():
+    data = (GOLDEN / MANIFEST).read_bytes()
+    with pytest.raises(UpdateRejected, match="utf-8"):
+        decode(data.replace(b'"digits"', b'"digit\xf3"', 1))
+
+
 @given(st.binary(max_size=300))
 def test_bytes_never_raise_anything_else(data):
     with pytest.raises(UpdateRejected):
