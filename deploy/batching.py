@@ -117,9 +117,9 @@ class Batcher:
         return group
 
     async def _answer_group(self, group: list[_Waiting]) -> None:
-        x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
         loop = asyncio.get_running_loop()
         try:
+            x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
             runtime, prediction = await loop.run_in_executor(self._pool, self._answer, x)
         except Exception as error:  # noqa: BLE001 - each of them is told
             for waiting in group:

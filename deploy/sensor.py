@@ -72,11 +72,14 @@ class Sensor:
 
     async def _publish(self, topic: str, payload: bytes, correlation: bytes | None) -> None:
         try:
-            await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
-        except ValueError:
-            too_large = self._refusal("the answer is larger than the broker takes; ask for fewer outputs or samples")
-            await self._transport.publish(topic, too_large, expires_in_s=EXPIRES_S, correlation=correlation)
-        except TransportError as error:
+            try:
+                await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
+            except ValueError:
+                too_large = self._refusal(
+                    "the answer is larger than the broker takes; ask for fewer outputs or samples"
+                )
+                await self._transport.publish(topic, too_large, expires_in_s=EXPIRES_S, correlation=correlation)
+        except (TransportError, ValueError) as error:  # a topic and correlation data that leave no room for any answer
             log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:

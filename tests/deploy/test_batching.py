@@ -164,3 +164,17 @@ async def test_a_model_that_fails_fails_those_that_asked_and_goes_on(gate, pool)
 
     gate.runtime = runtime
     await batcher.predict(X[:1])
+
+
+async def test_requests_that_do_not_fit_into_memory_together_fail_and_the_next_is_answered(gate, pool, monkeypatch):
+    def no_memory(_):
+        raise MemoryError
+
+    batcher = Batcher(gate.answer, pool)
+    gate.open.set()
+    with monkeypatch.context() as full:
+        full.setattr("deploy.batching.np.concatenate", no_memory)
+        results = await asyncio.gather(*(batcher.predict(X[:1]) for _ in range(2)), return_exceptions=True)
+    assert [type(result) for result in results] == [MemoryError] * 2
+
+    await asyncio.wait_for(batcher.predict(X[:1]), 30)

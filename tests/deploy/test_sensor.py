@@ -164,3 +164,21 @@ async def test_an_answer_larger_than_the_broker_takes_is_said():
         await sensor.handle(Inbound(PREDICT, body(X), False))
     (payload,) = wire.published
     assert "fewer outputs" in json.loads(payload)["error"]
+
+
+async def test_one_that_leaves_no_room_for_any_answer_ends_nothing():
+    class Wire:
+        published = ()
+
+        async def publish(self, topic, payload, *, correlation, **properties):
+            if correlation:
+                raise ValueError("too large")
+            self.published = (*self.published, payload)
+
+    wire = Wire()
+    async with served() as model, Sensor(model, wire, "shop", "cam1") as sensor:
+        await sensor.handle(Inbound(PREDICT, b"", False, "sensors/7", b"x" * 60_000))
+        await asyncio.sleep(0.05)
+        await sensor.handle(Inbound(PREDICT, body(X[:1]), False))
+    (payload,) = wire.published
+    assert "outputs" in json.loads(payload)
