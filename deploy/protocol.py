@@ -175,6 +175,8 @@ def _samples(tensor: _InputTensor, tail: bytes) -> NDArray[np.float32] | tuple[b
         )
     dtype = np.dtype(DATATYPES[tensor.datatype])
     n_elements = math.prod(tensor.shape)
+    if not n_elements:
+        raise ConfigError(f"{INPUT} of shape {list(tensor.shape)} holds no numbers")
     if size is not None:
         if len(tail) != n_elements * dtype.itemsize:
             raise ConfigError(
@@ -218,6 +220,8 @@ def _finite(x: NDArray[Any]) -> NDArray[np.float32]:
 def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
     """PNG and JPEG files: as they are in binary, base64 in JSON."""
     pictures = _from_base64(tensor) if tail is None else _lengths_and_bytes(tail)
+    if len(pictures) > MAX_SAMPLES:
+        raise ConfigError(f"{INPUT} holds {len(pictures)} pictures; send 1 to {MAX_SAMPLES} in a request")
     if len(pictures) != math.prod(tensor.shape):
         raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but there are {len(pictures)} pictures")
     return pictures

@@ -60,6 +60,7 @@ def test_every_datatype_in_json_and_in_binary(datatype):
         (request_of(shape=[1, 2**31 - 1]), "shape"),
         (request_of(shape=[0, 2], data=[]), "holds 0 samples"),
         (request_of(shape=[257, 2]), "holds 257 samples"),
+        (request_of(shape=[1, 0, *[2**31 - 1] * 6], data=[]), "holds no numbers"),
         (request_of(shape=[2, 1], data=[[1, 2]]), "has the shape"),
         (request_of(data=[[1], [2]]), "has the shape"),
         (request_of(data=[[1, 2], [3]]), "not FP32"),
@@ -77,6 +78,7 @@ def test_every_datatype_in_json_and_in_binary(datatype):
         (request_of(datatype="BYTES"), "base64"),
         (request_of(datatype="BYTES", shape=[1], data=["=?"]), "base64"),
         (request_of(datatype="BYTES", shape=[2], data=["AAAA"]), "1 pictures"),
+        (request_of(datatype="BYTES", shape=[1, 257], data=["AAAA"] * 257), "257 pictures"),
         (request_of(parameters={"binary_data_size": 8}), "binary_data_size of 8"),
         (json.dumps({"inputs": [{"name": "x", "shape": [1], "datatype": "FP32"}]}), "neither data nor"),
         (body(X[:1], outputs=[{"name": "logits"}]), "no output logits; there are probabilities, class,"),
@@ -88,6 +90,12 @@ def test_every_datatype_in_json_and_in_binary(datatype):
 def test_malformed_requests_are_refused_with_what_to_change(data, says):
     with pytest.raises(ConfigError, match=says):
         protocol.decode(data if isinstance(data, bytes) else data.encode())
+
+
+def test_a_shape_without_elements_is_refused_in_binary_too():
+    head = request_of(shape=[1, 0, *[2**31 - 1] * 6], parameters={"binary_data_size": 0}).encode()
+    with pytest.raises(ConfigError, match="holds no numbers"):
+        protocol.decode(head, len(head))
 
 
 @pytest.mark.parametrize("header_bytes", [0, 10**9])
