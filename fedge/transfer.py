@@ -323,6 +323,8 @@ class _Part:
         """What is recorded; at first what an earlier receiver left."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         self._data = os.open(self._data_path, flags, 0o600)
+        if os.fstat(self._data).st_size > self._size:  # left by one who was told of a larger size
+            os.ftruncate(self._data, self._size)
         self._record = os.open(self._record_path, flags | os.O_APPEND | (0 if self.have else os.O_TRUNC), 0o600)
         self._closed = False
 

@@ -331,6 +331,19 @@ def test_record_without_its_data_is_not_believed(tmp_path):
     assert (tmp_path / f"{digest_of(data)}.ranges").read_bytes() == b""
 
 
+def test_what_was_written_for_a_larger_size_is_no_part_of_the_blob(tmp_path):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    first = _Part(folder, BlobRef(digest=digest_of(data), size_bytes=5000), durable=True)
+    first.write([_Chunk(4000, bytes(1000), [(4000, 5000)])])
+    first.close()
+    second = _Part(folder, a_ref(data), durable=True)
+    second.write([_Chunk(0, data, [(0, 1000)])])
+    assert second.verify_and_keep()
+    second.close()
+    assert folder.get(digest_of(data)) == data
+
+
 def test_closed_partial_file_is_left_alone(tmp_path):
     data = os.urandom(1000)
     part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
