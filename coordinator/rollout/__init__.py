@@ -87,6 +87,7 @@ def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float
         fleet: what each device said last, by its id.
         now: seconds since the epoch.
     """
+    progress = _not_after(now, progress)
     if progress.state is not RolloutState.RUNNING:
         return progress
     progress = replace(progress, share=share_of(plan, progress, fleet, now))
@@ -102,6 +103,12 @@ def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float
         return replace(progress, state=RolloutState.DONE, good_since=good_since)
     further = replace(progress, stage=progress.stage + 1, began=now, good_since=None)
     return replace(further, share=share_of(plan, further, fleet, now))
+
+
+def _not_after(now: float, progress: Progress) -> Progress:
+    """A clock that was set back must not hold a rollout up until it is as late again."""
+    since = progress.good_since
+    return replace(progress, began=min(progress.began, now), good_since=None if since is None else min(since, now))
 
 
 def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:

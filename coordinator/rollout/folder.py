@@ -1,7 +1,8 @@
 """REPO/rollout: what survives the supervisor, and what others ask of it.
 
 state.json     `Record`: plan, progress and what the devices said; written before anything of it is published
-request        one word: pause, resume or abort; read and removed by the supervisor
+request        one word: pause, resume or abort
+request.taken  the one that the supervisor carries out; another may come meanwhile
 lock           held by the supervisor
 """
 
@@ -85,15 +86,21 @@ class Folder:
         write_atomically(self.path / "request", request.encode())
 
     def asked(self) -> Request | None:
-        """The request that waits."""
+        """The request to carry out: the same one until it is `answered`, whatever else is asked meanwhile."""
+        taken = self.path / "request.taken"
         try:
-            return Request((self.path / "request").read_text())
-        except (OSError, ValueError):
-            return None
+            if not taken.exists():
+                (self.path / "request").replace(taken)
+            return Request(taken.read_text())
+        except ValueError:  # no word of ours
+            self.answered()
+        except OSError:
+            pass
+        return None
 
     def answered(self) -> None:
-        """The request was carried out."""
-        (self.path / "request").unlink(missing_ok=True)
+        """The request that was asked for was carried out."""
+        (self.path / "request.taken").unlink(missing_ok=True)
 
     @contextmanager
     def supervised(self) -> Iterator[None]:

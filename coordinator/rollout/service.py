@@ -53,7 +53,7 @@ class Release:
         self._repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
         self._target = target
-        self._signed = -1
+        self._signed = (-1, -1)
         self._bytes: dict[str, bytes] = {}
         self.metadata: dict[str, BlobRef] = {}
         self.refresh()
@@ -64,8 +64,7 @@ class Release:
 
     def refresh(self) -> None:
         """Take note of new signatures."""
-        signed = self._timestamp.stat().st_mtime_ns
-        if signed != self._signed:
+        while (signed := _version_of(self._timestamp)) != self._signed:  # again if it was signed meanwhile
             self._files = {name: path.read_bytes() for name, path in self._repository.files(self._target).items()}
             self._bytes = {digest_of(data): data for data in self._files.values()}
             self.metadata = {
@@ -151,7 +150,7 @@ class Supervisor:
         now = time.time()
         request = self._folder.asked()
         progress = decide(self._plan, requested(self._progress, request, now), self._fleet, now)
-        if progress != self._progress or now - self._written_at > WRITE_S:
+        if progress != self._progress or time.monotonic() - self._written_at > WRITE_S:
             self._keep(progress)
         if request is not None:
             self._folder.answered()
@@ -161,7 +160,7 @@ class Supervisor:
             self._said = rollout
 
     def _keep(self, progress: Progress) -> None:
-        before, self._progress, self._written_at = self._progress, progress, time.time()
+        before, self._progress, self._written_at = self._progress, progress, time.monotonic()
         taking_part = set(members(self._plan, progress, self._fleet))
         lines = {device: _line(seen.health, takes_part=device in taking_part) for device, seen in self._fleet.items()}
         self._folder.write(Record(plan=self._plan, progress=progress, devices=lines))
@@ -211,6 +210,12 @@ class Supervisor:
         self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
 
 
+def _version_of(path: Path) -> tuple[int, int]:
+    """Another one for each atomic replacement of a file."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino
+
+
 def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
     """The rollout that was begun with these settings, or a new one; a request that waits is for the former.
 
@@ -226,7 +231,8 @@ def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
                 f"a rollout of {record.plan.target} is {record.progress.state}, with other settings or another target:"
                 " start it as it was, or abort it first"
             )
-    folder.answered()
+    while folder.asked() is not None:
+        folder.answered()
     return plan, Progress(began=now)
 
 

@@ -35,6 +35,27 @@ def test_requests_wait_until_they_are_answered(tmp_path):
     assert folder.asked() is None
 
 
+def test_a_request_that_comes_while_another_is_carried_out_is_not_lost(tmp_path):
+    folder = Folder(tmp_path)
+    folder.ask(Request.PAUSE)
+    assert folder.asked() is Request.PAUSE
+    folder.ask(Request.ABORT)
+    assert Folder(tmp_path).asked() is Request.PAUSE  # killed before it was carried out
+    folder.answered()
+    assert folder.asked() is Request.ABORT
+    folder.answered()
+    assert folder.asked() is None
+
+
+def test_a_request_that_is_none_makes_room_for_the_next(tmp_path):
+    folder = Folder(tmp_path)
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "request").write_bytes(b"\xffstop")
+    assert folder.asked() is None
+    folder.ask(Request.ABORT)
+    assert folder.asked() is Request.ABORT
+
+
 def test_one_process_supervises(tmp_path):
     assert not Folder(tmp_path).is_supervised()
     with Folder(tmp_path).supervised():

@@ -62,6 +62,15 @@ def test_the_soak_time_begins_anew_when_a_device_falls_behind():
     assert decide(PLAN, good, fleet(0), 5.0).good_since is None
 
 
+def test_a_clock_that_is_set_back_holds_nothing_up():
+    good = decide(PLAN, in_stage(0), fleet(N_FIRST), 1e6)
+    assert good.good_since == 1e6
+    assert decide(PLAN, decide(PLAN, good, fleet(N_FIRST), 1.0), fleet(N_FIRST), 11.0).stage == 1
+
+    stopped = decide(PLAN, replace(in_stage(0), state=ABORTED, began=1e6), fleet(0), 1.0)
+    assert over(PLAN, stopped, fleet(0), 3.0)
+
+
 def test_after_the_last_stage_it_is_done():
     last = replace(in_stage(2), good_since=0.0)
     assert decide(PLAN, last, fleet(20), 10.0).state is DONE

@@ -58,6 +58,23 @@ def test_new_signatures_are_announced(repo):
     assert found.source(found.metadata["timestamp.json"].digest) is not None
 
 
+def test_what_is_signed_again_while_it_is_read_is_read_again(repo, monkeypatch):
+    found, named, renewed = release(repo), Repository.files, []
+
+    def and_then_renewed(self, target):
+        files = named(self, target)
+        if not renewed:
+            renewed.append(Repository(repo).renew())
+        return files
+
+    monkeypatch.setattr(Repository, "files", and_then_renewed)
+    Repository(repo).renew()
+    found.refresh()
+
+    assert renewed
+    assert found.metadata == release(repo).metadata
+
+
 def test_a_part_that_is_gone_is_not_served(repo):
     found = release(repo)
     Repository(repo).parts.remove(found.manifest.gate.digest)
@@ -109,7 +126,9 @@ def test_one_rollout_at_a_time(tmp_path, state):
 def test_after_its_end_the_next_one_begins(tmp_path, state):
     folder = Folder(tmp_path)
     folder.write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
-    folder.ask(Request.ABORT)  # was for the one before
+    folder.ask(Request.PAUSE)
+    folder.asked()
+    folder.ask(Request.ABORT)  # both were for the one before
     following = replace(PLAN, target="3/manifest.json")
     assert begin(folder, following, 9.0) == (following, Progress(began=9.0))
     assert folder.asked() is None
