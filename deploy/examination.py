@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from deploy.engines import EngineChoice
 from deploy.quality import Measured, measure
 from deploy.runtime import load_update
+from fedge import child
 from fedge.errors import FedgeError
 from fedge.messages import NonNegative, Quality
 from fedge.validation import load_validation
@@ -86,7 +87,8 @@ def examine(
     request = msgspec.json.encode([None if running is None else str(running), str(staged), str(home), limits, engine])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "deploy.examination"],
+            child.command("deploy.examination"),
+            env=child.environment(),
             input=request,
             capture_output=True,
             timeout=TIMEOUT_S,

@@ -9,15 +9,25 @@ import sys
 from fedge.errors import ConfigError
 
 
+def command(module: str, *words: str) -> list[str]:
+    """`python -m MODULE WORDS...`; a file in the present folder shadows no module of ours."""
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def environment() -> dict[str, str]:
+    """Ours, by which a child finds the modules that this process finds, those of the user too."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def run(module: str, *words: str) -> None:
-    """Run `python -m MODULE WORDS...` to its end; it finds the user's modules, too.
+    """Run `command` to its end.
 
     Raises:
         ConfigError: it failed; the text is the last line of what it said.
     """
     child = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        command(module, *words),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -97,6 +97,13 @@ def test_it_is_run_by_the_engine_that_is_to_answer(home):
     assert examine(GOLDEN, folder, home, LENIENT, "int8").reason.startswith("smoke-test: ")
 
 
+def test_a_script_of_the_user_that_is_called_as_we_are_is_none_of_its_business(home, monkeypatch):
+    (home / "deploy.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(home)
+
+    assert examine(GOLDEN, variant(home / "new", release=2), home, LENIENT).reason == ""
+
+
 def test_one_that_brings_the_process_down_is_refused(home, monkeypatch):
     killer = home / "python"
     killer.write_text("#!/bin/sh\nkill -SEGV $$\n")

@@ -21,3 +21,9 @@ def test_it_runs_a_module_that_only_this_process_knows_and_its_failure_is_its_la
     assert (tmp_path / "out").read_text() == "good"
     with pytest.raises(ConfigError, match=r"\Ano such thing\Z"):
         child.run("their_work", str(tmp_path / "out"), "bad")
+
+
+def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fedge.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(tmp_path)
+    child.run("fedge.errors")
