@@ -43,7 +43,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
 
     \b
     Exit codes: 0 every device has a bundle and it ran, 1 a process failed (the end of its log is shown),
-    2 wrong usage, 3 the broker does not start, 130 stopped by Ctrl-C.
+    2 wrong usage, 3 the broker does not start or cannot be reached, 130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(DemoSettings, "demo", config, flags)
     own = resolve_options(config, options)

@@ -43,17 +43,22 @@ def render(outcome: Outcome, background: Background) -> str:
 
 def lead(outcome: Outcome, background: Background) -> str:
     """What happened, in a few sentences."""
-    experts = (
-        f"The trial found that {len(outcome.clusters)} overlapping clusters are worth an expert each."
-        if outcome.split
-        else "No split into experts: one shared model serves all devices better."
-    )
     return (
         f"{outcome.agents} devices learned “{outcome.task}” ({outcome.partition}) in {outcome.rounds} rounds of "
-        f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. {experts} "
+        f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. "
+        f"{_experts(outcome, background.method)} "
         "Accuracies are on each device's own test samples, which no choice has seen; those of the personalised mixture "
         "come from ONNX Runtime in a process without PyTorch."
     )
+
+
+def _experts(outcome: Outcome, method: str) -> str:
+    n = len(outcome.clusters)
+    if method != "fedge":  # the only one with a trial
+        return f"It made {n} clusters with a model each." if outcome.split else "It made no clusters."
+    if outcome.split:
+        return f"The trial found that {n} overlapping clusters are worth an expert each."
+    return "No split into experts: one shared model serves all devices better."
 
 
 def points(gain: float) -> str:

@@ -21,18 +21,23 @@ from msgspec import Meta, Struct
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.demo.progress import Rounds, Watch
-from coordinator.methods import MethodSettings, Option, RoundSummary
+from coordinator.methods import FINE_TUNED, MethodSettings, Option, RoundSummary
 from coordinator.service import METHOD_NAMES, NO_OPTIONS
 from fedge import bundle
 from fedge.broker import LocalBroker
-from fedge.messages import Role
+from fedge.errors import TransportError
+from fedge.messages import Part, Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
-from fedge.tasks import Share, partition, pool, share_data, write_share, write_task
-from fedge.tensors import flatten, from_bytes
+from fedge.tasks import Share, partition, pool, set_apart, share_data, write_share, write_task
+from fedge.tensors import Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
+REACH_S: Final = 10.0
+"""A broker of the user's own that has not let us connect by then is not there."""
+N_GROUPS: Final = 3
+RESERVED: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
@@ -91,10 +96,11 @@ class DemoSettings(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Cameras:
-    """The simulated devices: what each has, by id, and the task they share."""
+    """The simulated devices: what each has, by id, the task they share, and a file of the server's own samples."""
 
     task: TaskSpec
     shares: dict[str, Share]
+    reserved: Path | None = None
 
 
 async def run(
@@ -111,7 +117,7 @@ async def run(
     """
     began = time.monotonic()
     watch.phase("dealing out the samples")
-    cameras = deal(settings)
+    cameras = deal(settings, reserves=reserves(settings.method, options))
     with Children(settings.folder / "logs") as children:
         async with broker_of(settings) as (address, broker_name):
             summary = await federate(settings, cameras, address, children, watch, options)
@@ -153,24 +159,37 @@ async def run(
 # ------------------------------------------------------------------------------------------------------- the data
 
 
-def deal(settings: DemoSettings) -> Cameras:
+def reserves(method: str, options: Mapping[str, Option]) -> bool:
+    """Whether the server learns from labelled samples of its own, too: FedCoE, and FedEPC if it is told to."""
+    return method.removesuffix(FINE_TUNED) == "fedcoe" or options.get("extractor") == "proxy"
+
+
+def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
     """Deal the samples out; every device gets a folder with its data, and apart from that its test samples.
+
+    `reserves`: a twentieth of them becomes the server's own before, as in a simulation.
 
     Raises:
         ConfigError: there are no such data, or too few.
     """
     limit = settings.samples or LIMITS.get(settings.task)
     samples = pool(settings.task, settings.data, seed=settings.seed, limit=limit)
+    groups = settings.partition is Partition.GROUPS
+    reserved = settings.folder / "reserved.npz" if reserves else None
+    if reserved is not None:
+        samples, kept = set_apart(samples, RESERVED, seed=settings.seed, turns=N_GROUPS if groups else 1)
+        np.savez(reserved, x=kept.x, y=kept.y)
     shares = partition(
         samples,
         settings.agents,
-        how="groups" if settings.partition is Partition.GROUPS else "dirichlet",
+        how="groups" if groups else "dirichlet",
         alpha=settings.alpha,
         sensitive=settings.sensitive,
         seed=settings.seed,
+        n_groups=N_GROUPS,
     )
     width = len(str(settings.agents - 1))
-    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)})
+    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, reserved)
     write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
         without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])
@@ -184,13 +203,33 @@ def deal(settings: DemoSettings) -> Cameras:
 
 @contextlib.asynccontextmanager
 async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
-    """Address and name of the broker: one of our own, or the user's."""
+    """Address and name of the broker: one of our own, or the user's.
+
+    Raises:
+        ConfigError: it is neither.
+        TransportError: it does not start, or cannot be reached. A coordinator would wait until it comes.
+    """
     if ":" in settings.broker:
-        parse_address(settings.broker)
+        await reach(*parse_address(settings.broker))
         yield settings.broker, settings.broker
     else:
         async with LocalBroker(settings.broker, home=settings.folder / "broker") as broker:
             yield f"{broker.host}:{broker.port}", broker.name
+
+
+async def reach(host: str, port: int) -> None:
+    """Find out whether somebody listens there.
+
+    Raises:
+        TransportError: nobody does.
+    """
+    try:
+        async with asyncio.timeout(REACH_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError as error:  # a timeout is one, too
+        why = str(error) or f"no answer within {REACH_S:.0f} s"
+        raise TransportError(f"the broker at {host}:{port} cannot be reached: {why}") from error
+    writer.close()
 
 
 async def federate(
@@ -208,7 +247,7 @@ async def federate(
     home = settings.folder / "coordinator"
     coordinator = children.start(
         "coordinator",
-        ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, options)],
+        ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, cameras, options)],
     )
     agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings, i)]) for i in cameras.shares]
     await follow(coordinator, agents, Rounds(settings.rounds, settings.agents), watch)
@@ -217,7 +256,7 @@ async def federate(
     return summary
 
 
-def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) -> list[str]:
+def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
     flags = {
         "method": settings.method,
         "rounds": settings.rounds,
@@ -225,7 +264,7 @@ def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) ->
         "participation": settings.participation,
         "deadline-s": DEADLINE_S,
         "seed": settings.seed,
-    }
+    } | ({} if cameras.reserved is None else {"reserved": cameras.reserved})
     own = [text for name, value in options.items() for text in ("--option", f"{name}={value}")]
     return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *own]
 
@@ -299,12 +338,13 @@ async def compare(
     from fedge.models.training import Network
 
     torch.set_num_threads(1)
-    share_spent = sum(summary["selection"].values()) / (settings.rounds * len(cameras.shares))
+    participations = spent(settings, cameras, summary)
+    share_spent = sum(participations.values()) / (settings.rounds * len(cameras.shares))
     simple = await baselines.learn(
         cameras.task,
         {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
         MethodSettings(rounds=settings.rounds, participation=share_spent, seed=settings.seed),
-        summary["selection"],
+        participations,
         settings.folder / "baselines",
     )
     network = Network(cameras.task)
@@ -314,7 +354,7 @@ async def compare(
             "local_only": simple.local_only[device_id],
             "fedavg": simple.fedavg,
             "fedavg_finetuned": simple.fedavg_finetuned[device_id],
-            "best_expert": flatten(from_bytes(best_expert(bundles[device_id])), network.layout),
+            "best_expert": best_expert(bundles[device_id], network.layout),
         }
         x = apply(cameras.task, share.x_test)
         accuracy[device_id] = {
@@ -323,11 +363,34 @@ async def compare(
     return Comparison(accuracy, curve_of(simple.history))
 
 
-def best_expert(folder: Path) -> bytes:
-    """The tensors of the expert that the device chose by validation; of the global model where there are no experts."""
-    candidates = {candidate.role: candidate for candidate in manifest_of(folder).candidates}
+def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, int]:
+    """How many rounds of local training each device has done; with `local`, which has no rounds, as many as others'."""
+    if summary["selection"]:
+        return dict(summary["selection"])
+    return dict.fromkeys(cameras.shares, max(1, round(settings.rounds * settings.participation)))
+
+
+def best_expert(folder: Path, layout: Layout) -> Model:
+    """The expert that the device chose by validation; the global model where there are no experts.
+
+    From a pool of private modules (PM-MoE) no device chooses one: its own module, on what all share.
+    """
+    manifest = manifest_of(folder)
+
+    def tensors(part: bundle.Part) -> Tensors:
+        return from_bytes((folder / part.file_name).read_bytes())
+
+    if isinstance(manifest.pool, bundle.PoolInfo):
+        own = tensors(manifest.candidates[manifest.pool.own].part)
+        if manifest.pool.trunk is None:
+            return flatten(own, layout)
+        trunk = tensors(manifest.pool.trunk)
+        head = (tensor.name for tensor in layout.part(Part.HEAD).tensors)
+        added = {name: np.add(trunk[name], own[short]) for name, short in zip(head, ("weight", "bias"), strict=True)}
+        return flatten(trunk | added, layout)
+    candidates = {candidate.role: candidate for candidate in manifest.candidates}
     chosen = next(candidates[role] for role in (Role.EXPERT, Role.GLOBAL, *Role) if role in candidates)
-    return (folder / chosen.part.file_name).read_bytes()
+    return flatten(tensors(chosen.part), layout)
 
 
 async def infer(

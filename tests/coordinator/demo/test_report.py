@@ -67,6 +67,14 @@ def test_the_lead_says_whether_there_was_a_split(split: bool, words: str) -> Non
     assert words in lead(an_outcome(split=split), a_background())
 
 
+@pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "It made no clusters")])
+def test_the_lead_tells_of_no_trial_where_there_was_none(split: bool, words: str) -> None:
+    text = lead(an_outcome(split=split), a_background(method="fedepc"))
+    assert words in text
+    assert "trial" not in text
+    assert "better" not in text
+
+
 def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
     for name in ("a.html", "b.html"):
         write_report(tmp_path / name, an_outcome(), a_background())

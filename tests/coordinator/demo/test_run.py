@@ -5,11 +5,25 @@ import numpy as np
 import pytest
 
 from coordinator.demo.processes import ProcessError
-from coordinator.demo.run import DemoSettings, _coordinator_flags, broker_of, curve_of, deal, installed_bundles
-from coordinator.methods import RoundSummary
-from fedge.errors import ConfigError
-from fedge.tasks import device_data, task_spec
+from coordinator.demo.run import (
+    DemoSettings,
+    _coordinator_flags,
+    best_expert,
+    broker_of,
+    curve_of,
+    deal,
+    installed_bundles,
+    reserves,
+    spent,
+)
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, RoundSummary, make
+from fedge.broker import LocalBroker, free_port
+from fedge.errors import ConfigError, TransportError
+from fedge.messages import Sgd
+from fedge.tasks import device_data, labelled, task_spec
 from fedge.tensors import digest_of
+from tests.support.simulation import digits
 
 
 def test_a_device_gets_its_training_data_and_never_its_test_samples(tmp_path: Path) -> None:
@@ -59,15 +73,25 @@ def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> N
 
 
 def test_the_method_and_its_options_reach_the_coordinator(tmp_path: Path) -> None:
-    settings = DemoSettings(out=tmp_path, method="pm-moe")
-    flags = _coordinator_flags(settings, {"base": "dbe", "guard": False})
+    settings = DemoSettings(out=tmp_path, method="pm-moe", agents=2, samples=100)
+    flags = _coordinator_flags(settings, deal(settings), {"base": "dbe", "guard": False})
     assert flags[:2] == ["--method", "pm-moe"]
     assert flags[-4:] == ["--option", "base=dbe", "--option", "guard=False"]
 
 
-async def test_a_broker_of_the_users_own_is_only_named() -> None:
-    async with broker_of(DemoSettings(out=Path(), broker="broker.local:1884")) as (address, name):
-        assert address == name == "broker.local:1884"
+async def test_a_broker_of_the_users_own_is_only_named(broker: LocalBroker) -> None:
+    own = f"{broker.host}:{broker.port}"
+    async with broker_of(DemoSettings(out=Path(), broker=own)) as (address, name):
+        assert address == name == own
+    async with broker_of(DemoSettings(out=Path(), broker=own)):
+        pass  # it is still there
+
+
+async def test_a_broker_that_is_not_there_ends_the_demo_at_once() -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(TransportError, match=f"{address} cannot be reached: "):
+        async with broker_of(DemoSettings(out=Path(), broker=address)):
+            pass
 
 
 async def test_a_wrong_address_is_refused() -> None:
@@ -86,6 +110,46 @@ async def test_our_own_broker_runs_and_ends(tmp_path: Path) -> None:
         assert name in {"mosquitto", "amqtt"}
     with pytest.raises(OSError, match=r"."):
         await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "wanted"),
+    [("fedcoe", {}, True), ("fedcoe+ft", {}, True), ("fedepc", {"extractor": "proxy"}, True), ("fedepc", {}, False)],
+)
+def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
+    method: str, options: dict[str, str], wanted: bool, tmp_path: Path
+) -> None:
+    settings = DemoSettings(out=tmp_path, agents=3, samples=400, method=method)
+    assert reserves(method, options) is wanted
+    cameras = deal(settings, reserves=wanted)
+    assert ("--reserved" in _coordinator_flags(settings, cameras, options)) is wanted
+    dealt = sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in cameras.shares.values())
+    assert dealt == (380 if wanted else 400)
+    if wanted:
+        assert cameras.reserved is not None
+        x, y = labelled(cameras.task, cameras.reserved)
+        assert x.shape == (20, 1, 8, 8)
+        assert set(y.tolist()) == set(range(10)), "evenly over the classes"
+
+
+def test_baselines_train_as_much_as_the_method_and_where_it_has_no_rounds_as_its_budget_says(tmp_path: Path) -> None:
+    settings = DemoSettings(out=tmp_path, agents=2, samples=100, rounds=8, participation=0.75)
+    cameras = deal(settings)
+    assert spent(settings, cameras, {"selection": {"camera-0": 3, "camera-1": 5}}) == {"camera-0": 3, "camera-1": 5}
+    assert spent(settings, cameras, {"selection": {}}) == {"camera-0": 6, "camera-1": 6}
+
+
+@pytest.mark.parametrize("base", ["fedper", "lg-fedavg", "fedrod", "dbe"])
+async def test_of_a_pool_of_private_modules_the_devices_own_one_is_measured(base: str, tmp_path: Path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=150)
+    options = {"base": base, "gate_epochs": 1, "guard": False}
+    method = make("pm-moe", MethodSettings(rounds=2, sgd=Sgd(steps=5), options=options))
+    state = await run(method, method.initial(layout, first), fleet)
+    for i, worker in fleet.workers.items():
+        found = best_expert(worker.home / "bundles" / "1", layout)
+        expected = worker.personal(fleet.get(method.serves(state, i), layout))
+        x = worker.data.x_val
+        np.testing.assert_allclose(worker.logits(found, x), worker.logits(expected, x), atol=1e-4)
 
 
 def test_rounds_that_nobody_measured_are_left_out() -> None:
