@@ -151,6 +151,11 @@ def _record(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | No
         "probability": answers.probabilities.max(axis=1).tolist(),
         "weights": dict(zip(names, answers.weights.mean(axis=0).tolist(), strict=True)),
         "energies": dict(zip(names, _mean_energies(answers), strict=True)),
+        "by_sample": {
+            "probabilities": answers.probabilities.tolist(),
+            "weights": answers.weights.tolist(),
+            "energies": answers.energies.tolist(),
+        },
         "latency_ms": float(np.median(answers.calls_ms)),
         "latency_p99_ms": float(np.percentile(answers.calls_ms, 99)),
         "imported_torch": "torch" in sys.modules,

@@ -45,6 +45,8 @@ def test_json_of_an_npz_file(tmp_path, expected):
     assert list(record["weights"]) == ["private", "global", "expert-2", "expert-3", "local"]
     np.testing.assert_allclose(list(record["weights"].values()), expected["weights"].mean(axis=0), atol=1e-6)
     np.testing.assert_allclose(list(record["energies"].values()), expected["energies"].mean(axis=0), atol=1e-4)
+    for name in ("probabilities", "weights", "energies"):
+        np.testing.assert_allclose(record["by_sample"][name], expected[name], atol=1e-4)
     assert 0 < record["latency_ms"] <= record["latency_p99_ms"]
 
 
@@ -82,6 +84,7 @@ def test_a_sample_that_is_not_finite(tmp_path):
     record = json.loads(run(tmp_path / "bad.npy", "--json")[1])
     assert set(record["weights"].values()) == {0.0}
     assert set(record["energies"].values()) == {None}
+    assert set(record["by_sample"]["energies"][0]) == {None}
     assert "0.000" in run(tmp_path / "bad.npy")[1]
 
 
