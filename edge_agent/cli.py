@@ -46,7 +46,10 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     ]
     task: Annotated[
         str,
-        Meta(description="digits, mnist, fashion-mnist, image-folder, arrays, a .json, or package.module:Class."),
+        Meta(
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, or "
+            "package.module:Class."
+        ),
     ]
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
     seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0

@@ -46,10 +46,10 @@ MAX_INBOUND_BYTES: Final = 1024 * 1024
 """Our Maximum Packet Size: twice the largest chunk. Protects the memory of a small device."""
 HELD_MESSAGES: Final = 256
 HELD_BYTES: Final = 16 * 1024 * 1024
+"""What waits for one handler, at most. Only QoS 0 floods and brokers without flow control (amqtt) can exceed it."""
 PAUSE_BYTES: Final = 8 * 1024 * 1024
 """What waits for all handlers before the socket is left unread, so that TCP holds the broker back: Mosquitto 2.0.11
 keeps our Receive Maximum only until the first acknowledgement, and amqtt knows none. Read again below half of it."""
-"""What waits for one handler, at most. Only QoS 0 floods and brokers without flow control (amqtt) can exceed it."""
 LARGE_CHUNK: Final = 512 * 1024
 SMALL_CHUNK: Final = 64 * 1024
 """Chunks where the broker announces no limit: any broker takes 64 KiB."""

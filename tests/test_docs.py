@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -10,6 +12,7 @@ import click
 import pytest
 from msgspec import Struct
 
+from coordinator.options import check, method_and_options, parsed
 from fedge.messages import (
     Action,
     BlobRef,
@@ -63,6 +66,29 @@ def test_the_reference_of_the_methods_is_up_to_date() -> None:
     assert written == method_reference.reference(), (
         "make it anew: python -m tests.support.method_reference > docs/methods.md"
     )
+
+
+def examples() -> Iterator[list[str]]:
+    """The words of every `fedge` command in the documents' blocks; those of the commands' help are in docs/cli.md."""
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```console\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if re.match(r"(\S*/)?fedge ", line):
+                    yield shlex.split(line, comments=True)[1:]
+
+
+def test_every_example_is_a_command_that_there_is() -> None:
+    known = dict(commands())
+    seen = set()
+    for words in examples():
+        name = next(name for n in (2, 1) if (name := " ".join(words[:n])) in known)
+        context = known[name].make_context(name, words[len(name.split()) :])  # raises for what it does not know
+        methods = context.params.get("methods") or context.params.get("method") or ""
+        for text in filter(None, methods.split(",")):
+            method, options = method_and_options(text)
+            check(method, options | parsed(context.params.get("options") or ()))
+        seen.add(name)
+    assert seen == {name for name, found in known.items() if not isinstance(found, click.Group)}
 
 
 def test_every_refusal_is_in_the_protocol_and_no_other() -> None:
