@@ -16,7 +16,9 @@ scale   `fedge` for 20 rounds with 1,000 devices on digits: aim 10 minutes and 4
         1,797 samples; each device gets 40 that are drawn with replacement from its own Dirichlet shares of the classes,
         so devices share samples: the figures are about time and memory, not about accuracy.
 
-Run: python benchmarks/simulate.py speed --data ../shared/data | scale   [--json FILE]
+    python benchmarks/simulate.py speed --data ../shared/data [--flower] [--json FILE]
+    python benchmarks/simulate.py speed --model mlp
+    python benchmarks/simulate.py scale [--json FILE]
 """
 
 from __future__ import annotations
@@ -281,8 +283,10 @@ def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    after = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)  # the same, behind the kind
+    after.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     kinds = parser.add_subparsers(dest="kind", required=True)
-    speed = kinds.add_parser("speed")
+    speed = kinds.add_parser("speed", parents=[after])
     speed.add_argument("--data", type=Path, help="where MNIST is")
     speed.add_argument("--devices", type=int, default=100)
     speed.add_argument("--model", default="cnn_fedavg")
@@ -291,7 +295,7 @@ def main() -> None:
     speed.add_argument("--batch", type=int, default=10)
     speed.add_argument("--repeats", type=int, default=3)
     speed.add_argument("--flower", action="store_true", help="measure Flower, too, where it is installed")
-    scale = kinds.add_parser("scale")
+    scale = kinds.add_parser("scale", parents=[after])
     scale.add_argument("--devices", type=int, default=1000)
     scale.add_argument("--rounds", type=int, default=20)
     scale.add_argument("--participation", type=float, default=1.0)
