@@ -50,6 +50,17 @@ def test_channels_are_averaged_over_their_positions_at_the_last_relu():
     assert sparsity_profile(module, x).shares == pytest.approx([0.5, 0.25])
 
 
+def test_a_channel_of_one_position_is_a_unit():
+    x = np.random.default_rng(1).normal(size=(9, 3)).astype(np.float32)
+    flat, image = nn.Linear(3, 4), nn.Conv2d(3, 4, 1)
+    image.weight.data, image.bias.data = flat.weight.data[:, :, None, None], flat.bias.data
+    units = sparsity_profile(nn.Sequential(flat, nn.ReLU(), nn.Linear(4, 2)), x)
+    channels = sparsity_profile(nn.Sequential(image, nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)), x[:, :, None, None])
+    assert 0 < units.shares.mean() < 1
+    assert channels.shares == pytest.approx(units.shares)
+    assert channels.halves == pytest.approx(units.halves)
+
+
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.SiLU(), nn.LeakyReLU()])
 def test_activations_without_exact_zeros_are_refused(activation):
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), activation, nn.Linear(2, 2))
