@@ -24,6 +24,9 @@ log = logging.getLogger("fedge.deploy")
 
 MAX_OPEN: Final = 32
 """Samples that are being answered; the broker keeps the others back."""
+MAX_LEVELS: Final = 32
+"""Of the topic that an answer goes to: a broker may close the connection on a topic of more than it takes (Mosquitto:
+200), and again whenever the message is repeated."""
 EXPIRES_S: Final = 60
 """A sensor that has not fetched its answer by then has asked again."""
 
@@ -84,7 +87,7 @@ class Sensor:
 
     def _may_answer(self, topic: str) -> bool:
         """Nobody has this device write on topics of the federation that mean something else."""
-        if set(topic) & set("+#\0"):
+        if set(topic) & set("+#\0") or topic.count("/") >= MAX_LEVELS:
             return False
         ours = topic == self._answers or topic.startswith(f"{self._answers}/")
         return ours or not topic.startswith((f"{ROOT}/", "$"))

@@ -82,6 +82,10 @@ async def test_with_mqtt_5_it_answers_on_the_response_topic_with_the_correlation
         assert (message.topic, message.correlation) == (PREDICTIONS, b"8")
         assert "no answer goes to" in json.loads(message.payload)["error"]
 
+        deep = "/".join("a" * 201)  # on which Mosquitto would close the device's connection
+        await sensor.link.publish(PREDICT, body(X[:1]), response_topic=deep)
+        assert "no answer goes to" in json.loads((await sensor.answer()).payload)["error"]
+
         await sensor.link.publish(PREDICT, body(X[:1]), response_topic=f"{PREDICTIONS}/door")
         assert (await sensor.answer()).topic == f"{PREDICTIONS}/door"
 
