@@ -180,13 +180,17 @@ class Answering:
                 reason = self._unloadable = f"it cannot be loaded: {error}"
                 self._take_back()
                 raise UpdateRejected(reason) from error
-            self._allowed_ms = allowed_ms
+            self.allow(allowed_ms)
             self._take(runtime, before)
             try:
                 self._slots.started()
             finally:
                 with self._lock:
                     self._on_trial = True
+
+    def allow(self, allowed_ms: float | None) -> None:
+        """Median latency of single samples above which a bundle on trial is given up; None: any."""
+        self._allowed_ms = allowed_ms
 
     def settle(self) -> None:
         """Go back where labelled samples speak for the bundle before; confirm one on trial that has proved itself.

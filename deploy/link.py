@@ -194,6 +194,8 @@ class Link:
         self._received = BlobFolder(home / "received")  # metadata, until they are verified
         self._rollout: Rollout | None = None
         self._outcome = _read_outcome(home)
+        if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
+            answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
         self._judged: tuple[str, str] | None = None  # announcement, why not
         self._failed: tuple[str, str] | None = None  # announcement, what went wrong
         self._n_failures = 0

@@ -116,7 +116,8 @@ class Slots:
         self.parts = BlobFolder(home / "parts")
         for left in (*self._folder.glob(".unfinished-*"), *self._folder.glob(".replaced-*")):
             shutil.rmtree(left, ignore_errors=True)
-        for left in (*home.glob(".tmp-slots.json-*"), *(home / "parts").glob(".tmp-*")):
+        mine = [path for name in ("slots", "outcome", "root") for path in home.glob(f".tmp-{name}.json-*")]
+        for left in (*mine, *(home / "parts").glob(".tmp-*")):
             left.unlink(missing_ok=True)
         self.state = self._load()
 
@@ -339,6 +340,9 @@ class Slots:
             named |= {part.digest for part in manifest.files.values()}
         for digest in set(self.parts) - named:
             self.parts.remove(digest)
+        for kind in ("part", "ranges"):  # of transfers that were given up
+            for left in self.parts.path("").glob(f"*.{kind}"):
+                left.unlink(missing_ok=True)
 
 
 def _remembered(refused: Mapping[str, str], digest: str, reason: str) -> dict[str, str]:

@@ -2,20 +2,26 @@
 
 import asyncio
 import contextlib
+import shutil
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.answering import Answering
+from deploy.answering import LATENCY_WINDOW, Answering
 from deploy.examination import Limits
 from deploy.link import (
     MAX_ALL_METADATA_BYTES,
+    MAX_RELEASE_BYTES,
     RETRY_CAP_S,
     RETRY_S,
+    SPARE_DISK_BYTES,
     Do,
     Link,
+    Outcome,
     Situation,
     announced,
     announcement,
@@ -26,8 +32,8 @@ from deploy.link import (
 )
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
-from fedge.errors import StoreError
-from fedge.messages import BlobRef, Phase, Rollout, RolloutState
+from fedge.errors import StoreError, UpdateRejected
+from fedge.messages import BlobRef, Phase, Quality, Rollout, RolloutState
 from fedge.tensors import digest_of
 
 from .bundles import other_gate, poor_gate, variant
@@ -242,6 +248,39 @@ async def test_what_cannot_be_trusted_piles_up_no_files(home):
             async with asyncio.timeout(0.2):
                 await link._step()  # nobody sends it
         assert {path.name.split(".")[0] for path in received.iterdir()} == {wanted.digest}
+
+
+def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tmp_path):
+    from .bundles import GOLDEN, digest
+
+    new = variant(tmp_path / "new", release=2, gate=other_gate)
+    slots = Slots(home)
+    slots.stage(slots.take_in(new))
+    slots.switch()
+    seen = Outcome(digest=digest(new), switched=True, before=Quality(n=1, latency_ms=0.0))
+    (home / "outcome.json").write_bytes(msgspec.json.encode(seen))
+    answering = Answering(slots, Limits())
+    Link("pi", "test", home, slots, answering, Limits(latency_ratio=1, latency_slack_ms=0))
+
+    with np.load(GOLDEN.parent / "expected.npz") as arrays:
+        for _ in range(LATENCY_WINDOW):
+            answering.predict(arrays["x"][:1])
+
+    assert answering.runtime.manifest.release == 1
+    assert slots.state.refused[digest(new)].startswith("latency: ")
+
+
+async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_measure_is_refused(home, monkeypatch):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+
+    free = shutil.disk_usage(home).free
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=min(free, SPARE_DISK_BYTES + 10)))
+    link._require_room(10)
+    with pytest.raises(StoreError, match=r"^disk: 11 bytes"):
+        link._require_room(11)
+    with pytest.raises(UpdateRejected, match=r"^oversized: "):
+        link._require_room(MAX_RELEASE_BYTES + 1)
 
 
 async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import sys
-import warnings
 
 import pytest
 
@@ -13,6 +11,7 @@ from fedge.bundle import MANIFEST, SKELETON, decode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 
 from .bundles import digest, other_gate, variant
+from .power import in_a_process_cut_off_at
 
 pytestmark = pytest.mark.torch_free
 
@@ -130,6 +129,17 @@ def test_the_store_holds_what_the_slots_name_and_nothing_else(tmp_path, first, s
     assert set(slots.parts) == {part.digest for part in (manifest.skeleton, *manifest.parts)}
 
 
+def test_what_came_of_a_transfer_that_was_given_up_goes_when_the_next_bundle_is_good(tmp_path, first, second):
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    for kind in ("part", "ranges"):
+        slots.parts.path(f"{'a' * 64}.{kind}").write_bytes(b"1")
+
+    install(slots, second)
+
+    assert {path.name for path in (tmp_path / "home" / "parts").iterdir()} == set(slots.parts)
+
+
 def test_a_part_that_was_altered_in_the_store_is_not_staged(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
@@ -194,38 +204,6 @@ def test_file_systems_without_hard_links_hold_copies(tmp_path, first, second, mo
 
 # ------------------------------------------------------------------------------------------------------ power cuts
 
-CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "open", "os.truncate")
-
-
-def in_a_process_cut_off_at(change, work):
-    """Do `work` in a process that ends, without any clean-up, just before its change of the disk number `change`.
-
-    Returns whether it was cut off.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, which this child never meets
-        child = os.fork()
-    if child == 0:
-        left = change
-
-        def cut(event, arguments):
-            nonlocal left
-            if event in CHANGES and not (event == "open" and not _writes(arguments)):
-                if left == 0:
-                    os._exit(9)
-                left -= 1
-
-        try:
-            sys.addaudithook(cut)
-            work()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
-def _writes(arguments):
-    return isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-
 
 def leftovers(home):
     return [path for path in home.rglob("*") if path.name.startswith(".")]
@@ -238,6 +216,11 @@ def update(home, folder):
     slots.confirm()
 
 
+def take_back(home, folder):
+    update(home, folder)
+    Slots(home).go_back("aborted")
+
+
 def give_up(home, folder):
     slots = Slots(home)
     slots.stage(slots.take_in(folder))
@@ -245,7 +228,7 @@ def give_up(home, folder):
     slots.roll_back("worse")
 
 
-@pytest.mark.parametrize("work", [update, give_up])
+@pytest.mark.parametrize("work", [update, give_up, take_back])
 def test_a_power_cut_at_any_point_leaves_a_whole_bundle_that_answers(tmp_path, first, second, work):
     before = tmp_path / "before"
     install(Slots(before), first)
@@ -260,7 +243,7 @@ def test_a_power_cut_at_any_point_leaves_a_whole_bundle_that_answers(tmp_path, f
         slots = Slots(home)
         on_trial = slots.state.trial is not None
         seen.add((release_of(slots.running), on_trial))
-        assert release_of(slots.good) in ({1, 2} if work is update and not on_trial else {1})
+        assert release_of(slots.good) in ({1} if work is give_up or on_trial else {1, 2})
         assert release_of(slots.running) == (2 if on_trial else release_of(slots.good))
         assert not leftovers(home)
         if not on_trial and digest(second) not in slots.state.refused:  # the next attempt brings it to its end
@@ -274,7 +257,7 @@ def test_a_power_cut_at_any_point_leaves_a_whole_bundle_that_answers(tmp_path, f
         change += 1
 
     assert change > 15
-    assert seen == ({(1, False), (2, True), (2, False)} if work is update else {(1, False), (2, True)})
+    assert seen == ({(1, False), (2, True)} if work is give_up else {(1, False), (2, True), (2, False)})
 
 
 def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, second, monkeypatch):
@@ -353,7 +336,8 @@ def test_what_others_are_writing_into_the_folder_is_left_alone(tmp_path):
     home = tmp_path / "home"
     Slots(home)
     (home / ".tmp-validation.npz-x").write_bytes(b"of the agent, just now")
-    (home / ".tmp-slots.json-x").write_bytes(b"cut off")
+    for name in ("slots", "outcome", "root"):
+        (home / f".tmp-{name}.json-x").write_bytes(b"cut off")
 
     Slots(home)
 

@@ -5,14 +5,17 @@ Each asserts what the device trusts afterwards: a refused state leaves the one b
 
 import json
 import os
+import shutil
 import time
 
 import pytest
+from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
 from deploy.trust import MAX_METADATA_BYTES, Trust, install_root
 from fedge.errors import ConfigError, UpdateRejected
 
+from .power import in_a_process_cut_off_at
 from .repository import PAST, Simulator
 
 pytestmark = pytest.mark.torch_free
@@ -68,6 +71,11 @@ def test_basic_refresh_requests(home, server):
     assert Trust(home).manifest({name: server.files[name] for name in needed}, "1/manifest.json") == b"release 1"
 
 
+def test_implicit_refresh(home, server):
+    refused(home, server, "unknown", "nonexistent artifact", changes=True)
+    assert versions(home) == {"root": 1, "timestamp": 2, "snapshot": 2, "targets": 2}
+
+
 def test_invalid_initial_root(tmp_path, server):
     for junk in (b"", b"{}", b"[", server.files["timestamp.json"], b'{"signed": {}, "signatures": []}'):
         with pytest.raises(ConfigError, match="no root of trust"):
@@ -88,6 +96,21 @@ def test_unsigned_metadata(home, server, role):
     server.release(2)
     refused(home, server, "forged", "2/manifest.json", changes=role != "timestamp")
     assert versions(home)[role] == 2
+
+
+def test_new_targets_version_mismatch(home, server):
+    get(home, server)
+    server.add("2/manifest.json", b"release 2")
+    server.targets.version += 1
+    server.files["3.targets.json"] = server.signed(server.targets)  # the snapshot does not name it
+    refused(home, server, "unknown", "2/manifest.json")
+
+
+def test_new_snapshot_version_mismatch(home, server):
+    server.snapshot.version += 1
+    server.files["2.snapshot.json"] = server.signed(server.snapshot)
+    refused(home, server, "rollback", changes=True)
+    assert versions(home) == {"root": 1, "timestamp": 2}
 
 
 @pytest.mark.parametrize("role", ["root", "snapshot", "targets"])
@@ -266,6 +289,19 @@ def test_snapshot_has_too_few_keys(home, server):
     refused(home, server, "forged", "2/manifest.json", changes=True)
 
 
+def test_duplicate_keys_root(home, server):
+    """One key named often is one key."""
+    get(home, server)
+    signer = server.new_key("snapshot")
+    for _ in range(9):
+        server.root.add_key(signer.public_key, "snapshot")
+    server.root.roles["snapshot"].threshold = 6
+    server.next_root()
+    server.release(2)
+    refused(home, server, "forged", "2/manifest.json", changes=True)
+    assert versions(home)["snapshot"] == 2
+
+
 def test_duplicate_sig_keyids(home, server):
     get(home, server)
     server.new_key("timestamp")
@@ -306,19 +342,32 @@ def test_new_timestamp_version_rollback(home, server):
     refused(home, server, "rollback")
 
 
-def test_snapshot_rollback(home, server):
+def test_simple_snapshot_rollback(home, server):
     server.release(2)
     get(home, server, "2/manifest.json")
+    server.snapshot.version -= 1
+    server.files["3.snapshot.json"] = server.signed(server.snapshot)
+    assert get(home, server, "2/manifest.json") == b"release 2"  # it has the one that the timestamp names
+    assert versions(home)["snapshot"] == 3
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+def test_snapshot_rollback(home, server, hashes):
+    server.add("2/manifest.json", b"release 2")
+    server.publish(hashes=hashes)
+    get(home, server, "2/manifest.json")
     server.snapshot.version = 1
-    server.publish(bump=("timestamp",))
+    server.publish(bump=("timestamp",), hashes=hashes)
     refused(home, server, "rollback", "2/manifest.json")
 
 
-def test_targets_rollback(home, server):
-    server.release(2)
+@pytest.mark.parametrize("hashes", [False, True])
+def test_targets_rollback(home, server, hashes):
+    server.add("2/manifest.json", b"release 2")
+    server.publish(hashes=hashes)
     get(home, server, "2/manifest.json")
     server.targets.version = 1
-    server.publish(bump=("snapshot", "timestamp"))
+    server.publish(bump=("snapshot", "timestamp"), hashes=hashes)
     refused(home, server, "rollback", "2/manifest.json", changes=True)
     assert versions(home)["targets"] == 3
 
@@ -366,12 +415,62 @@ def test_mix_and_match(home, server):
 # -------------------------------------------------------------------------------------- test_updater_key_rotations
 
 
-def test_root_rotation(home, server):
-    old = server.drop_keys("root")
-    server.new_key("root")
-    server.next_root(*old)
-    get(home, server)
-    assert versions(home)["root"] == 2
+FIVE = [0, 1, 2, 3, 4]
+ONE_OTHER = [0, 1, 3, 4, 5]
+FIVE_OTHERS = [5, 6, 7, 8, 9]
+ROOTS = {  # of each root its keys, how many must sign, and who does; whether the last one is believed
+    "1-of-1": ([([1], 1, [1]), ([2], 1, [2, 1]), ([2], 1, [2])], True),
+    "1-of-1, unused signatures": ([([1], 1, [3, 1, 4]), ([2], 1, [3, 2, 1, 4]), ([2], 1, [3, 2, 4])], True),
+    "1-of-1, not signed with old key": ([([1], 1, [1]), ([2], 1, [2, 3, 4])], False),
+    "1-of-1, not signed with new key": ([([1], 1, [1]), ([2], 1, [1, 3, 4])], False),
+    "3-of-5, different key combos": ([(FIVE, 3, sigs) for sigs in ([0, 2, 4], [0, 4, 1], [0, 1, 3])], True),
+    "3-of-5, one key rotated": ([(FIVE, 3, [0, 2, 4]), (ONE_OTHER, 3, [0, 4, 1])], True),
+    "3-of-5, one key, with a step between": (
+        [(FIVE, 3, [0, 2, 4]), (ONE_OTHER, 3, [0, 2, 4, 5]), (ONE_OTHER, 3, [0, 4, 5])],
+        True,
+    ),
+    "3-of-5, all keys, with a step between": (
+        [(FIVE, 3, [0, 2, 4]), (FIVE_OTHERS, 3, [0, 2, 4, 5, 6, 7]), (FIVE_OTHERS, 3, [5, 6, 7])],
+        True,
+    ),
+    "3-of-5, not signed with 3 new keys": ([(FIVE, 3, [0, 2, 4]), (ONE_OTHER, 3, [0, 2, 4])], False),
+    "3-of-5, not signed with 3 old keys": ([(FIVE, 3, [0, 2, 4]), (ONE_OTHER, 3, [0, 4, 5])], False),
+    "threshold up": ([([1, 2, 3], 1, [1]), ([1, 2, 3], 2, [1, 2])], True),
+    "threshold up, new one not reached": ([([1, 2, 3], 1, [1]), ([1, 2, 3], 2, [2])], False),
+    "threshold and keys up": ([([1], 1, [1]), ([1, 2], 2, [1, 2])], True),
+    "threshold down": ([([1, 2, 3], 2, [1, 2]), ([1, 2, 3], 1, [1, 2]), ([1, 2, 3], 1, [1])], True),
+    "threshold down, old one not reached": ([([1, 2, 3], 2, [1, 2]), ([1, 2, 3], 1, [1])], False),
+}
+
+
+def given_keys(server, role, signers, keys, threshold, sigs):
+    """Who may sign for a role from the next root on, and who does."""
+    server.root.roles[role].keyids.clear()
+    server.root.roles[role].threshold = threshold
+    for key in keys:
+        server.root.add_key(signers[key].public_key, role)
+    server.signers[role] = [signers[key] for key in sigs]
+
+
+@pytest.fixture(scope="module")
+def signers():
+    return [CryptoSigner.generate_ed25519() for _ in range(10)]
+
+
+@pytest.mark.parametrize("case", ROOTS)
+def test_root_rotation(tmp_path, server, signers, case):
+    roots, believed = ROOTS[case]
+    for version, root in enumerate(roots, 1):
+        given_keys(server, "root", signers, *root)
+        server.root.version = version
+        server.sign_root()
+    install_root(tmp_path, server.files["1.root.json"])
+
+    if believed:
+        assert get(tmp_path, server) == b"release 1"
+    else:
+        refused(tmp_path, server, "forged", changes=True)
+    assert versions(tmp_path)["root"] == len(roots) - (not believed)
 
 
 def test_root_rotation_that_the_old_key_has_not_signed(home, server):
@@ -393,7 +492,32 @@ def test_root_rotation_by_a_key_that_was_revoked(home, server):
 
 
 @pytest.mark.parametrize("role", ["timestamp", "snapshot", "targets"])
-def test_non_root_rotations(home, server, role):
+@pytest.mark.parametrize(
+    ("keys", "threshold", "sigs", "believed"),
+    [
+        ([2], 1, [2], True),
+        ([1], 1, [3, 1, 4], True),
+        ([2], 1, [1, 3, 4], False),
+        (ONE_OTHER, 3, [0, 2, 4], False),
+        (ONE_OTHER, 3, [0, 4], False),
+        *((FIVE, 3, sigs, True) for sigs in ([0, 2, 4], [0, 4, 1], [0, 1, 3], [1, 2, 3], [2, 3, 4])),
+    ],
+)
+def test_non_root_rotations(home, server, signers, role, keys, threshold, sigs, believed):
+    get(home, server)
+    given_keys(server, role, signers, keys, threshold, sigs)
+    server.next_root()
+    server.release(2)
+
+    if believed:
+        assert get(home, server, "2/manifest.json") == b"release 2"
+    else:
+        refused(home, server, "forged", "2/manifest.json", changes=True)
+    assert versions(home)[role] == 2 + believed
+
+
+@pytest.mark.parametrize("role", ["timestamp", "snapshot", "targets"])
+def test_a_key_that_was_replaced_counts_no_more(home, server, role):
     get(home, server)
     old = server.drop_keys(role)
     server.new_key(role)
@@ -434,6 +558,26 @@ def test_everything_is_on_the_disk_when_the_manifest_is_handed_out(home, server,
 
     trust = home / "trust"
     assert {p.stat().st_ino for p in (trust, *trust.rglob("*.json"))} <= forced
+
+
+def test_a_power_cut_while_another_root_is_installed_leaves_one_of_the_two(home, server, tmp_path):
+    get(home, server)
+    other = Simulator()
+    other.release(1, b"theirs")
+    change, seen = 0, set()
+    while True:
+        copy = shutil.copytree(home, tmp_path / f"copy{change}", ignore=shutil.ignore_patterns("copy*"))
+        was_cut = in_a_process_cut_off_at(change, lambda: install_root(copy, other.files["1.root.json"]))  # noqa: B023
+        theirs = (copy / "root.json").read_bytes() == other.files["1.root.json"]
+        seen.add(theirs)
+        mine, stranger = (other, server) if theirs else (server, other)
+        refused(copy, stranger, "forged", changes=True)
+        assert get(copy, mine) == (b"theirs" if theirs else b"release 1")
+        if not was_cut:
+            break
+        change += 1
+    assert theirs
+    assert seen == {False, True}
 
 
 def test_a_clock_that_was_lost_cannot_tell_what_has_expired(home, server):
