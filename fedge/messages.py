@@ -593,8 +593,8 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     n: Count  # validation samples
     accuracy: Share | None = None  # on labelled validation samples
-    gate_entropy: NonNegative | None = None  # mean over samples, nats
-    free_energy: float | None = None  # mean over samples, in deviations from the bundle's reference
+    gate_entropy: float | None = None  # mean over samples, in deviations from the bundle's reference
+    free_energy: float | None = None  # the same
     latency_ms: NonNegative | None = None  # median of single samples
 
 

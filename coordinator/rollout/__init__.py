@@ -53,10 +53,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     soak_s: NonNegative = 60.0  # how long all must be well before the next stage
     absent_s: NonNegative = 600.0  # a device that is silent for so long is not waited for
     max_failures: Share = 0.05  # of a stage's devices, after the first stage
-    accuracy_drop: NonNegative = 0.01  # mean over the devices that run it
+    accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if so few samples cannot tell
     latency_ratio: NonNegative = 1.5  # of the mean latencies
     latency_slack_ms: NonNegative = 1.0  # on top
     free_energy_shift: NonNegative = 1.0  # mean, in deviations of the bundles' validation samples
+    gate_entropy_shift: NonNegative = 1.0  # the same of the gate's entropy
     temperature_c: float = 85.0  # mean over the devices that run it
 
 
@@ -117,9 +118,14 @@ def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
 
 
 def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> float:
-    """The stage's share, or as much as it takes that one device which is there takes part: no stage proves nothing."""
+    """The stage's share, or as much as it takes that one device which is there takes part: no stage proves nothing.
+
+    One that fell silent while it ran the release counts as there: no other is put at risk in its place.
+    """
     share = max(plan.stages[progress.stage], progress.share)
-    there = [device for device in fleet if not _absent(plan, progress, fleet[device], now)]
+    there = [
+        device for device, seen in fleet.items() if runs(plan, seen.health) or not _absent(plan, progress, seen, now)
+    ]
     if plan.canaries or not there:
         return share
     first = min(place(plan.id, device) for device in there)
@@ -165,7 +171,7 @@ def _measured(plan: Plan, healths: list[Health]) -> list[str]:
     pairs = [(h.before, h.now) for h in there if h.before is not None and h.now is not None]
     found = []
     accuracy = _means(pairs, lambda quality: quality.accuracy)
-    if accuracy is not None and accuracy[1] - accuracy[0] < -plan.accuracy_drop:
+    if accuracy is not None and accuracy[0] - accuracy[1] > max(plan.accuracy_drop, _accuracy_error(pairs)):
         found.append(f"accuracy: {accuracy[1]:.3f} on average, {accuracy[0]:.3f} before")
     latency = _means(pairs, lambda quality: quality.latency_ms)
     if latency is not None and latency[1] > plan.latency_ratio * latency[0] + plan.latency_slack_ms:
@@ -173,6 +179,9 @@ def _measured(plan: Plan, healths: list[Health]) -> list[str]:
     free = _means(pairs, lambda quality: quality.free_energy)
     if free is not None and abs(free[1] - free[0]) > plan.free_energy_shift:
         found.append(f"free energy: {free[1]:.2f} on average, {free[0]:.2f} before")
+    entropy = _means(pairs, lambda quality: quality.gate_entropy)
+    if entropy is not None and abs(entropy[1] - entropy[0]) > plan.gate_entropy_shift:
+        found.append(f"gate entropy: {entropy[1]:.2f} on average, {entropy[0]:.2f} before")
     warm = [health.temperature_c for health in there if health.temperature_c is not None]
     if warm and sum(warm) / len(warm) > plan.temperature_c:
         found.append(f"temperature: {sum(warm) / len(warm):.0f} C on average")
@@ -187,6 +196,20 @@ def _means(pairs: list[tuple[Quality, Quality]], of: Callable[[Quality], float |
     return sum(was for was, _ in both) / len(both), sum(now for _, now in both) / len(both)
 
 
+def _accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
+    """Standard error of the mean difference of accuracy over devices, at most.
+
+    That is as if the two bundles, each right with probability p, erred independently: a device with n samples has the
+    variance 2 p (1 - p) / n.
+    """
+    variances = []
+    for was, now in pairs:
+        if was.accuracy is not None and now.accuracy is not None:
+            p = (was.accuracy + now.accuracy) / 2
+            variances.append(2 * p * (1 - p) / max(now.n, 1))
+    return math.sqrt(sum(variances)) / max(len(variances), 1)
+
+
 def _has_failed(plan: Plan, health: Health) -> bool:
     return health.rollout == plan.id and health.phase in {Phase.REFUSED, Phase.ROLLED_BACK}
 
@@ -198,7 +221,7 @@ def _is_on_its_way(plan: Plan, health: Health) -> bool:
 
 def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
     """Whether a device is not to be waited for: it is silent, or cannot fetch the release, for too long."""
-    if runs(plan, seen.health):
+    if runs(plan, seen.health) and seen.health.phase is Phase.SERVING:
         return False
     heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)
     return now - heard > plan.absent_s

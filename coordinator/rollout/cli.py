@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -87,12 +88,19 @@ def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flag
       fedge rollout start releases 5/manifest.json --config fleet.toml --stages 0.05,0.25,1 --soak-s 3600 --json
 
     \b
-    Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, or another rollout is under way, 3 the broker refuses
-    us, 4 the disk is full or broken, 130 stopped.
+    Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, its signatures have expired, or another rollout is
+    under way, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click needs the character itself
     settings = resolve(RolloutSettings, "rollout", config, flags)
     broker = settings.at(settings.broker)
-    release = Release(Repository(repo), repo, target)
+    repository = Repository(repo)
+    release = Release(repository, repo, target)
+    expired = [role for role, date in repository.expiries().items() if date <= datetime.now(UTC)]
+    if expired:
+        raise ConfigError(
+            f"the signatures of {', '.join(expired)} have expired, and devices would refuse the release: "
+            f"`fedge release renew {repo}` first"
+        )
     plan = plan_of(settings, target, release)
     folder = Folder(repo)
     with folder.supervised():

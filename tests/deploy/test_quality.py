@@ -31,23 +31,24 @@ def test_a_bundle_is_measured_by_what_it_predicts(samples):
     assert found.quality.accuracy == pytest.approx(1 - 1 / n)
     assert list(found.correct) == [False] + [True] * (n - 1)
     assert found.quality.free_energy is None  # the golden bundle has no reference to compare with
-    assert found.quality.gate_entropy == pytest.approx(gate_entropy(wanted.weights).mean())
+    assert found.quality.gate_entropy is None
     assert found.quality.latency_ms > 0
     assert found.finite
 
 
-def test_free_energy_is_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):
+def test_energy_and_entropy_are_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):
     wanted = load(GOLDEN).predict(samples)
-    free = free_energy(wanted.weights, wanted.energies)
+    free, entropy = free_energy(wanted.weights, wanted.energies), gate_entropy(wanted.weights)
     reference = {
-        "n": 50, "free_energy_mean": float(free.mean()) - 1.0, "free_energy_std": 0.5, "gate_entropy_mean": 0.0,
-        "gate_entropy_std": 1.0, "outlier_above": 9.0,
+        "n": 50, "free_energy_mean": float(free.mean()) - 1.0, "free_energy_std": 0.5,
+        "gate_entropy_mean": float(entropy.mean()) + 0.3, "gate_entropy_std": 0.1, "outlier_above": 9.0,
     }  # fmt: skip
     runtime = load(variant(tmp_path / "1", release=1, reference=reference))
 
     found = measure(runtime, Validation(inputs_of(runtime, samples), None))
 
     assert found.quality.free_energy == pytest.approx(2.0)
+    assert found.quality.gate_entropy == pytest.approx(-3.0)
 
 
 def inputs_of(runtime, samples):

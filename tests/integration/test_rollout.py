@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import sys
 from asyncio.subprocess import Process
@@ -226,11 +227,15 @@ async def test_a_device_that_was_off_catches_up(broker, tmp_path, repo, old, new
             await done.wait()
         assert release_of(homes[order[-1]]) == 1
         assert not supervising.done()
+        for role in ("timestamp", "targets", "root"):  # meanwhile all keys are new
+            Repository(repo).rotate(role)
+        await until(lambda: "4.root.json" in release.metadata)
         await fleet(stack, broker, {order[-1]: homes[order[-1]]})
         ended = await supervising
 
     assert ended.state is RolloutState.DONE
     assert {release_of(home) for home in homes.values()} == {2}
+    assert json.loads((homes[order[-1]] / "trust" / "root.json").read_bytes())["signed"]["version"] == 4
 
 
 async def test_an_aborted_rollout_is_taken_back(broker, tmp_path, repo, old, new) -> None:
@@ -263,6 +268,36 @@ async def test_a_paused_rollout_waits(broker, tmp_path, repo, old, new) -> None:
         assert (await supervising).state is RolloutState.DONE
 
     assert release_of(homes["cam0"]) == 2
+
+
+async def test_paused_in_the_middle_of_a_transfer_it_goes_on_when_it_is_resumed(
+    broker, tmp_path, repo, old, new
+) -> None:
+    home = prepare(tmp_path / "cam0", old, Repository(repo).root())
+    release, plan = plan_of(repo, new)
+    gate = read(new).manifest.gate.digest
+    part, hidden = Repository(repo).parts.path(gate), tmp_path / "hidden"
+    part.rename(hidden)  # so that the transfer lasts
+    phases: list[Phase] = []
+
+    def observe(event: str, fields: dict) -> None:
+        if event == "device":
+            phases.append(fields["phase"])
+
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, {"cam0": home})
+        supervising = asyncio.create_task(rolled_out(broker, repo, release, plan, observe))
+        await until(lambda: phases[-1:] == [Phase.FETCHING])
+        Folder(repo).ask(Request.PAUSE)
+        await until(lambda: phases == [Phase.SERVING, Phase.FETCHING, Phase.SERVING])
+        assert Folder(repo).read().progress.state is RolloutState.PAUSED
+        hidden.rename(part)
+        assert (release_of(home), state_of(home).trial) == (1, None)
+        assert not (home / "parts" / gate).exists()
+        Folder(repo).ask(Request.RESUME)
+        assert (await supervising).state is RolloutState.DONE
+
+    assert release_of(home) == 2
 
 
 # ------------------------------------------------------------------------------------------------------- kill -9
@@ -414,6 +449,26 @@ def oversized(simulator, bundle, liar):
     return simulator.files, offered(simulator, bundle(6), liar), {"size": 2**21}
 
 
+def too_large(simulator, bundle, liar):
+    manifest = json.loads((bundle(6) / "manifest.json").read_bytes())
+    manifest["gate"] = {"digest": "f" * 64, "size_bytes": 2**33}
+    simulator.release(6, json.dumps(manifest).encode())
+    return simulator.files, 6, {}
+
+
+def mixed(simulator, bundle, liar):
+    number = offered(simulator, bundle(6), liar)
+    other = (bundle(8) / "manifest.json").read_bytes()
+    return {f"6/{digest_of(other)}.manifest.json": other} | simulator.files, number, {}
+
+
+def other_architecture(simulator, bundle, liar):
+    folder = bundle(6)
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"hidden": 16', '"hidden": 17', 1))
+    return simulator.files, offered(simulator, folder, liar), {}
+
+
 def other_task(simulator, bundle, liar):
     folder = bundle(6)
     text = (folder / "manifest.json").read_text()
@@ -435,8 +490,11 @@ def other_schema(simulator, bundle, liar):
         (older, Phase.REFUSED, "rollback"),
         (altered_part, Phase.FAILED, "digest"),
         (altered_manifest, Phase.REFUSED, "missing"),
+        (mixed, Phase.REFUSED, "mix-and-match"),
         (oversized, Phase.REFUSED, "endless-data"),
+        (too_large, Phase.REFUSED, "oversized"),
         (other_task, Phase.REFUSED, "task"),
+        (other_architecture, Phase.REFUSED, "task"),
         (other_schema, Phase.REFUSED, "schema"),
     ],
 )
@@ -456,10 +514,14 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
         assert (health.phase, health.reason.split(":")[0], health.release) == (phase, reason, 5)
         assert answering.runtime.digest == digest(first)
         assert release_of(home) == 5
+        state = state_of(home)
+        assert (state.good, state.trial, state.highest_release) == (state.running, None, 5)
+        assert not list((home / "received").iterdir())
         if attack is oversized:
             assert liar.wanted == set()
-        if attack is not altered_part:
-            assert sorted(path.name for path in (home / "parts").iterdir()) == before
+        assert "f" * 64 not in liar.wanted
+        kept = sorted(path.name for path in (home / "parts").iterdir())
+        assert [name for name in kept if attack is not altered_part or len(name) == 64] == before  # it tries again
 
         simulator.timestamp.expires = LATER  # and the truth is believed afterwards
         number = offered(simulator, variant(tmp_path / "truth", release=7, gate=other_gate), liar)

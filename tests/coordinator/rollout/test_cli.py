@@ -1,6 +1,7 @@
 """`fedge rollout` without a broker: plans, requests, status. With one: tests/integration/test_rollout.py."""
 
 import json
+from datetime import timedelta
 
 import pytest
 from click.testing import CliRunner
@@ -9,7 +10,7 @@ from coordinator.rollout import Plan, Progress
 from coordinator.rollout.cli import RolloutSettings, plan_of, rollout
 from coordinator.rollout.folder import Folder, Line, Record, Request
 from coordinator.rollout.service import Release
-from export.signing import Repository
+from export.signing import LIFETIMES, Repository
 from fedge.errors import ConfigError
 from fedge.messages import Phase, RolloutState
 from tests.deploy.bundles import variant
@@ -92,6 +93,16 @@ def test_requests(repo, request_):
 def test_without_a_rollout(tmp_path, command):
     with pytest.raises(ConfigError, match="fedge rollout start"):
         run(command, tmp_path)
+
+
+def test_a_release_whose_signatures_have_expired_is_not_begun(tmp_path, monkeypatch):
+    monkeypatch.setitem(LIFETIMES, "timestamp", timedelta(days=-1))
+    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+
+    with pytest.raises(ConfigError, match=r"timestamp have expired.*fedge release renew"):
+        run("start", tmp_path / "repo", "2/manifest.json", "--broker", "localhost:1", "--federation", "f")
+
+    assert Folder(tmp_path / "repo").read() is None
 
 
 def test_start_needs_a_repository(tmp_path):

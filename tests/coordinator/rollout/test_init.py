@@ -114,6 +114,9 @@ def quality(**others):
         (quality(free_energy=0.0), quality(free_energy=0.9), None),
         (quality(free_energy=0.0), quality(free_energy=-1.1), "free energy"),
         (quality(free_energy=0.0), quality(free_energy=1.1), "free energy"),
+        (quality(gate_entropy=0.2), quality(gate_entropy=1.1), None),
+        (quality(gate_entropy=0.2), quality(gate_entropy=-0.9), "gate entropy"),
+        (quality(gate_entropy=0.2), quality(gate_entropy=1.3), "gate entropy"),
         (quality(), quality(accuracy=0.1), None),
         (None, quality(accuracy=0.1), None),
     ],
@@ -129,6 +132,16 @@ def test_one_device_that_gets_worse_is_weighed_with_those_that_get_better():
     worse = {"before": quality(accuracy=0.8), "now": quality(accuracy=0.79)}
     devices = fleet(N_SECOND, **better) | {DEVICES[0]: seen(DEVICES[0], **worse)}
     assert decide(PLAN, in_stage(1), devices, 1.0).state is RUNNING
+
+
+@pytest.mark.parametrize(("n", "lost", "stops"), [(50, 1, False), (50, 5, True), (100, 2, False), (2000, 30, True)])
+def test_what_a_single_canary_loses_by_chance_stops_nothing(n, lost, stops):
+    measured = {
+        "before": Quality(n=n, accuracy=0.95),
+        "now": Quality(n=n, accuracy=0.95 - lost / n),
+    }
+    devices = fleet(0) | {DEVICES[0]: seen(DEVICES[0], **measured)}
+    assert (decide(PLAN, in_stage(0), devices, 1.0).state is ABORTED) is stops
 
 
 def test_heat_stops_it():
@@ -148,6 +161,18 @@ def test_a_silent_one_only_so_long_as_agreed():
     devices = fleet(N_SECOND, at=90.0) | {DEVICES[0]: seen(DEVICES[0], new=False, at=0.0)}
     assert decide(PLAN, in_stage(1), devices, 99.0).good_since is None
     assert decide(PLAN, in_stage(1), devices, 101.0).good_since == 101.0
+
+
+def test_one_that_fell_silent_on_trial_is_no_reason_to_wait_for_ever_nor_to_put_others_at_risk():
+    silent = seen(DEVICES[0], Phase.TRIAL, at=0.0)
+    devices = fleet(N_SECOND, at=90.0) | {DEVICES[0]: silent}
+    assert decide(PLAN, in_stage(1), devices, 99.0).good_since is None
+    assert decide(PLAN, in_stage(1), devices, 101.0).good_since == 101.0
+
+    alone = fleet(0, at=200.0) | {DEVICES[0]: silent}
+    progress = decide(replace(PLAN, stages=(0.0, 1.0)), BEGIN, alone, 201.0)
+    assert members(PLAN, progress, alone) == [DEVICES[0]]
+    assert progress.good_since is None  # nobody else has proved anything
 
 
 def test_one_that_cannot_fetch_it_is_not_waited_for_for_ever_though_it_speaks():
