@@ -55,6 +55,16 @@ def test_labels_are_not_needed(tmp_path, expected):
     assert json.loads(run(tmp_path / "test.npz", "--json", "--batch", 5, "--repeat", 2)[1])["accuracy"] is None
 
 
+def test_it_says_how_the_bundle_was_run(tmp_path, expected):
+    np.save(tmp_path / "x.npy", expected["x"])
+    record = json.loads(run(tmp_path / "x.npy", "--json", "--mode", "shift", "--provider", "CPUExecutionProvider")[1])
+    assert (record["engine"], record["mode"], record["providers"]) == ("fused", "shift", ["CPUExecutionProvider"])
+    assert np.abs(np.array(list(record["weights"].values())) - expected["weights"].mean(axis=0)).max() > 0.01
+    for wrong in (("--provider", "NobodysProvider"), ("--engine", "int8")):
+        with pytest.raises(ConfigError, match=wrong[1]):
+            run(tmp_path / "x.npy", *wrong)
+
+
 def test_several_inputs_of_all_kinds(tmp_path, expected):
     np.save(tmp_path / "one.npy", expected["x"][0])
     np.save(tmp_path / "all.npy", expected["x"])

@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("torch", reason="bundles are written with it")
 
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deploy
+from deploy.cli import infer
 from deploy.engines import LARGE_PART_BYTES, NEGLIGIBLE, chosen
 from export import GateWeights, Guard
 from fedge.bundle import BRANCH, MANIFEST, read
@@ -120,6 +122,14 @@ def test_lazy_runs_less():
         assert np.isnan(outputs(sure, inputs(N), engine="lazy")[2]).sum(axis=1).tolist() == [4] * N
         even = written(Path(name), logits, mixture_of(logits, top=4))
         assert not np.isnan(outputs(even, inputs(N), engine="lazy")[2]).any()
+
+
+def test_lazy_is_labelled_approximate(folder):
+    path = written(folder, *random_mixture(0))
+    np.save(folder / "x.npy", inputs(2))
+    for engine, label in (("lazy", "engine lazy (approximate)"), ("separate", "engine separate, ")):
+        said = CliRunner().invoke(infer, [str(path), str(folder / "x.npy"), "--engine", engine])
+        assert (said.exit_code, label in said.stdout) == (0, True), said.output
 
 
 def test_an_energy_above_its_bound_makes_the_sample_exact_and_raises_the_bound():
