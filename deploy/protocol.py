@@ -32,6 +32,8 @@ from fedge.task import TaskSpec
 
 MAX_SAMPLES: Final = 256
 """Of one request: what the graph needs of memory grows with them."""
+MAX_PIXELS: Final = 1 << 24
+"""Of one picture, whose bytes say little of the memory that it takes: up to 150 MB."""
 DATATYPES: Final = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
@@ -253,7 +255,7 @@ def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float
     Raises:
         ConfigError: the task takes no pictures, or one cannot be read.
     """
-    images = [load_image(task, io.BytesIO(picture), f"number {i}") for i, picture in enumerate(pictures)]
+    images = [load_image(task, io.BytesIO(picture), f"number {i}", MAX_PIXELS) for i, picture in enumerate(pictures)]
     return np.stack(images).astype(np.float32)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
@@ -35,36 +38,50 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     return x
 
 
-def load_image(task: TaskSpec, source: Path | IO[bytes], name: str = "") -> NDArray[np.uint8]:
+def load_image(
+    task: TaskSpec, source: Path | IO[bytes], name: str = "", max_pixels: int | None = None
+) -> NDArray[np.uint8]:
     """Read an image file in the task's colours and size, the right way up.
 
     Args:
         task: with an `image_mode`, and an input shape (channels, height, width).
         source: a PNG or JPEG file, or an open one.
         name: how to call an open file in an error.
+        max_pixels: of an image from anybody; None: as many as Pillow takes for no bomb, 89 million.
 
     Returns:
         (height, width) uint8 for a grey task, (height, width, 3) for colour.
 
     Raises:
-        ConfigError: the task has no images, or the file is none that can be read.
+        ConfigError: the task has no images, the file is none that can be read, or it has too many pixels.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     mode = task.preprocessing.image_mode
     if mode is None or len(task.input_shape) != 3:
         raise ConfigError(f"task {task.name} takes arrays, not images")
     _, height, width = task.input_shape
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(source, formats=("PNG", "JPEG")) as image:
-                upright = ImageOps.exif_transpose(image).convert(mode)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        upright = _upright(source, mode, max_pixels)
+    except Exception as error:  # Pillow knows no end of them: of struct, of zlib, assertions
         raise ConfigError(f"cannot read the image {name or source}: {error}") from error
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(upright)
+
+
+def _upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
+    """The image in these colours. Without copies that are not needed: a large one is larger than all else here."""
+    from PIL import Image, ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(source, formats=("PNG", "JPEG")) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise ValueError(f"{image.width} x {image.height} pixels, at most {max_pixels} allowed")
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return image if image.mode == mode else image.convert(mode)
 
 
 def _shaped(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:

@@ -147,6 +147,13 @@ def test_what_is_no_picture_is_refused(runtime):
         protocol.load_images(runtime.task, (png(X[0]), b"GIF89a"))
 
 
+def test_a_picture_that_takes_too_much_memory_is_not_unpacked(runtime):
+    file = io.BytesIO()
+    Image.new("1", (4097, 4096)).save(file, "PNG")
+    with pytest.raises(ConfigError, match="number 0: 4097 x 4096 pixels"):
+        protocol.load_images(runtime.task, (file.getvalue(),))
+
+
 def test_a_response_in_json_and_in_binary_says_the_same(runtime):
     prediction = runtime.predict(X)
     in_json = protocol.encode("m", runtime.manifest, protocol.decode(body(X, id="7")), prediction, {"release": 3})

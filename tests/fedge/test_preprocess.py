@@ -97,6 +97,16 @@ def test_what_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
         load_image(GREY, tmp_path / "none.png")
 
 
+def test_an_image_whose_metadata_bring_pillow_down_is_refused(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    exif[0x010F] = "abc"
+    damaged = exif.tobytes().replace(b"\x01\x0f", b"\x01\x00")  # a width that is text
+    Image.new("L", (3, 2)).save(tmp_path / "a.png", exif=damaged)
+    with pytest.raises(ConfigError, match="cannot read the image"):
+        load_image(GREY, tmp_path / "a.png")
+
+
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = image_file(tmp_path / "a.png", np.zeros((30, 30), np.uint8))
     for limit in (100, 600):  # above twice the limit Pillow raises an error, above the limit it warns
