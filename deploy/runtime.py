@@ -18,6 +18,7 @@ from deploy.sessions import chains
 from fedge.bundle import Bundle, Manifest, Reference, read
 from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
+from fedge.files import require_utf8
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 
@@ -182,13 +183,14 @@ def load(
             the first that is there and can run the bundle. The CPU always stands in for one that cannot.
 
     Raises:
-        ConfigError: there is no such folder, engine or provider, the bundle lacks what the engine or the mode needs, or
-            `threads` is below 1.
+        ConfigError: there is no such folder, engine or provider, the folder's name is no UTF-8, the bundle lacks what
+            the engine or the mode needs, or `threads` is below 1.
         UpdateRejected: the bundle is not what its manifest says. ONNX Runtime has not seen any of it then.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"no bundle at {folder}: name the folder that holds manifest.json")
+    require_utf8(folder)
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
     return Runtime(read(folder), threads, engine=engine, mode=mode, providers=providers)

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, decode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import BlobFolder, make_folder, replace_folder, sync_folder, write_atomically
+from fedge.files import BlobFolder, make_folder, replace_folder, require_utf8, sync_folder, write_atomically
 from fedge.messages import Count, Digest
 from fedge.tensors import digest_of
 
@@ -68,8 +68,10 @@ def owned(home: Path) -> Iterator[Slots]:
 
     Raises:
         InUseError: another process owns them.
+        ConfigError: the folder's name is no UTF-8.
         StoreError: the folder cannot be read or written.
     """
+    require_utf8(home)
     make_folder(home / "slots")
     try:
         handle = os.open(home / "slots" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from fedge.errors import StoreError
+from fedge.errors import ConfigError, StoreError
 from fedge.tensors import digest_of
 
 _durable = ContextVar("durable", default=True)
@@ -60,6 +60,18 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot make folder {folder}: {error}") from error
+
+
+def require_utf8(folder: Path) -> None:
+    """See that ONNX Runtime can read files in a folder.
+
+    Raises:
+        ConfigError: its name is no UTF-8.
+    """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{str(folder)!r} is no UTF-8, and ONNX Runtime reads nothing there: rename it") from error
 
 
 def sync_folder(folder: Path) -> None:

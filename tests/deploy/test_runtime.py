@@ -88,6 +88,10 @@ def test_threads_share_a_runtime(runtime, expected):
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ConfigError, match="no bundle at"):
         deploy.load(tmp_path / "nowhere")
+    foreign = tmp_path / os.fsdecode(b"caf\xe9")
+    foreign.symlink_to(GOLDEN / "bundle")
+    with pytest.raises(ConfigError, match="no UTF-8"):
+        deploy.load(foreign)
     with pytest.raises(ConfigError, match="threads"):
         deploy.load(GOLDEN / "bundle", threads=0)
 

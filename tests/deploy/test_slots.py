@@ -342,3 +342,10 @@ def test_what_others_are_writing_into_the_folder_is_left_alone(tmp_path):
     Slots(home)
 
     assert [path.name for path in leftovers(home)] == [".tmp-validation.npz-x"]
+
+
+def test_a_home_that_onnx_runtime_cannot_read_is_wrong_usage(tmp_path):
+    home = tmp_path / os.fsdecode(b"caf\xe9")
+    with pytest.raises(ConfigError, match="no UTF-8"), owned(home):
+        pass
+    assert not home.exists()
