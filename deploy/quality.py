@@ -83,14 +83,13 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
     predicted = np.concatenate([answer.class_index for answer in answers])
     free = np.concatenate([free_energy(answer.weights, answer.energies) for answer in answers])
     entropy = np.concatenate([gate_entropy(answer.weights) for answer in answers])
-    free_shift, entropy_shift = _shifts(free, entropy, runtime)
     correct = None if validation.y is None else predicted == validation.y
     return Measured(
         Quality(
             n=n,
             accuracy=None if correct is None else float(correct.mean()),
-            gate_entropy=entropy_shift,
-            free_energy=free_shift,
+            gate_entropy=_indecision(entropy, len(runtime.manifest.candidates)),
+            free_energy=_shift(free, runtime),
             latency_ms=latency,
         ),
         predicted,
@@ -100,20 +99,17 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
     )
 
 
-def _shifts(
-    free: NDArray[np.float64], entropy: NDArray[np.float64], runtime: Runtime
-) -> tuple[float, float] | tuple[None, None]:
-    """How unlike the samples that the bundle was made with these are, by free energy and gate entropy, (n,) both.
+def _shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
+    """How much stranger samples are to the bundle than those it was made with, in deviations; None: nobody can tell."""
+    reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
+    if not isinstance(reference, Reference) or not len(usable):
+        return None
+    return deviations(float(usable.mean()) - reference.free_energy_mean, reference.free_energy_std)
 
-    Differences of the means in deviations of the bundle's samples; None: nobody can tell.
-    """
-    r, usable = runtime.manifest.reference, np.isfinite(free)
-    if not isinstance(r, Reference) or not usable.any():
-        return None, None
-    return (
-        deviations(float(free[usable].mean()) - r.free_energy_mean, r.free_energy_std),
-        deviations(float(entropy[usable].mean()) - r.gate_entropy_mean, r.gate_entropy_std),
-    )
+
+def _indecision(entropy: NDArray[np.float64], n_candidates: int) -> float | None:
+    """Mean gate entropy as a share of log M, the largest that M candidates can have; None with a single one."""
+    return None if n_candidates == 1 else min(1.0, float(entropy.mean()) / math.log(n_candidates))
 
 
 def _median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:

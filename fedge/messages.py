@@ -593,8 +593,8 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     n: Count  # validation samples
     accuracy: Share | None = None  # on labelled validation samples
-    gate_entropy: float | None = None  # mean over samples, in deviations from the bundle's reference
-    free_energy: float | None = None  # the same
+    gate_entropy: Share | None = None  # mean over samples, 1 where all candidates have equal shares; None: only one
+    free_energy: float | None = None  # mean over samples, in deviations from the bundle's reference
     latency_ms: NonNegative | None = None  # median of single samples
 
 

@@ -57,7 +57,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     latency_ratio: NonNegative = 1.5  # of the mean latencies
     latency_slack_ms: NonNegative = 1.0  # on top
     free_energy_shift: NonNegative = 1.0  # mean, in deviations of the bundles' validation samples
-    gate_entropy_shift: NonNegative = 1.0  # the same of the gate's entropy
+    gate_entropy_shift: NonNegative = 0.3  # mean, as a share of the largest that is possible
     temperature_c: float = 85.0  # mean over the devices that run it
 
 

@@ -1,8 +1,10 @@
+import math
+
 import numpy as np
 import pytest
 
 from deploy import load
-from deploy.quality import ERROR, Paired, measure
+from deploy.quality import ERROR, Paired, _indecision, measure
 from fedge.energies import free_energy, gate_entropy
 from fedge.validation import Validation
 
@@ -31,30 +33,37 @@ def test_a_bundle_is_measured_by_what_it_predicts(samples):
     assert found.quality.accuracy == pytest.approx(1 - 1 / n)
     assert list(found.correct) == [False] + [True] * (n - 1)
     assert found.quality.free_energy is None  # the golden bundle has no reference to compare with
-    assert found.quality.gate_entropy is None
+    assert found.quality.gate_entropy == pytest.approx(gate_entropy(wanted.weights).mean() / math.log(5))
     assert found.quality.latency_ms > 0
     assert found.finite
 
 
-def test_energy_and_entropy_are_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):
+def test_free_energy_is_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):
     wanted = load(GOLDEN).predict(samples)
-    free, entropy = free_energy(wanted.weights, wanted.energies), gate_entropy(wanted.weights)
+    free = free_energy(wanted.weights, wanted.energies)
     reference = {
-        "n": 50, "free_energy_mean": float(free.mean()) - 1.0, "free_energy_std": 0.5,
-        "gate_entropy_mean": float(entropy.mean()) + 0.3, "gate_entropy_std": 0.1, "outlier_above": 9.0,
+        "n": 50, "free_energy_mean": float(free.mean()) - 1.0, "free_energy_std": 0.5, "gate_entropy_mean": 0.0,
+        "gate_entropy_std": 1.0, "outlier_above": 9.0,
     }  # fmt: skip
     runtime = load(variant(tmp_path / "1", release=1, reference=reference))
 
     found = measure(runtime, Validation(inputs_of(runtime, samples), None))
 
     assert found.quality.free_energy == pytest.approx(2.0)
-    assert found.quality.gate_entropy == pytest.approx(-3.0)
 
 
 def inputs_of(runtime, samples):
     from fedge.preprocess import apply
 
     return apply(runtime.task, runtime.as_batch(samples))
+
+
+def test_a_gates_indecision_is_the_entropys_share_of_what_it_could_be():
+    alike, alone = np.full((2, 4), 0.25), np.eye(4)[:2]
+    assert _indecision(gate_entropy(alike), 4) == pytest.approx(1.0)
+    assert _indecision(gate_entropy(alone), 4) == 0.0
+    assert _indecision(gate_entropy(np.ones((2, 1))), 1) is None
+    assert _indecision(np.array([math.log(4) * (1 + 1e-7)]), 4) == 1.0  # rounded, and yet a share
 
 
 def test_without_labels_there_is_no_accuracy(samples):
