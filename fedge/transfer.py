@@ -34,11 +34,11 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
 from fedge.errors import ProtocolError, StoreError, TransportError
@@ -323,9 +323,13 @@ class _Part:
         """What is recorded; at first what an earlier receiver left."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         self._data = os.open(self._data_path, flags, 0o600)
-        if os.fstat(self._data).st_size > self._size:  # left by one who was told of a larger size
-            os.ftruncate(self._data, self._size)
-        self._record = os.open(self._record_path, flags | os.O_APPEND | (0 if self.have else os.O_TRUNC), 0o600)
+        try:
+            if os.fstat(self._data).st_size > self._size:  # left by one who was told of a larger size
+                os.ftruncate(self._data, self._size)
+            self._record = os.open(self._record_path, flags | os.O_APPEND | (0 if self.have else os.O_TRUNC), 0o600)
+        except OSError:
+            os.close(self._data)
+            raise
         self._closed = False
 
     def _read_record(self) -> list[Range]:
@@ -480,7 +484,7 @@ class Receiver:
                 if part.verified_at_once:
                     right = part.verify_and_keep()
                 else:
-                    right = await asyncio.to_thread(part.verify_and_keep)
+                    right = await _to_its_end(asyncio.to_thread(part.verify_and_keep))
                 if right:
                     return
                 log.warning("event=digest_mismatch digest=%s device=%s", ref.digest, device_id)
@@ -510,6 +514,15 @@ class Receiver:
             fetch.listening = _drawn()
             fetch.receiving.lost()
             fetch.progress.set()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, bool]) -> bool:
+    """Its result. A cancellation waits for its end, too: who closes the file at once waits for a thread in the loop."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait({task})
 
 
 class _Fetch:

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +38,7 @@ from fedge.transfer import (
     _Chunk,
     _Part,
 )
-from fedge.transport import LARGE_CHUNK, Inbound
+from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
 from tests.support.broker import transport
 
 TOPICS = Topics("test")
@@ -342,6 +344,38 @@ def test_what_was_written_for_a_larger_size_is_no_part_of_the_blob(tmp_path):
     assert second.verify_and_keep()
     second.close()
     assert folder.get(digest_of(data)) == data
+
+
+def test_a_partial_file_that_cannot_be_opened_leaves_no_handle(tmp_path):
+    data = os.urandom(1000)
+    (tmp_path / f"{digest_of(data)}.ranges").mkdir()
+    before = psutil.Process().num_fds()
+    with pytest.raises(IsADirectoryError):
+        _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
+    assert psutil.Process().num_fds() == before
+
+
+async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_disk(tmp_path, monkeypatch):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    part = _Part(folder, a_ref(data), durable=True)
+    part.write([_Chunk(0, data, [(0, 1000)])])
+    part.close()
+    begun, reached, in_time = threading.Event(), threading.Event(), []
+
+    def slowly(_):
+        begun.set()
+        in_time.append(reached.wait(5))
+
+    monkeypatch.setattr("os.fsync", slowly)
+    receiver = Receiver(Transport(BrokerSettings("localhost"), "agent"), folder)
+    fetching = asyncio.create_task(receiver.fetch(a_ref(data), chunks="blobs/+", wants="wants", device_id="agent"))
+    assert await asyncio.to_thread(begun.wait, 30)
+    fetching.cancel()
+    asyncio.get_running_loop().call_later(0.05, reached.set)
+    await asyncio.gather(fetching, return_exceptions=True)
+    assert in_time[0]
+    assert fetching.cancelled()
 
 
 def test_closed_partial_file_is_left_alone(tmp_path):
