@@ -148,7 +148,12 @@ class Answering:
             rival = self._opponent()
             if rival is None:
                 return
-            before, now = rival.predict(x).class_index == y, runtime.predict(x).class_index == y
+            now = runtime.predict(x).class_index == y
+            try:
+                before = rival.predict(x).class_index == y
+            except Exception as error:  # noqa: BLE001 - it is not the one that was asked
+                log.warning("event=rival_failed bundle=%s error=%r", rival.digest, str(error))
+                before = np.zeros_like(now)
             with self._lock:
                 if runtime is self._runtime and rival is self._rival:
                     self._paired.observe(before, now)

@@ -500,7 +500,7 @@ class Link:
         if not fit:
             self._refuse(digest, found.reason)
             return
-        self._slots.switch(None if rollout is None else rollout.id)
+        await asyncio.to_thread(self._slots.switch, None if rollout is None else rollout.id)
         try:
             await asyncio.to_thread(self._answering.swap, allowed_ms(found.before, self._limits))
         except FedgeError as error:  # the one before goes on answering

@@ -427,6 +427,19 @@ def test_labelled_samples_that_speak_for_the_new_bundle_change_nothing(slots, tm
     assert (release(answering), answering.worse) == (2, "")
 
 
+def test_a_bundle_before_that_fails_on_a_labelled_sample_is_wrong_about_it(slots, tmp_path, many):
+    answering = Answering(slots, Limits(probation_s=1e9))
+    second(slots, tmp_path)
+    answering.swap()
+    told(answering, many, answering.runtime, 1)
+    answering._rival = Failing(answering._rival)
+
+    told(answering, many, answering.runtime, 40)
+
+    assert answering.worse == ""
+    assert (answering._paired.right_before, answering._paired.right_now) == (1, 41)
+
+
 def test_a_process_that_begins_in_a_trial_compares_as_well(slots, tmp_path, many):
     old = Answering(slots, LIMITS).runtime
     put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
