@@ -221,6 +221,8 @@ class Desk:
         return Send(held.order)
 
     def _due(self, now: float) -> list[Action]:
+        for held in self._held.values():  # a clock that was set back must not silence an order for long
+            held.resend_at = min(held.resend_at, now + held.resend_after_s)
         return [self._send(h, now) for h in self._held.values() if h.phase in WAITING and h.resend_at <= now]
 
     def _reported(self, report: Report, now: float) -> list[Action]:

@@ -89,6 +89,17 @@ def test_a_good_report_is_committed_before_the_device_is_told() -> None:
     assert desk.next_wakeup() is None
 
 
+def test_a_clock_that_is_set_back_does_not_silence_an_order() -> None:
+    late = order(deadline=4600.0)
+    desk = Desk([late])
+    assert desk.handle(Tick(), 3600.0) == [Send(late)]
+    assert desk.handle(Tick(), 0.0) == []
+    wakeup = desk.next_wakeup()
+    assert wakeup is not None
+    assert wakeup <= LAST_RESEND_S
+    assert desk.handle(Tick(), wakeup) == [Send(late)]
+
+
 def test_a_bad_report_is_rejected_with_its_reason() -> None:
     desk = desk_at(Phase.CHECKING)
     told = Tell(ack(accepted=False, reason="not-finite: NaN"))
