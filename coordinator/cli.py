@@ -22,7 +22,7 @@ from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError, TransportError
+from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import Status, decode
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
@@ -164,7 +164,8 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
       fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
     \b
-    Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us or cannot be reached.
+    Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us or cannot be reached, 4 what the
+    coordinator wrote cannot be read.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(StatusSettings, "status", config, flags)
     match settings.home, settings.broker, settings.federation:
@@ -182,10 +183,22 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 def _summary_in(home: Path) -> dict[str, Any]:
+    """What the coordinator wrote.
+
+    Raises:
+        ConfigError: it wrote nothing there.
+        StoreError: it cannot be read.
+    """
     file = home / "summary.json"
     if not file.exists():
         raise ConfigError(f"{file} is not there: {home} is no coordinator's --home")
-    summary: dict[str, Any] = json.loads(file.read_bytes())
+    try:
+        summary: dict[str, Any] = json.loads(file.read_bytes())
+        _federation_lines(summary)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"{file} is damaged, or of another version; the next round writes it anew: {error!r}"
+        ) from error
     return summary
 
 

@@ -25,7 +25,7 @@ from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, write_summary
 from coordinator.store import Store
 from fedge.broker import LocalBroker
-from fedge.errors import ConfigError, TransportError
+from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import BlobRef
 from fedge.tasks import task_spec
 from fedge.tensors import Model
@@ -82,6 +82,13 @@ def test_status_tells_rounds_devices_traffic_and_refusals(home: Path) -> None:
 def test_status_as_json_is_the_summary(home: Path) -> None:
     said = CliRunner().invoke(status, ["--home", str(home), "--json"], catch_exceptions=False)
     assert json.loads(said.output) == json.loads((home / "summary.json").read_bytes())
+
+
+@pytest.mark.parametrize("content", [b"", b'{"round": 3', b"[]", b'{"round": 3}', b"\xff"])
+def test_status_of_a_damaged_summary_is_an_error_of_the_store(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "summary.json").write_bytes(content)
+    with pytest.raises(StoreError, match="damaged"):
+        CliRunner().invoke(status, ["--home", str(tmp_path), "--json"], catch_exceptions=False)
 
 
 def test_status_of_no_coordinator(tmp_path: Path) -> None:
