@@ -197,7 +197,7 @@ def _summary_in(home: Path) -> dict[str, Any]:
         _federation_lines(summary)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
-            f"{file} is damaged, or of another version; the next round writes it anew: {error!r}"
+            f"{file} is damaged or of another version; the next round writes it anew: {error!r}"
         ) from error
     return summary
 
