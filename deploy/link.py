@@ -303,16 +303,19 @@ class Link:
         )
 
     def _inbox(self) -> Path | None:
-        """The newest bundle that the agent on this device has written, if it is newer than the one that answers."""
-        numbers = [int(p.name) for p in (self._home / "bundles").glob("[0-9]*") if p.name.isdecimal()]
-        if not numbers or max(numbers) <= self._answering.runtime.manifest.release:
-            return None
-        folder = self._home / "bundles" / str(max(numbers))
-        try:
-            digest = digest_of((folder / MANIFEST).read_bytes())
-        except OSError:
-            return None
-        return None if digest == self._answering.runtime.digest or digest in self._slots.state.refused else folder
+        """The newest bundle written on this device that is newer than the one that answers and was not refused."""
+        bundles, refused = self._home / "bundles", self._slots.state.refused
+        numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
+        for number in sorted(numbers, reverse=True):
+            if number <= self._answering.runtime.manifest.release:
+                return None
+            try:
+                digest = digest_of((bundles / str(number) / MANIFEST).read_bytes())
+            except OSError:
+                continue
+            if digest != self._answering.runtime.digest and digest not in refused:
+                return bundles / str(number)
+        return None
 
     def _wanted(self, rollout: Rollout) -> bool:
         """Whether what was begun for this rollout is still to be done."""

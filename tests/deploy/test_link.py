@@ -224,6 +224,18 @@ async def test_one_that_is_damaged_stays_there_too(home):
     assert answering.runtime.manifest.release == 1
 
 
+async def test_one_that_was_refused_does_not_hide_an_older_one_that_is_newer_than_what_answers(home):
+    folder = variant(home / "bundles" / "9", release=9)
+    (folder / "skeleton.onnx").write_bytes(b"no graph")
+    await followed(home, lambda slots, answering: slots.state.refused)
+    (home / "bundles" / "8").mkdir()
+    variant(home / "bundles" / "7", release=7, gate=other_gate)
+
+    answering = await followed(home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b")
+
+    assert answering.runtime.manifest.release == 7
+
+
 async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
     slots = Slots(home)
     link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
