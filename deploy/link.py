@@ -198,7 +198,7 @@ class Link:
             answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
         self._judged: tuple[str, str] | None = None  # announcement, why not
         self._failed: tuple[str, str] | None = None  # announcement, what went wrong
-        self._n_failures = 0
+        self._n_failures = 0  # of that announcement, in a row
         self._retry_at = 0.0
         self._no_way_back: str | None = None  # rollout
         self._fetching = False
@@ -286,6 +286,7 @@ class Link:
         judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
         if not judged and self._judged is not None and self._judged[0] == claim:
             judged = self._judged[1]
+        failed = self._failed[1] if self._failed is not None and self._failed[0] == claim else ""
         return Situation(
             state=rollout.state,
             takes_part=takes_part(rollout, self._id),
@@ -295,8 +296,8 @@ class Link:
             refused=None if digest is None else state.refused.get(digest),
             switched=self._outcome.rollout is not None and self._outcome.switched and self._outcome.digest == digest,
             judged=judged or None,
-            failed=self._failed[1] if self._failed is not None and self._failed[0] == claim else "",
-            waiting=time.monotonic() < self._retry_at,
+            failed=failed,
+            waiting=failed != "" and time.monotonic() < self._retry_at,
             no_way_back=self._no_way_back == rollout.id,
             inbox=inbox is not None,
             worse=worse,
@@ -363,11 +364,13 @@ class Link:
 
     def _failure(self, rollout: Rollout, error: Exception) -> None:
         """Something that may be better next time."""
-        self._n_failures += 1
+        claim = announcement(rollout)
+        again = self._failed is not None and self._failed[0] == claim
+        self._n_failures = self._n_failures + 1 if again else 1
         pause = retry_s(self._n_failures, random.SystemRandom().random())
         self._retry_at = time.monotonic() + pause
         reason = str(error) or f"time-out: a file took more than {FETCH_S:.0f} s"
-        self._failed = (announcement(rollout), reason)
+        self._failed = (claim, reason)
         log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
 
     async def _while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -260,6 +261,22 @@ async def test_what_cannot_be_trusted_piles_up_no_files(home):
             async with asyncio.timeout(0.2):
                 await link._step()  # nobody sends it
         assert {path.name.split(".")[0] for path in received.iterdir()} == {wanted.digest}
+
+
+async def test_what_was_announced_anew_does_not_wait_for_the_failures_of_another(home):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    first = rollout()
+    for _ in range(10):
+        link._failure(first, StoreError("disk: full"))
+    assert decide(link._situation(first, None)) is Do.NOTHING
+
+    mended = rollout(metadata=first.metadata | {"timestamp.json": ref(NEW)})
+
+    assert decide(link._situation(mended, None)) is Do.INSTALL
+    began = time.monotonic()
+    link._failure(mended, StoreError("disk: full"))
+    assert link._retry_at - began <= retry_s(1, 1) + 1
 
 
 def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tmp_path):
