@@ -85,6 +85,7 @@ class Answering:
         """Held by the one thread that replaces the bundle that answers, here and in the slots; predictions go on."""
         self._unloadable = ""
         """Why the slots' running bundle cannot be loaded, until they know that."""
+        self._no_way_back = ""
         folder = slots.boot()
         if folder is None:
             raise ConfigError("no bundle is installed: install one with `fedge install --home HOME BUNDLE`")
@@ -166,6 +167,11 @@ class Answering:
         with self._lock:
             return self._worse()
 
+    @property
+    def no_way_back(self) -> str:
+        """Why a bundle that the slots have given up still answers, or ""; `settle` tries again."""
+        return self._no_way_back
+
     def swap(self, allowed_ms: float | None = None) -> None:
         """Load the slots' running bundle and let it answer.
 
@@ -204,6 +210,9 @@ class Answering:
             StoreError: the slots cannot be written; the next call tries again.
         """
         self._take_back()
+        if self._no_way_back:
+            with self._switching:
+                self._return()
         if reason := self.worse:
             there = _digest(self._slots.staged) == self._before
             self._compare_no_more()
@@ -290,6 +299,7 @@ class Answering:
             self._runtime = runtime
             self._drift = Drift(reference) if isinstance(reference, Reference) else None
             self._on_trial = False
+            self._no_way_back = ""
             self._failed_in_a_row = 0
             self._trial_latencies, self._trial_predictions = [], 0
             self._trial_began = time.monotonic()
@@ -343,13 +353,27 @@ class Answering:
             if failed is not self._runtime:  # an abort and the device's own complaint came at once: the other was first
                 return
             try:
-                runtime = self._load(self._slots.go_back(reason))
+                self._slots.go_back(reason)
             except (FedgeError, OSError) as error:
                 log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
                 with self._lock:
                     self._on_trial = self._slots.state.trial is not None
                 return
-            self._take(runtime)
+            self._return()
+
+    def _return(self) -> None:
+        """Let the slots' running bundle answer again. The caller holds `_switching`."""
+        folder = self._slots.running
+        assert folder is not None
+        try:
+            runtime = self._load(folder)
+        except (FedgeError, OSError) as error:
+            reason = f"no-way-back: {error}"
+            if reason != self._no_way_back:
+                log.error("event=no_way_back reason=%r", reason)  # noqa: TRY400 - the text is all
+            self._no_way_back = reason
+            return
+        self._take(runtime)
 
 
 def _digest(folder: Path) -> str | None:

@@ -86,7 +86,8 @@ class Situation(Struct, frozen=True, kw_only=True):
     state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
     manifest that it names; refused: why this device does not want that bundle; switched: a rollout had it
     answer here; judged: why the announcement is not to be trusted; failed: why it could not be fetched; waiting: until
-    the next attempt; worse: labelled samples speak for the bundle before the running one.
+    the next attempt; worse: labelled samples speak for the bundle before the running one; stuck: why a bundle that was
+    given up still answers.
     """
 
     state: RolloutState | None = None
@@ -102,6 +103,7 @@ class Situation(Struct, frozen=True, kw_only=True):
     no_way_back: bool = False
     inbox: bool = False
     worse: bool = False
+    stuck: str = ""
 
 
 def decide(now: Situation) -> Do:
@@ -114,11 +116,15 @@ def decide(now: Situation) -> Do:
     wanted = now.state in INSTALLING and now.takes_part and not there
     if wanted and now.refused is None and now.judged is None and not now.waiting:
         return Do.INSTALL
-    return Do.TAKE_IN if now.inbox else Do.NOTHING
+    if now.inbox:
+        return Do.TAKE_IN
+    return Do.SETTLE if now.stuck else Do.NOTHING
 
 
 def phase_of(now: Situation) -> tuple[Phase, str]:
     """Where the device stands with the rollout's release, and why."""
+    if now.stuck:
+        return Phase.FAILED, now.stuck
     if now.state is not None and now.takes_part and now.announced != now.running:
         if now.refused is not None:
             return (Phase.ROLLED_BACK if now.switched else Phase.REFUSED), now.refused
@@ -264,6 +270,8 @@ class Link:
             case Do.SETTLE:
                 await asyncio.to_thread(self._answering.settle)
                 self._tell()
+                if self._answering.no_way_back:
+                    return LOOK_S
                 return TRIAL_S if self._slots.state.trial is not None else 0.0
             case Do.INSTALL:
                 assert rollout is not None
@@ -279,28 +287,31 @@ class Link:
 
     def _situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
         state = self._slots.state
-        running, worse = self._answering.runtime.digest, self._answering.worse != ""
+        always = Situation(
+            running=self._answering.runtime.digest,
+            on_trial=state.trial is not None,
+            inbox=inbox is not None,
+            worse=self._answering.worse != "",
+            stuck=self._answering.no_way_back,
+        )
         if rollout is None:
-            return Situation(running=running, on_trial=state.trial is not None, inbox=inbox is not None, worse=worse)
+            return always
         digest, claim = announced(rollout), announcement(rollout)
         judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
         if not judged and self._judged is not None and self._judged[0] == claim:
             judged = self._judged[1]
         failed = self._failed[1] if self._failed is not None and self._failed[0] == claim else ""
-        return Situation(
+        return msgspec.structs.replace(
+            always,
             state=rollout.state,
             takes_part=takes_part(rollout, self._id),
             announced=digest,
-            running=running,
-            on_trial=state.trial is not None,
             refused=None if digest is None else state.refused.get(digest),
             switched=self._outcome.rollout is not None and self._outcome.switched and self._outcome.digest == digest,
             judged=judged or None,
             failed=failed,
             waiting=failed != "" and time.monotonic() < self._retry_at,
             no_way_back=self._no_way_back == rollout.id,
-            inbox=inbox is not None,
-            worse=worse,
         )
 
     def _inbox(self) -> Path | None:

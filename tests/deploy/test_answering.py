@@ -213,6 +213,23 @@ def unreadable(*_, **__):
     raise OSError(5, "Input/output error")
 
 
+def test_when_the_good_one_cannot_be_loaded_at_once_it_is_tried_again(slots, tmp_path, x, monkeypatch):
+    answering = Answering(slots, Limits(probation_s=1e9))
+    second(slots, tmp_path)
+    answering.swap()
+    with monkeypatch.context() as patched:
+        patched.setattr("deploy.answering.load_update", unreadable)
+        answering.give_up("aborted")
+        answering.settle()
+        assert release(answering) == 2
+        assert answering.no_way_back
+
+    answering.settle()
+
+    assert release(answering) == 1
+    assert not answering.no_way_back
+
+
 def test_what_the_old_bundle_does_until_the_switch_says_nothing_of_the_new_one(slots, tmp_path, x):
     answering = Answering(slots, LIMITS)
     answering._runtime = Failing(answering._runtime)

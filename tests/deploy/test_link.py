@@ -79,6 +79,9 @@ def situation(state=RUNNING, *, running=OLD, takes_part=True, **others):
         (situation(ABORTED, running=NEW, switched=True, takes_part=False), Do.GO_BACK),
         (situation(ABORTED, running=NEW, switched=True, no_way_back=True), Do.NOTHING),
         (situation(ABORTED, running=NEW), Do.NOTHING),  # it had it before the rollout
+        (situation(ABORTED, running=NEW, switched=True, no_way_back=True, stuck="disk: x"), Do.SETTLE),
+        (situation(stuck="disk: x"), Do.INSTALL),  # a new bundle may be what helps
+        (Situation(running=OLD, inbox=True, stuck="disk: x"), Do.TAKE_IN),
     ],
 )
 def test_what_is_next(now, do):
@@ -93,6 +96,7 @@ def test_what_is_next(now, do):
         (situation(), (Phase.SERVING, "")),
         (situation(running=NEW, on_trial=True), (Phase.TRIAL, "")),
         (situation(running=NEW), (Phase.SERVING, "")),
+        (situation(running=NEW, refused="accuracy: x", stuck="disk: x"), (Phase.FAILED, "disk: x")),
         (situation(refused="accuracy: x"), (Phase.REFUSED, "accuracy: x")),
         (situation(ABORTED, refused="aborted: x", switched=True), (Phase.ROLLED_BACK, "aborted: x")),
         (situation(judged="forged: x"), (Phase.REFUSED, "forged: x")),
