@@ -235,7 +235,7 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
         found[device.device_id] = device.presence
         news.set()
 
-    transport = Transport(broker, f"{federation}-status-{uuid.uuid4().hex[:8]}")
+    transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))
     await transport.subscribe(topics.agent("+", "status"), note)
     async with contextlib.AsyncExitStack() as stack:
         try:

@@ -28,6 +28,7 @@ from deploy.slots import Slots, owned
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
+from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
 
 INTERRUPTED: Final = 130
@@ -193,7 +194,7 @@ async def _on_broker(
     """All that this device does over MQTT, until cancelled; HTTP goes on while the broker is away."""
     assert settings.federation is not None
     assert settings.id is not None
-    transport = Transport(broker, f"{settings.federation}-{settings.id}-serve")
+    transport = Transport(broker, Topics(settings.federation).client_id("serve", settings.id))
     sensor = Sensor(model, transport, settings.federation, settings.id)
     await transport.subscribe(sensor.topic, sensor.handle)
     if settings.home is None or slots is None or answering is None:

@@ -226,7 +226,7 @@ class Agent:
         """Make the transport, with all that it is subscribed to from the first connection on."""
         me, topics = self._identity.device_id, self._topics
         will = Will(topics.agent(me, "status"), encode(self._status(Presence.OFFLINE)), delay_s=WILL_DELAY_S)
-        transport = Transport(self._broker, f"{self._identity.federation}-{me}", will=will)
+        transport = Transport(self._broker, topics.client_id("agent", me), will=will)
         self._receiver = Receiver(transport, self._models, durable=False)  # a model can be fetched again
         self._sender = Sender(transport, self._outbox.blob)
         await transport.subscribe(topics.agent(me, "orders"), self._on_order)

@@ -1,4 +1,4 @@
-"""Names of the MQTT topics, and which message each carries (docs/protocol.md).
+"""Names of the MQTT topics, which message each carries, and names of the clients (docs/protocol.md).
 
 fedge/1/{federation}/agents/{id}/status            Status, retained, last will      agent -> all
 fedge/1/{federation}/agents/{id}/context           Context                          agent -> coordinator
@@ -18,9 +18,15 @@ fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update    
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Final, Literal
 
 ROOT = "fedge/1"
+MAX_CLIENT_ID: Final = 100
+"""Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
+
+ClientRole = Literal["agent", "serve", "coordinator", "rollout", "status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,14 @@ class Topics:
     def update_chunk(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
         """Where bytes of an update travel up."""
         return f"{self.prefix}/agents/{device_id}/blobs/{digest}/{offset}"
+
+    def client_id(self, role: ClientRole, name: str = "") -> str:
+        """What a process calls itself at the broker, where two of one id throw each other off for ever.
+
+        No name holds a colon, so ids differ wherever role, federation or name do; what is too long ends in its SHA-256.
+        """
+        full = ":".join((role, self.federation, name) if name else (role, self.federation))
+        return full if len(full) <= MAX_CLIENT_ID else f"{role}:{hashlib.sha256(full.encode()).hexdigest()}"
 
     def parts(self, topic: str) -> tuple[str, ...]:
         """The levels below the prefix, or () if the topic belongs to somebody else."""

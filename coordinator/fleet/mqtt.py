@@ -119,7 +119,7 @@ class MqttFleet:
         self._deadline_s = deadline_s
         self._observe = observe
         self._topics = Topics(federation)
-        self._transport = Transport(broker, f"{federation}-coordinator")
+        self._transport = Transport(broker, self._topics.client_id("coordinator"))
         bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
         self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound)
         self._sender = Sender(self._transport, self._model_file)

@@ -107,7 +107,7 @@ class Supervisor:
         self._fleet: dict[str, Seen] = {}
         self._observe = observe
         self._topics = Topics(federation)
-        self._transport = Transport(broker, f"{federation}-rollout")
+        self._transport = Transport(broker, self._topics.client_id("rollout"))
         self._sender = Sender(self._transport, release.source)
         self._news = asyncio.Event()
         self._started = time.time()

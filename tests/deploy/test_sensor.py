@@ -44,7 +44,7 @@ class Publisher:
 @contextlib.asynccontextmanager
 async def answering(broker, **batching):
     """A device that answers, and a sensor that listens."""
-    device = transport(broker, "shop-cam1-serve")
+    device = transport(broker, "serve:shop:cam1")
     async with served(**batching) as model:
         sensor = Sensor(model, device, "shop", "cam1")
         await device.subscribe(sensor.topic, sensor.handle)

@@ -1,9 +1,11 @@
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedge import topics
-from fedge.topics import Topics
+from fedge.topics import MAX_CLIENT_ID, Topics
 
 T = Topics("shop")
 
@@ -40,3 +42,27 @@ def test_subscriptions_take_wildcards() -> None:
 )
 def test_parts_of_our_own_topics_alone(topic: str, parts: tuple[str, ...]) -> None:
     assert T.parts(topic) == parts
+
+
+NAMES = (
+    st.text("ab-._", min_size=1, max_size=63)
+    | st.sampled_from(["coordinator", "rollout"])
+    | st.just("a" * 63)
+    | st.just("b" * 63)
+)
+CLIENTS = st.tuples(st.sampled_from(["agent", "serve", "status"]), NAMES, NAMES) | st.tuples(
+    st.sampled_from(["coordinator", "rollout"]), NAMES, st.just("")
+)
+
+
+@given(CLIENTS, CLIENTS)
+def test_no_two_clients_have_one_id(one, other) -> None:
+    ids = [Topics(federation).client_id(role, name) for role, federation, name in (one, other)]
+
+    assert (ids[0] == ids[1]) == (one == other)
+    assert all(re.fullmatch(r"[A-Za-z0-9_.:-]+", client) and len(client) <= MAX_CLIENT_ID for client in ids)
+
+
+def test_names_that_hold_the_separator_of_before_are_told_apart() -> None:
+    assert Topics("a").client_id("agent", "b-c") != Topics("a-b").client_id("agent", "c")
+    assert T.client_id("agent", "coordinator") != T.client_id("coordinator")

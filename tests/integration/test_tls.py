@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedge.broker import mosquitto_path
-from fedge.transport import CHECK_TLS
+from fedge.topics import Topics
+from fedge.transport import CHECK_TLS, BrokerSettings, Transport
 from tests.support.federation import NAME, Federation, Running, words
 from tests.support.tls import Authority, TlsBroker
 
@@ -61,6 +62,19 @@ async def test_nobody_speaks_for_another(broker: TlsBroker, authority: Authority
         for name, sees in {"status": {"cam1": "online"}, "cam8": {}}.items():
             code, seen = await status(broker, tmp_path / f"{name}.status", **authority.client(name))
             assert (code, seen.events[0]["devices"]) == (0, sees)
+
+
+async def test_agent_and_runtime_of_a_device_share_its_certificate(broker: TlsBroker, authority: Authority) -> None:
+    files = {key: str(path) for key, path in authority.client("cam1").items()}
+    settings = BrokerSettings(broker.host, broker.port, **files)
+    topics = Topics(NAME)
+    agent, runtime = (Transport(settings, topics.client_id(role, "cam1")) for role in ("agent", "serve"))
+    async with agent, runtime:
+        for _ in range(3):
+            await agent.publish(topics.agent("cam1", "reports"), b"")
+            await runtime.publish(topics.agent("cam1", "health"), b"")
+            assert agent.connected
+            assert runtime.connected
 
 
 async def test_a_broker_of_another_authority_is_not_trusted(

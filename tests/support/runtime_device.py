@@ -20,6 +20,7 @@ from deploy.link import Link
 from deploy.slots import Slots
 from deploy.trust import install_root
 from fedge.preprocess import apply
+from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
 from fedge.validation import Validation
 from tests.deploy.bundles import GOLDEN
@@ -51,7 +52,7 @@ async def device(
     slots = Slots(home)
     answering = Answering(slots, limits)
     link = Link(device_id, FEDERATION, home, slots, answering, limits)
-    transport = Transport(settings, f"{FEDERATION}-runtime-{device_id}")
+    transport = Transport(settings, Topics(FEDERATION).client_id("serve", device_id))
     await link.attach(transport)
     async with transport:
         running = asyncio.create_task(link.run())
