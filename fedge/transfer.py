@@ -44,7 +44,7 @@ from weakref import WeakValueDictionary
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, sync_folder
 from fedge.messages import BlobRef, Want, encode
-from fedge.transport import LARGE_CHUNK, Inbound, Transport
+from fedge.transport import LARGE_CHUNK, PACKET_OVERHEAD, Inbound, Transport
 
 log = logging.getLogger("fedge.transfer")
 
@@ -70,6 +70,8 @@ MAX_BLOB_BYTES: Final = 4 * 1024**3
 """Default bound on a blob; a role that knows its models sets a lower one."""
 MAX_RANGES: Final = 256
 """Ranges in one Want (fedge.messages)."""
+RANGE_BYTES: Final = 19
+"""Of one range in a Want, at most."""
 SENDER_TASKS: Final = 6
 """Chunks being published at a time; leaves room in the transport's window of 8 for messages."""
 GATHER_S: Final = 0.02
@@ -180,11 +182,12 @@ class Receiving:
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
-    def ask(self, budget: int) -> tuple[Range, ...]:
+    def ask(self, budget: int, max_ranges: int = MAX_RANGES) -> tuple[Range, ...]:
         """What to want now, in order: nothing while at least half of what one fetch may have is under way.
 
         Args:
             budget: bytes that all other fetches leave us; one chunk is asked for even without, so that all progress.
+            max_ranges: how many one Want may hold.
         """
         under_way = self.under_way
         if under_way > self._ask_bytes // 2:
@@ -195,7 +198,7 @@ class Receiving:
             free.remove(start, end)
         chosen: list[Range] = []
         for start, end in free:
-            if room <= 0 or len(chosen) == MAX_RANGES:
+            if room <= 0 or len(chosen) == max_ranges:
                 break
             chosen.append((start, min(end, start + room)))
             room -= end - start
@@ -459,7 +462,7 @@ class Receiver:
         Raises:
             ProtocolError: `oversized` (larger than `max_bytes`), or `digest` (three times the bytes did not fit).
             StoreError: the disk is full or the folder cannot be written.
-            TransportError: the broker refused the subscription or the Want.
+            TransportError: the broker refused the subscription or the Want, or takes no packet as small as that.
         """
         if ref.size_bytes > self._max_bytes:
             raise ProtocolError("oversized", f"blob of {ref.size_bytes} bytes, at most {self._max_bytes} allowed")
@@ -504,10 +507,14 @@ class Receiver:
             await ask()
 
     async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
-        ranges = fetch.receiving.ask(TOTAL_ASK_BYTES - sum(f.receiving.under_way for f in self._fetches))
+        budget = TOTAL_ASK_BYTES - sum(f.receiving.under_way for f in self._fetches)
+        ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
         if ranges:
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
-            await self._transport.publish(wants, encode(want))
+            try:
+                await self._transport.publish(wants, encode(want))
+            except ValueError as error:
+                raise TransportError(str(error)) from error
 
     async def _reconnected(self) -> None:
         for fetch in self._fetches:
@@ -572,6 +579,13 @@ class _Fetch:
     def close(self) -> None:
         """Let go of the file; what it holds stays for the next receiver."""
         self._part.close()
+
+
+def _most_ranges(max_packet_bytes: int | None) -> int:
+    """That a Want may hold for a broker that announced this limit (None: nothing announced)."""
+    if max_packet_bytes is None:
+        return MAX_RANGES
+    return max(1, min(MAX_RANGES, (max_packet_bytes - PACKET_OVERHEAD) // RANGE_BYTES))
 
 
 def _drawn() -> int:

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedge.errors import ProtocolError, StoreError
+from fedge.broker import mosquitto_path
+from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder
 from fedge.messages import BlobRef, Want, decode
 from fedge.tensors import digest_of
@@ -39,7 +40,7 @@ from fedge.transfer import (
     _Part,
 )
 from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
-from tests.support.broker import transport
+from tests.support.broker import local_broker, transport
 
 TOPICS = Topics("test")
 WAIT_S = 25.0
@@ -488,6 +489,36 @@ async def test_fetch(broker, tmp_path, size):
         assert path.read_bytes() == data
         assert await fetch(receiver, a_ref(data)) == path  # there already: nobody is asked
     assert [p.name for p in (tmp_path / "down").iterdir()] == [digest_of(data)]
+
+
+async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, monkeypatch):
+    if mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    monkeypatch.setattr("fedge.broker.MAX_PACKET_BYTES", 1300)
+    data = os.urandom(40_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    ref = a_ref(data)
+    up.put(data)
+    part = _Part(down, ref, durable=False)  # what came so far has 200 gaps
+    part.write([_Chunk(i, data[i : i + 190], [(i, i + 190)]) for i in range(0, len(data), 200)])
+    part.close()
+    async with local_broker("mosquitto", tmp_path) as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, down)
+        async with serving(broker, up), link:
+            assert (await fetch(receiver, ref)).read_bytes() == data
+
+
+async def test_a_broker_that_takes_no_want_ends_a_fetch_with_a_reason(tmp_path, monkeypatch):
+    if mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    monkeypatch.setattr("fedge.broker.MAX_PACKET_BYTES", 150)
+    async with local_broker("mosquitto", tmp_path) as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with link:
+            with pytest.raises(TransportError, match="the broker takes 150"):
+                await fetch(receiver, a_ref(b"abc"))
 
 
 async def test_several_receivers_share_the_chunks(mosquitto, tmp_path):
