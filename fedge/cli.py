@@ -20,6 +20,7 @@ import click
 import fedge
 from fedge.config import nearest
 from fedge.errors import ConfigError, FedgeError
+from fedge.text import printable
 
 ENTRY_POINTS: Final = "fedge.commands"
 INTERRUPTED: Final = 130  # what a shell makes of a process that SIGINT ended: 128 + 2
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except FedgeError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo("\n".join(printable(line) for line in f"error: {error}".split("\n")), err=True)
         return error.exit_code
     return result if isinstance(result, int) else 0
 
@@ -138,8 +139,7 @@ class LineFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The line, with control characters escaped: a peer's text cannot forge a second one."""
-        line = super().formatMessage(record)
-        return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        return printable(super().formatMessage(record))
 
 
 def configure_logging(level: str) -> None:

@@ -23,6 +23,7 @@ from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.messages import RolloutState
+from fedge.text import printable
 
 INTERRUPTED: Final = 130
 
@@ -158,18 +159,23 @@ def _observer(*, as_json: bool) -> Observer:
     """JSON lines, or lines for people."""
     if as_json:
         return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
-    return lambda event, fields: click.echo(_event_line(event, fields), err=True)
+    return lambda event, fields: _show(_event_lines(event, fields), err=True)
 
 
-def _event_line(event: str, fields: dict[str, Any]) -> str:
+def _show(lines: list[str], *, err: bool = False) -> None:
+    """Devices write what they like into their reasons."""
+    click.echo("\n".join(printable(line) for line in lines), err=err)
+
+
+def _event_lines(event: str, fields: dict[str, Any]) -> list[str]:
     if event == "device":
         why = f" ({fields['reason']})" if fields["reason"] else ""
-        return f"  {fields['device']}: {fields['phase']}, release {fields['release']}{why}"
-    reasons = "".join(f"\n  {reason}" for reason in fields["reasons"])
-    return (
+        return [f"  {fields['device']}: {fields['phase']}, release {fields['release']}{why}"]
+    stands = (
         f"{fields['state']}: stage {fields['stage']} of {fields['stages']} ({fields['share']:.0%}), "
-        f"{fields['running']} of {fields['devices']} devices run it{reasons}"
+        f"{fields['running']} of {fields['devices']} devices run it"
     )
+    return [stands, *(f"  {reason}" for reason in fields["reasons"])]
 
 
 @rollout.command()
@@ -253,7 +259,7 @@ def status(repo: Path, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**msgspec.to_builtins(record), "supervised": supervised}))
     else:
-        click.echo("\n".join(_lines(record, supervised=supervised)))
+        _show(_lines(record, supervised=supervised))
 
 
 def _record(folder: Folder, repo: Path) -> Record:

@@ -3,11 +3,12 @@
 import json
 from datetime import timedelta
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from coordinator.rollout import Plan, Progress
-from coordinator.rollout.cli import RolloutSettings, plan_of, rollout
+from coordinator.rollout.cli import RolloutSettings, _observer, plan_of, rollout
 from coordinator.rollout.folder import Folder, Line, Record, Request
 from coordinator.rollout.service import Release
 from export.signing import LIFETIMES, Repository
@@ -71,6 +72,21 @@ def test_status_for_people(repo):
     assert "reason   cam1 refused: accuracy: x" in out
     assert "* cam1: refused, release 1, accuracy 0.900 -> 0.500 (accuracy: x)" in out
     assert "  cam2: serving, release 1, drift" in out
+
+
+def test_what_a_device_writes_commands_no_terminal(repo, capsys):
+    folder = Folder(repo)
+    record = folder.read()
+    evil = "digest: \x1b[2J\x9b1A\nstate    done"
+    hostile = {name: msgspec.structs.replace(line, reason=evil) for name, line in record.devices.items()}
+    folder.write(msgspec.structs.replace(record, devices=hostile))
+
+    out = run("status", repo)[1]
+    _observer(as_json=False)("device", {"device": "cam1", "phase": "failed", "release": 1, "reason": evil})
+
+    for shown in (out, capsys.readouterr().err):
+        assert r"digest: \x1b[2J\x9b1A\nstate    done" in shown
+        assert all(line.isprintable() for line in shown.splitlines())
 
 
 def test_status_as_json(repo):
