@@ -32,10 +32,11 @@ import secrets
 import sys
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -70,6 +71,8 @@ MAX_BLOB_BYTES: Final = 4 * 1024**3
 """Default bound on a blob; a role that knows its models sets a lower one."""
 MAX_RANGES: Final = 256
 """Ranges in one Want (fedge.messages)."""
+MAX_PIECES: Final = 4096
+"""Gaps of a blob on its way in, and pieces of one on its way out: senders that send in order leave a few."""
 RANGE_BYTES: Final = 19
 """Of one range in a Want, at most."""
 SENDER_TASKS: Final = 6
@@ -97,8 +100,8 @@ class Ranges:
         for start, end in ranges:
             self.add(start, end)
 
-    def __bool__(self) -> bool:
-        return bool(self._ranges)
+    def __len__(self) -> int:
+        return len(self._ranges)
 
     def __iter__(self) -> Iterator[Range]:
         return iter(self._ranges)
@@ -122,16 +125,24 @@ class Ranges:
         """Put [start, end) in; ranges that touch become one."""
         if start >= end:
             return
-        touching = [r for r in self._ranges if r[0] <= end and r[1] >= start]
-        merged = (min([start, *(r[0] for r in touching)]), max([end, *(r[1] for r in touching)]))
-        self._ranges = sorted([*(r for r in self._ranges if r not in touching), merged])
+        first = bisect_left(self._ranges, start, key=_end)
+        last = bisect_right(self._ranges, end, key=_start)
+        if first < last:
+            start, end = min(start, self._ranges[first][0]), max(end, self._ranges[last - 1][1])
+        self._ranges[first:last] = [(start, end)]
 
     def remove(self, start: int, end: int) -> None:
         """Take [start, end) out; it need not have been in."""
         if start >= end:
             return
-        kept = (part for low, high in self._ranges for part in ((low, min(high, start)), (max(low, end), high)))
-        self._ranges = [(low, high) for low, high in kept if low < high]
+        first = bisect_right(self._ranges, start, key=_end)
+        last = bisect_left(self._ranges, end, key=_start)
+        if first < last:
+            kept = ((self._ranges[first][0], start), (end, self._ranges[last - 1][1]))
+            self._ranges[first:last] = [(low, high) for low, high in kept if low < high]
+
+
+_start, _end = itemgetter(0), itemgetter(1)
 
 
 class Receiving:
@@ -167,12 +178,16 @@ class Receiving:
         """The parts of a chunk that were missing here: to be stored, then told by `stored`.
 
         Raises:
-            ProtocolError: `out-of-range`, the chunk is empty or reaches beyond the blob.
+            ProtocolError: `out-of-range`, the chunk is empty or reaches beyond the blob; `fragmented`, it lies within
+                one of too many gaps.
         """
         if offset < 0 or length < 1 or offset + length > self.size_bytes:
             raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
-        new = self._missing.overlap(offset, offset + length)
+        new, n_before = self._missing.overlap(offset, offset + length), len(self._missing)
         self._missing.remove(offset, offset + length)
+        if n_before < len(self._missing) > MAX_PIECES:
+            self._missing.add(offset, offset + length)  # all of it was missing
+            raise ProtocolError("fragmented", f"chunk of {length} bytes at {offset}: {n_before} gaps already")
         self._unsafe_bytes += sum(end - start for start, end in new)
         return new
 
@@ -239,8 +254,13 @@ class Sending:
         """Queue byte ranges; True if some of them were published before and wait for `release`.
 
         Nothing is queued that is on its way to this listener already, because others wanted it.
+
+        Raises:
+            ProtocolError: `fragmented`, too many pieces wait already.
         """
         blob = self._blobs.setdefault(key, _Outgoing())
+        if len(blob.due) + len(blob.held) > MAX_PIECES:
+            raise ProtocolError("fragmented", f"{len(blob.due) + len(blob.held)} pieces of {key[0]} wait already")
         self._blobs.move_to_end(key)
         on_the_way = blob.on_the_way.get(listener, Ranges()) if listener else Ranges()
         for start, end in ranges:
@@ -280,8 +300,14 @@ class Sending:
         start, end = next(iter(blob.due))
         stop = min(end, start + chunk_bytes)
         blob.due.remove(start, stop)
-        for ranges in (blob.published, *blob.on_the_way.values()):
+        blob.published.add(start, stop)
+        if len(blob.published) > MAX_PIECES:  # what lies between is held back once, too
+            (low, _), *_, (_, high) = blob.published
+            blob.published = Ranges([(low, high)])
+        for listener, ranges in tuple(blob.on_the_way.items()):
             ranges.add(start, stop)
+            if len(ranges) > MAX_PIECES:
+                del blob.on_the_way[listener]
         if blob.due:
             self._turns[key] = None
         return key, start, stop
@@ -652,7 +678,8 @@ class Sender:
                 it is.
 
         Raises:
-            ProtocolError: `unknown-blob`, or `out-of-range`: a range is empty or reaches beyond the blob.
+            ProtocolError: `unknown-blob`, `out-of-range` (a range is empty or reaches beyond the blob) or `fragmented`
+                (too many pieces of it wait already).
         """
         source = self._source(digest)
         if source is None:

@@ -27,6 +27,7 @@ from fedge.topics import Topics
 from fedge.transfer import (
     ASK_BYTES,
     LISTENERS,
+    MAX_PIECES,
     MAX_RANGES,
     PART_KEPT_S,
     SENT_BLOBS,
@@ -63,7 +64,7 @@ def test_ranges_are_a_set_of_offsets(steps, probe):
     held = list(ranges)
     assert offsets(held) == model
     assert ranges.n_bytes == len(model)
-    assert bool(ranges) == bool(model)
+    assert len(ranges) == len(held)
     assert all(a[1] < b[0] for a, b in pairwise(held))  # disjoint, sorted, merged
     assert offsets(ranges.overlap(*probe)) == model & offsets([probe])
 
@@ -135,6 +136,25 @@ def test_resumes_with_what_is_missing():
 def test_a_want_never_has_too_many_ranges():
     receiving = Receiving(4 * MAX_RANGES, have=[(i, i + 1) for i in range(0, 4 * MAX_RANGES, 2)])
     assert len(receiving.ask(ASK_BYTES)) == MAX_RANGES
+
+
+def test_chunks_of_one_byte_leave_no_more_pieces_than_can_be_looked_through():
+    size = 4 * MAX_PIECES
+    receiving = Receiving(size)
+    for offset in range(1, 2 * MAX_PIECES - 1, 2):
+        receiving.stored(*receiving.arrived(offset, 1)[0])
+    before = receiving.missing
+
+    with pytest.raises(ProtocolError) as caught:
+        receiving.arrived(size - 2, 1)
+
+    assert caught.value.name == "fragmented"
+    assert receiving.missing == before
+    assert len(before) == MAX_PIECES
+    while not receiving.complete:  # from the start of a gap on, as senders send it
+        start, end = receiving.missing[0]
+        for piece in receiving.arrived(start, min(end, start + 7) - start):
+            receiving.stored(*piece)
 
 
 def test_bytes_that_are_there_are_not_new():
@@ -264,6 +284,29 @@ def test_memory_of_a_sender_is_bounded():
         sending.want((str(i), "+"), [(0, 1)])
         drain(sending, 1)
     assert len(sending._blobs) <= SENT_BLOBS + 1
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_wants_of_single_bytes_leave_no_more_pieces_than_can_be_looked_through(served):
+    sending, listener = Sending(), ("cam1", 1)
+    refused = []
+    for first in range(0, 6 * MAX_PIECES, 2 * MAX_RANGES):
+        wanted = [(i, i + 1) for i in range(first, first + 2 * MAX_RANGES, 2)]
+        try:
+            sending.want(KEY, wanted, listener)
+        except ProtocolError as error:
+            refused.append(error.name)
+        if served:
+            drain(sending, 1)
+        blob = sending._blobs[KEY]
+        pieces = (blob.due, blob.held, blob.published, *blob.on_the_way.values())
+        assert all(len(piece) <= MAX_PIECES + MAX_RANGES for piece in pieces)
+    assert set(refused) == (set() if served else {"fragmented"})
+
+    drain(sending, 1)
+    sending.want(KEY, [(1, 5)], listener)  # whoever it is goes on
+    sending.release(KEY)
+    assert offsets([(1, 5)]) <= offsets(chunk[1:] for chunk in drain(sending, 10))
 
 
 @given(st.lists(st.one_of(st.lists(small_ranges, max_size=3), st.none())), st.integers(1, 20))
