@@ -112,12 +112,17 @@ class Trust:
 
     def _check_clock(self) -> None:
         """A clock behind the last verification makes expired metadata look fresh."""
+        verified = self._folder / "timestamp.json"
         try:
-            last = (self._folder / "timestamp.json").stat().st_mtime
+            last = verified.stat().st_mtime
         except FileNotFoundError:
             return
         if time.time() < last - CLOCK_SLACK_S:
-            raise UpdateRejected("clock: it shows a time before the last verification; set the device's clock first")
+            shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(last))
+            raise UpdateRejected(
+                f"clock: it shows a time before the last verification ({shown} UTC): set it; where it is right now and "
+                f"was ahead then, touch {verified}"
+            )
 
     def _remove_torn(self) -> None:
         """Files that a power cut left empty or half written are as good as not there; they are fetched again."""

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from securesystemslib.signer import CryptoSigner
@@ -585,6 +586,19 @@ def test_a_clock_that_was_lost_cannot_tell_what_has_expired(home, server):
     ahead = time.time() + 7200
     os.utime(home / "trust" / "timestamp.json", (ahead, ahead))
     refused(home, server, "clock")
+
+
+def test_a_clock_that_was_ahead_is_forgiven_by_what_the_reason_says(home, server):
+    get(home, server)
+    ahead = time.time() + 5 * 86400
+    os.utime(home / "trust" / "timestamp.json", (ahead, ahead))
+    server.release(2)
+    with pytest.raises(UpdateRejected, match=r"^clock: .* touch ") as caught:
+        get(home, server, "2/manifest.json")
+
+    Path(str(caught.value).rpartition("touch ")[2]).touch()
+
+    assert get(home, server, "2/manifest.json") == b"release 2"
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff" * 100, b"[" * 100_000, b'{"signed": 1, "signatures": {}}', b"null"])
