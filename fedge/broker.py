@@ -28,6 +28,7 @@ from typing import Final, Self
 
 import click
 
+from fedge import child
 from fedge.errors import ConfigError, TransportError
 
 log = logging.getLogger("fedge.broker")
@@ -135,6 +136,7 @@ class LocalBroker:
         with (self._home / "broker.log").open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command(self._home),
+                env=child.environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -149,12 +151,12 @@ class LocalBroker:
         log.info("event=broker_started kind=%s host=%s port=%d", self.name, self.host, self.port)
 
     def _command(self, home: Path) -> list[str]:
-        trampoline = [sys.executable, "-m", "fedge.broker"]
         if self.name == "amqtt":
-            return [*trampoline, "--amqtt", self.host, str(self.port), str(os.getpid())]
+            return child.command("fedge.broker", "--amqtt", self.host, str(self.port), str(os.getpid()))
         config = home / "mosquitto.conf"
         config.write_text(mosquitto_config(self.host, self.port), encoding="utf-8")
-        return [*trampoline, "--exec", str(os.getpid()), mosquitto_path() or "mosquitto", "-c", str(config)]
+        program = mosquitto_path() or "mosquitto"
+        return child.command("fedge.broker", "--exec", str(os.getpid()), program, "-c", str(config))
 
     async def _accepts(self) -> bool:
         assert self._process is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from fedge.child import command, environment
 from fedge.errors import FedgeError
 
 TETHER: Final = Path(__file__).with_name("tether.py")
@@ -79,14 +80,14 @@ class Children:
     def start(self, name: str, arguments: Sequence[str]) -> Child:
         """Run `fedge ARGUMENTS` with logs/NAME.log and logs/NAME.out. Call it from the main thread."""
         output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
-        command = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), sys.executable, "-m", "fedge.cli"]
+        tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
         with output.open("wb") as stdout, log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*command, *arguments],
+                [*tether, *command("fedge.cli", *arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=ENVIRONMENT | os.environ,
+                env=ENVIRONMENT | environment(),
                 start_new_session=True,
             )
         child = Child(name, process, output, log)

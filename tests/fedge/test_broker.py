@@ -164,3 +164,11 @@ def test_free_port_can_be_used():
     port = free_port("127.0.0.1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("kind", BROKERS)
+async def test_a_file_in_the_present_folder_shadows_no_module(kind, tmp_path, monkeypatch):
+    (tmp_path / "fedge.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(tmp_path)
+    async with LocalBroker(kind, home=tmp_path / "home") as running:
+        assert running.pid is not None

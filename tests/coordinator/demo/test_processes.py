@@ -15,6 +15,15 @@ def test_output_and_log_go_to_their_files(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "help.log").read_bytes() == b""
 
 
+def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fedge.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(tmp_path)
+    with Children(tmp_path / "logs") as children:
+        child = children.start("help", ["--help"])
+        child.process.wait(60)
+        child.require(0)
+
+
 def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         child = children.start("wrong", ["no-such-command"])
