@@ -6,6 +6,7 @@ other, so that their latencies are those of the same moment.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ from deploy.engines import EngineChoice
 from deploy.quality import Measured, measure
 from deploy.runtime import load_update
 from fedge import child
-from fedge.errors import FedgeError
+from fedge.errors import ConfigError, FedgeError
 from fedge.messages import NonNegative, Quality
-from fedge.validation import load_validation
+from fedge.task import TaskSpec
+from fedge.validation import Validation, load_validation
+
+log = logging.getLogger("fedge.deploy")
 
 TIMEOUT_S: Final = 300.0
 
@@ -38,11 +42,15 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """reason: why the new bundle must not answer; empty: it may. before: None where nothing answered."""
+    """reason: why the new bundle must not answer; empty: it may. before: None where nothing answered.
+
+    warning: why it was measured on no samples though there is a file of them.
+    """
 
     reason: str
     before: Quality | None = None
     now: Quality | None = None
+    warning: str = ""
 
 
 def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
@@ -98,9 +106,12 @@ def examine(
         return Examination(reason=f"smoke-test: no answer within {TIMEOUT_S:.0f} s")
     if done.returncode == 0:
         try:
-            return msgspec.json.decode(done.stdout, type=Examination)
+            found = msgspec.json.decode(done.stdout, type=Examination)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:  # such as a measure beyond its range
             return Examination(reason=f"smoke-test: what was measured makes no sense: {error}"[:500])
+        if found.warning:
+            log.warning("event=no_validation reason=%r", found.warning)
+        return found
     said = done.stderr.decode(errors="replace").strip().splitlines()
     cause = f"signal {-done.returncode}" if done.returncode < 0 else (said[-1] if said else f"exit {done.returncode}")
     return Examination(reason=f"smoke-test: it cannot be run on this device ({cause})"[:500])
@@ -109,7 +120,7 @@ def examine(
 def _examined(running: Path | None, staged: Path, home: Path, limits: Limits, engine: EngineChoice) -> Examination:
     try:
         new = load_update(staged, None, engine)
-        validation = load_validation(home, new.task)
+        validation, warning = _samples(home, new.task)
         now = measure(new, validation)
     except FedgeError as error:
         return Examination(reason=f"smoke-test: {error}"[:500])
@@ -120,8 +131,19 @@ def _examined(running: Path | None, staged: Path, home: Path, limits: Limits, en
         except FedgeError:  # a running bundle that is broken is no yardstick
             before = None
     return Examination(
-        reason=verdict(before, now, limits), before=None if before is None else before.quality, now=now.quality
+        reason=verdict(before, now, limits),
+        before=None if before is None else before.quality,
+        now=now.quality,
+        warning=warning,
     )
+
+
+def _samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
+    """What there is to measure on; a file that is damaged is none, or no release would ever be good enough here."""
+    try:
+        return load_validation(home, task), ""
+    except ConfigError as error:
+        return Validation(np.zeros((0, *task.input_shape), np.float32), None), str(error)
 
 
 if __name__ == "__main__":

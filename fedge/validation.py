@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,9 @@ from fedge.files import write_atomically
 from fedge.task import TaskSpec
 
 FILE: Final = "validation.npz"
+
+_DAMAGED: Final = (OSError, ValueError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What NumPy and zipfile raise of a file whose bytes have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     """Read HOME/validation.npz; without one there are no samples.
 
     Raises:
-        ConfigError: it cannot be read, or holds samples of another task.
+        ConfigError: it cannot be read, or does not hold samples of this task.
     """
     path = home / FILE
     if not path.exists():
@@ -51,8 +55,10 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             x, y = np.asarray(arrays["x"], np.float32), arrays.get("y")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
         raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
+    if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
+        raise ConfigError(f"{path} holds samples that are not finite, or labels that are no class numbers")
     return Validation(x, y)

@@ -6,7 +6,7 @@ from deploy.examination import Limits, examine, verdict
 from deploy.quality import Measured
 from fedge.messages import Quality
 from fedge.preprocess import apply
-from fedge.validation import Validation
+from fedge.validation import FILE, Validation
 
 from .bundles import GOLDEN, broken_gate, other_gate, poor_gate, sha256, variant
 
@@ -79,6 +79,24 @@ def test_one_that_is_worse_may_not(home, gate, reason):
     found = examine(GOLDEN, variant(home / "new", release=2, gate=gate), home, LENIENT)
 
     assert found.reason.split(":")[0] == reason
+
+
+@pytest.mark.parametrize("damage", ["junk", "other task", "not finite"])
+def test_samples_that_are_damaged_count_as_none(home, damage, caplog):
+    file = home / FILE
+    if damage == "junk":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        with np.load(file) as arrays:
+            x = arrays["x"][:, 1:] if damage == "other task" else np.full_like(arrays["x"], np.nan)
+        Validation(x, None).save(home)
+
+    found = examine(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
+
+    assert found.reason == ""
+    assert found.now.n == 0
+    assert "event=no_validation" in caplog.text
+    assert FILE in caplog.text
 
 
 def test_one_that_cannot_be_run_is_refused_with_the_reason(home):

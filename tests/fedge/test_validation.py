@@ -1,3 +1,5 @@
+import contextlib
+import io
 import stat
 
 import numpy as np
@@ -28,6 +30,26 @@ def test_without_a_file_there_are_no_samples(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"junk", b"PK\x05\x06" + b"\0" * 18])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     (tmp_path / FILE).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=FILE):
+        load_validation(tmp_path, TASK)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_whatever_byte_is_damaged_is_no_other_error(tmp_path, save):
+    buffer = io.BytesIO()
+    save(buffer, x=np.ones((9, 3), np.float32), y=np.arange(9) % 2)
+    for position in range(0, len(buffer.getvalue()), 2):
+        damaged = bytearray(buffer.getvalue())
+        damaged[position] ^= 0xFF
+        (tmp_path / FILE).write_bytes(damaged)
+        with contextlib.suppress(ConfigError):
+            load_validation(tmp_path, TASK)
+
+
+@pytest.mark.parametrize("samples", [{"x": np.full((2, 3), np.nan)}, {"x": np.ones((2, 3)), "y": np.array(["a", "b"])}])
+def test_samples_and_labels_are_numbers(tmp_path, samples):
+    np.savez(tmp_path / FILE, **samples)
 
     with pytest.raises(ConfigError, match=FILE):
         load_validation(tmp_path, TASK)
