@@ -155,6 +155,8 @@ def test_pauses_between_attempts_grow_up_to_a_bound(attempt, draw):
 class Unheard:
     """A transport to nobody: it keeps what was published."""
 
+    max_packet_bytes = None
+
     def __init__(self):
         self.published = []
 
