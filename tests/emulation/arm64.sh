@@ -70,20 +70,20 @@ run_in() {
 # What the README says for a device that only predicts, in a fresh copy of this clone.
 install_deploy() {
     local root=$CACHE/$1
-    rm -rf "$root/root/fedge" && mkdir -p "$root/root/fedge"
-    (cd "$repository" && git ls-files -co --exclude-standard -z | tar --null -T - -c) | tar -C "$root/root/fedge" -x
+    rm -rf "$root/srv/fedge" && mkdir -p "$root/srv/fedge"
+    (cd "$repository" && git ls-files -co --exclude-standard -z | tar --null -T - -c) | tar -C "$root/srv/fedge" -x
     run_in "$1" sh -ceu '
-        cd /root/fedge
+        cd /srv/fedge
         [ -x /opt/deploy/bin/pip ] || python3 -m venv /opt/deploy
         /opt/deploy/bin/pip install --quiet -c constraints.txt ".[deploy]" pytest pytest-asyncio pytest-timeout hypothesis
-        rm -rf /root/away && mkdir -p /root/away/tests
-        cp -r tests/deploy /root/away/tests && cp pyproject.toml /root/away'
+        rm -rf /srv/away && mkdir -p /srv/away/tests
+        cp -r tests/deploy /srv/away/tests && cp pyproject.toml /srv/away'
 }
 
 # The last part of .ci/run: the wheel with its deploy extra, away from the sources; and what a bundle from a PC gives.
 test_board() {
     QEMU_CPU=$2 run_in "$1" sh -ceu '
-        cd /root/away
+        cd /srv/away
         /opt/deploy/bin/python -c "
 import platform, numpy as np, onnxruntime, deploy
 with np.load(\"tests/deploy/golden/expected.npz\") as golden:
