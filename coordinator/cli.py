@@ -170,8 +170,7 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
     settings = resolve(StatusSettings, "status", config, flags)
     match settings.home, settings.broker, settings.federation:
         case Path() as home, None, None:
-            summary = _summary_in(home)
-            lines = _federation_lines(summary)
+            summary, lines = _federation_in(home)
         case None, str(broker), str(federation):
             devices = asyncio.run(look(settings.at(broker), federation))
             summary = {"federation": federation, "devices": devices}
@@ -182,8 +181,8 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
     return 0
 
 
-def _summary_in(home: Path) -> dict[str, Any]:
-    """What the coordinator wrote.
+def _federation_in(home: Path) -> tuple[dict[str, Any], list[str]]:
+    """What the coordinator wrote, and the same as text.
 
     Raises:
         ConfigError: it wrote nothing there.
@@ -194,12 +193,12 @@ def _summary_in(home: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not there: {home} is no coordinator's --home")
     try:
         summary: dict[str, Any] = json.loads(file.read_bytes())
-        _federation_lines(summary)
+        lines = _federation_lines(summary)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"{file} is damaged or of another version; the next round writes it anew: {error!r}"
         ) from error
-    return summary
+    return summary, lines
 
 
 def _federation_lines(summary: dict[str, Any]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -16,7 +14,7 @@ from deploy.slots import InUseError, Slots, owned, state_of
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.bundle import MANIFEST, Bundle, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import replace_folder, write_atomically
+from fedge.files import whole_folder, write_atomically
 
 HANDED_S: Final = 300.0
 """For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""
@@ -118,15 +116,10 @@ def _hand_over(folder: Path, new: Bundle, home: Path) -> None:
             f" {release}: stop it first"
         )
     try:
-        inbox.mkdir(parents=True, exist_ok=True)
         if not (inbox / str(release)).exists():
-            unfinished = Path(tempfile.mkdtemp(dir=inbox, prefix=".unfinished-"))
-            try:
+            with whole_folder(inbox / str(release)) as unfinished:
                 for name in (MANIFEST, *new.manifest.files):
                     write_atomically(unfinished / name, (folder / name).read_bytes())
-                replace_folder(inbox / str(release), unfinished)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
         elif read(inbox / str(release)).digest != new.digest:
             raise ConfigError(f"{inbox / str(release)} holds another bundle of this number: give this one another")
     except OSError as error:

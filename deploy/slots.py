@@ -16,7 +16,6 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from msgspec import Struct
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, decode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import BlobFolder, make_folder, replace_folder, require_utf8, sync_folder, write_atomically
+from fedge.files import BlobFolder, make_folder, require_utf8, sync_folder, whole_folder, write_atomically
 from fedge.messages import Count, Digest
 from fedge.tensors import digest_of
 
@@ -187,15 +186,11 @@ class Slots:
             raise StoreError("a bundle is on trial: confirm it or roll it back first")
         parsed = decode(manifest)
         try:
-            unfinished = Path(tempfile.mkdtemp(dir=self._folder, prefix=".unfinished-"))
-            try:
+            with whole_folder(self.staged) as unfinished:
                 write_atomically(unfinished / MANIFEST, manifest)
                 for name, part in parsed.files.items():
                     self._link(part.digest, unfinished / name)
                 read(unfinished)
-                replace_folder(self.staged, unfinished)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
         except OSError as error:
             raise StoreError(f"cannot write {self.staged}: {error}") from error
         return read(self.staged)

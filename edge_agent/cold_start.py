@@ -6,7 +6,6 @@ Nothing here needs more than ONNX Runtime, so a device that only predicts takes 
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, failed
 from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
 from fedge.errors import StoreError
-from fedge.files import replace_folder, write_atomically
+from fedge.files import whole_folder, write_atomically
 from fedge.messages import Declined, InstallBundle, Installed, Order, Route, Routed
 from fedge.task import TaskSpec
 
@@ -100,16 +99,11 @@ def install_bundle(action: InstallBundle, fetch: Fetch, home: Path, task: TaskSp
         raise FailedError(f"{strange[0]!r} is no file of a bundle")
     folder = home / "bundles" / str(action.release)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
-        try:
+        with whole_folder(folder) as unfinished:
             for name, ref in action.files.items():
                 write_atomically(unfinished / name, fetch(ref))
             bundle = read(unfinished)
             _check(bundle, action, task)
-            replace_folder(folder, unfinished)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
     manifest = bundle.manifest

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +32,7 @@ from fedge.bundle import (
 )
 from fedge.energies import reference
 from fedge.errors import StoreError
-from fedge.files import replace_folder, write_atomically
+from fedge.files import whole_folder, write_atomically
 from fedge.messages import Role
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, to_bytes, unflatten
@@ -92,9 +90,7 @@ def write_bundle(
         graph, alone = skeleton(task, mixture, parts[0], parts[-1]), single(task, parts[0])
     names = [_part(data) for data in parts]
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
-        try:
+        with whole_folder(folder) as unfinished:
             for part, data in zip(names, parts, strict=True):
                 _put(unfinished / part.file_name, data, part)
             graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
@@ -103,9 +99,6 @@ def write_bundle(
             found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
             manifest = encode(_manifest(task, mixture, names, graphs, release, method, metrics, found))
             write_atomically(unfinished / MANIFEST, manifest)
-            replace_folder(folder, unfinished)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
     return BundleInfo(digest=digest_of(manifest), max_abs_diff=found.difference, path=folder)

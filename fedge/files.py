@@ -102,6 +102,22 @@ def replace_folder(folder: Path, finished: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
+    try:
+        yield unfinished
+        replace_folder(folder, unfinished)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 class BlobFolder:
     """Bytes on disk, each file named by the SHA-256 of what it holds. Safe to share between processes."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import StoreError
-from fedge.files import BlobFolder, replace_folder, volatile, write_atomically
+from fedge.files import BlobFolder, replace_folder, volatile, whole_folder, write_atomically
 from fedge.tensors import digest_of
 
 
@@ -109,3 +109,15 @@ def test_what_is_volatile_is_written_but_not_forced_to_the_disk(tmp_path, monkey
     assert not synced
     write_atomically(tmp_path / "a", b"y")
     assert len(synced) == 2  # the file and its folder
+
+
+def test_a_folder_is_there_whole_or_as_it_was(tmp_path):
+    folder = tmp_path / "bundles" / "3"
+    with whole_folder(folder) as unfinished:
+        (unfinished / "a").write_bytes(b"1")
+        assert not folder.exists()
+    with pytest.raises(KeyError), whole_folder(folder) as unfinished:
+        (unfinished / "b").write_bytes(b"2")
+        raise KeyError
+    assert [path.name for path in folder.parent.iterdir()] == ["3"]
+    assert [path.name for path in folder.iterdir()] == ["a"]
