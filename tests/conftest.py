@@ -41,9 +41,16 @@ async def broker(
 
 
 @pytest.fixture
-async def mosquitto(tmp_path: Path) -> AsyncIterator[LocalBroker]:
-    """A fresh Mosquitto, for tests of what only MQTT 5 has; skipped where it is not installed."""
-    if mosquitto_path() is None:
+def mosquitto_program() -> str:
+    """Where Mosquitto is, for tests that start it in their own way; skipped where it is not installed."""
+    program = mosquitto_path()
+    if program is None:
         pytest.skip("mosquitto is not installed")
+    return program
+
+
+@pytest.fixture
+async def mosquitto(mosquitto_program: str, tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    """A fresh Mosquitto, for tests of what only MQTT 5 has."""
     async with local_broker("mosquitto", tmp_path) as running:
         yield running

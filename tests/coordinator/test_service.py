@@ -226,17 +226,16 @@ def test_a_method_without_cold_start_welcomes_nobody(tmp_path: Path) -> None:
         method_of(settings(None, tmp_path, method="fedavg", welcome=True), task_spec("digits"))
 
 
-async def test_a_broker_that_refuses_us_ends_it(tmp_path: Path, store: Store) -> None:
+async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path: Path, store: Store) -> None:
     """Mosquitto with a password file and no password given."""
-    from fedge.broker import free_port, mosquitto_path
+    from fedge.broker import free_port
 
-    program = mosquitto_path()
-    if program is None:
-        pytest.skip("mosquitto is not installed")
     port = free_port("127.0.0.1")
     config = tmp_path / "mosquitto.conf"
     config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous false\n")
-    process = await asyncio.create_subprocess_exec(program, "-c", str(config), stderr=asyncio.subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        mosquitto_program, "-c", str(config), stderr=asyncio.subprocess.DEVNULL
+    )
     try:
         wanted = msgspec.structs.replace(settings(None, tmp_path), broker=f"127.0.0.1:{port}")
         with pytest.raises(TransportError, match="Not authorized"):

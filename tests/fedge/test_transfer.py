@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedge.broker import mosquitto_path
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder
 from fedge.messages import BlobRef, Want, decode
@@ -534,9 +533,8 @@ async def test_fetch(broker, tmp_path, size):
     assert [p.name for p in (tmp_path / "down").iterdir()] == [digest_of(data)]
 
 
+@pytest.mark.usefixtures("mosquitto_program")
 async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, monkeypatch):
-    if mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
     monkeypatch.setattr("fedge.broker.MAX_PACKET_BYTES", 1300)
     data = os.urandom(40_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
@@ -552,9 +550,8 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, mon
             assert (await fetch(receiver, ref)).read_bytes() == data
 
 
+@pytest.mark.usefixtures("mosquitto_program")
 async def test_a_broker_that_takes_no_want_ends_a_fetch_with_a_reason(tmp_path, monkeypatch):
-    if mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
     monkeypatch.setattr("fedge.broker.MAX_PACKET_BYTES", 150)
     async with local_broker("mosquitto", tmp_path) as broker:
         link = transport(broker, "agent")

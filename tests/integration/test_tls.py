@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fedge.broker import mosquitto_path
 from fedge.topics import Topics
 from fedge.transport import CHECK_TLS, BrokerSettings, Transport
 from tests.support.federation import NAME, Federation, Running, words
@@ -24,9 +23,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-async def broker(authority: Authority, tmp_path: Path) -> AsyncIterator[TlsBroker]:
-    if mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
+async def broker(mosquitto_program: str, authority: Authority, tmp_path: Path) -> AsyncIterator[TlsBroker]:
     async with TlsBroker(authority, tmp_path / "broker") as running:
         yield running
 
