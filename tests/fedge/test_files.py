@@ -111,13 +111,17 @@ def test_what_is_volatile_is_written_but_not_forced_to_the_disk(tmp_path, monkey
     assert len(synced) == 2  # the file and its folder
 
 
-def test_a_folder_is_there_whole_or_as_it_was(tmp_path):
+def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "bundles" / "3"
-    with whole_folder(folder) as unfinished:
-        (unfinished / "a").write_bytes(b"1")
-        assert not folder.exists()
-    with pytest.raises(KeyError), whole_folder(folder) as unfinished:
-        (unfinished / "b").write_bytes(b"2")
-        raise KeyError
+
+    def write(name: str, data: bytes | None) -> None:
+        with whole_folder(folder) as unfinished:
+            (unfinished / name).write_bytes(b"begun")
+            (unfinished / name).write_bytes(data)  # type: ignore[arg-type]
+            assert not (folder / name).exists()
+
+    write("a", b"1")
+    with pytest.raises(TypeError):
+        write("b", None)
     assert [path.name for path in folder.parent.iterdir()] == ["3"]
-    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("a", b"1")]
