@@ -327,8 +327,8 @@ class FitPool(_Message, frozen=True, kw_only=True, tag="fit_pool"):
     part: Part = Part.ALL
     keep: Keep  # of stage 1
     initial: BlobRef
-    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: that client is gone
-    own: Count  # index in the pool; it is read from the device's own store
+    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: not to be had
+    own: Count  # index in the pool, where None stands: the own module is read from the device's own store
     preset: Literal["paper", "anchored"] = "anchored"
     top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
     denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2

@@ -95,7 +95,7 @@ class PmMoe:
                 part=self._base.part,
                 keep=keep,
                 initial=state.initial,
-                pool=tuple(modules[other] for other in members),
+                pool=tuple(None if other == i else modules[other] for other in members),  # the own one is there
                 own=own,
                 preset=o.preset,
                 top=o.top,

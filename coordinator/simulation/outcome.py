@@ -113,6 +113,11 @@ def score(predicted: Ints, y: Ints) -> Score:
     )
 
 
+def sample_accuracy(scores: Sequence[Score]) -> float:
+    """Share of right predictions among the samples of all devices: each counts with its n (pm_moe.md, Eq. 31)."""
+    return float(np.average([score.accuracy for score in scores], weights=[score.n for score in scores]))
+
+
 def worst_decile(accuracies: Sequence[float]) -> float:
     """Mean of the lowest tenth of the devices, rounded up: at least one device."""
     lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]

@@ -13,7 +13,7 @@ from coordinator.fleet import simulated
 from coordinator.methods import Option, State, make
 from coordinator.simulation.evaluation import Evaluation, Final
 from coordinator.simulation.federation import Federation, deal, gather
-from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, worst_decile
+from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, sample_accuracy, worst_decile
 from coordinator.simulation.settings import Scenario
 
 Watch = Callable[[str], None]
@@ -92,7 +92,7 @@ async def _run(
         minimum=min(accuracies),
         percentile_10=float(np.percentile(accuracies, 10)),
         worst_decile=worst_decile(accuracies),
-        sample_accuracy=float(np.average(accuracies, weights=[device.score.n for device in devices])),
+        sample_accuracy=sample_accuracy([device.score for device in devices]),
         macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
         weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
         global_accuracy=curve[-1].global_accuracy,

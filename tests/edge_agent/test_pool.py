@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -32,6 +35,7 @@ from fedge.messages import (
     Start,
     Train,
 )
+from fedge.models.training import Network
 from fedge.tensors import digest_of, to_bytes, unflatten
 from tests.edge_agent.test_worker import TASK, Blobs, make_data
 
@@ -47,6 +51,22 @@ def test_worked_energies(temperature, wanted) -> None:
     others = [(4, 3), (-3, 4), (4, -3), (0, 0), (6, 8)]
     outputs = np.array([[(3, 4), *others]], float)
     np.testing.assert_allclose(confidences(outputs, 0, temperature)[1:], wanted, atol=5e-7)
+
+
+def test_worked_mass_on_experts_that_are_right() -> None:
+    """Eq. 14: five experts, each right with p = 0.6, and a gate that prefers those 1 + a = 2 times over.
+
+    Bound: p (1 + a) M / (M + a (1 + (M - 1) p)), by Jensen; exact: over all 32 ways of being right.
+    """
+    right = np.array(list(itertools.product([0.0, 1.0], repeat=5)))
+    chances = (0.6**right * 0.4 ** (1 - right)).prod(axis=1)
+    alpha = 2**right / (2**right).sum(axis=1, keepdims=True)
+    mass = (top_weights(alpha, 5) * right).sum(axis=1)
+    assert chances @ mass == pytest.approx(0.724617, abs=5e-7)
+    bound = 0.6 * 2 * 5 / (5 + 1 + 4 * 0.6)
+    assert bound == pytest.approx(0.714286, abs=5e-7)
+    best = (top_weights(alpha, 1) * right).sum(axis=1) > 0
+    assert chances @ best == pytest.approx(1 - 0.4**5), "with k = 1 it takes one that is right where there is one"
 
 
 finite = st.floats(-5, 5, allow_subnormal=False)
@@ -116,7 +136,21 @@ def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
 
 def test_the_gate_of_512_inputs_and_20_experts_has_the_size_of_the_specification() -> None:
     """pm_moe.md section 8."""
-    assert sum(p.numel() for p in gate_network(512, 20, None, 0.1).parameters()) == 134_164
+    sizes = [p.numel() for p in gate_network(512, 20, None, 0.1).parameters()]
+    assert sum(sizes) == 134_164
+    layers = [weight + bias for weight, bias in zip(sizes[::2], sizes[1::2], strict=True)]
+    assert layers == [128 * 512 + 128, 33_024, 32_896, 129 * 20]
+
+
+def test_the_head_of_512_features_has_the_bytes_of_the_specification() -> None:
+    """pm_moe.md section 8: 512 -> 10 with bias, float32, in a file of its own; 20 clients."""
+    task = msgspec.structs.replace(TASK, classes=tuple("0123456789"), model_options={"hidden": 512})
+    head = Network(task).layout.kept(KeepPart(private=Part.HEAD))
+    assert head.n_params == 5_130
+    s = 4 * head.n_params
+    assert (s, 20 * s, 19 * s, 20 * 19 * s) == (20_520, 410_400, 389_880, 7_797_600)
+    file = to_bytes({t.name: np.zeros(t.shape, np.float32) for t in head.tensors})
+    assert s < len(file) < s + 250
 
 
 @pytest.mark.parametrize("own", [None, 2])

@@ -10,7 +10,7 @@ from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.pm_moe import PmMoe
 from deploy import load as load_bundle
 from fedge.errors import ConfigError
-from fedge.messages import FitPool, Role, Sgd, SharePrivate
+from fedge.messages import FitPool, Role, Sgd, SharePrivate, blobs_of
 from tests.support.simulation import digits
 
 
@@ -54,12 +54,38 @@ async def test_the_pool_tells_no_names_and_each_device_its_own_number(tmp_path) 
     fleet.run = watch  # type: ignore[method-assign]
     method = method_of()
     await run(method, method.initial(layout, first), fleet)
-    pools = {action.pool for action in seen.values()}
-    assert len(pools) == 1
     assert sorted(action.own for action in seen.values()) == [0, 1, 2, 3, 4]
-    for i, action in seen.items():
-        assert action.pool[action.own] == watch.modules[i]
+    everybody = [watch.modules[i] for i in sorted(seen, key=lambda i: seen[i].own)]
+    for action in seen.values():
+        others = [None if k == action.own else module for k, module in enumerate(everybody)]
+        assert list(action.pool) == others, "one pool for everybody, of which nobody fetches its own module"
     assert [i for i, _ in sorted(seen.items(), key=lambda item: item[1].own)] != sorted(seen), "shuffled"
+
+
+async def test_stage_two_costs_one_module_up_and_those_of_the_others_down(tmp_path) -> None:
+    """Section 8: M * s bytes up in total, (M - 1) * s down for each client; here with M = 4 and s with its header."""
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    up: dict[str, int] = {}
+    sizes: set[int] = set()
+    down: list[int] = []
+    inner = fleet.run
+
+    async def watch(step, actions):
+        before = fleet.bytes_up
+        answers = await inner(step, actions)
+        up[step] = fleet.bytes_up - before
+        sizes.update(a.result.module.size_bytes for a in answers.values() if step == "share")
+        down.extend(sum(ref.size_bytes for ref in blobs_of(a.pool)) for a in actions.values() if step == "pool")
+        return answers
+
+    fleet.run = watch  # type: ignore[method-assign]
+    method = method_of()
+    await run(method, method.initial(layout, first), fleet)
+    (s,) = sizes
+    n_params = 32 * 10 + 10  # of this network's head
+    assert 4 * n_params < s < 4 * n_params + 250
+    assert (up["share"], up["pool"]) == (4 * s, 0)
+    assert down == [3 * s] * 4
 
 
 async def test_a_device_that_never_trained_installs_the_bases_model(tmp_path) -> None:
@@ -115,9 +141,8 @@ async def test_more_devices_than_a_pool_takes_are_in_several(tmp_path, monkeypat
     method = method_of(rounds=1)
     state = await run(method, method.initial(layout, first), fleet)
     assert set(state.installed) == set(seen) == set(fleet.workers)
-    pools = {action.pool for action in seen.values()}
-    assert sorted(len(pool) for pool in pools) == [2, 2, 3]
-    assert len({action.pool[action.own] for action in seen.values()}) == 7
+    assert sorted(len(action.pool) for action in seen.values()) == [2, 2, 2, 2, 3, 3, 3]
+    assert len({module for action in seen.values() for module in action.pool if module}) == 7
 
 
 async def test_options_of_the_base_are_the_bases(tmp_path) -> None:

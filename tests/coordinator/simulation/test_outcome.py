@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
-from coordinator.simulation.outcome import Cost, Point, cost_of, score, worst_decile
+from coordinator.simulation.outcome import Cost, Point, Score, cost_of, sample_accuracy, score, worst_decile
 from tests.support.comparison import a_run
 
 
@@ -15,6 +15,12 @@ def test_a_worked_score() -> None:
     assert found.accuracy == 0.75
     assert found.macro_f1 == pytest.approx((4 / 5 + 2 / 3) / 2)
     assert found.weighted_f1 == pytest.approx((2 * 4 / 5 + 2 * 2 / 3) / 4)
+
+
+def test_the_worked_accuracy_over_all_samples() -> None:
+    """Accuracies (0.9, 0.5, 1) on (10, 30, 60) samples: 0.84 (pm_moe.md section 12)."""
+    scores = [Score(n=n, accuracy=a, macro_f1=0.0, weighted_f1=0.0) for n, a in ((10, 0.9), (30, 0.5), (60, 1.0))]
+    assert sample_accuracy(scores) == pytest.approx(0.84)
 
 
 def test_a_class_that_is_only_predicted_counts_with_zero() -> None:
