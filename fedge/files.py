@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -46,6 +47,21 @@ def write_atomically(path: Path, *data: bytes | memoryview) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def require_writable(path: Path) -> None:
+    """See that a file can be written, before the work begins whose result it is to hold.
+
+    Raises:
+        StoreError: its folder cannot be made or written, or it is a folder itself.
+    """
+    make_folder(path.parent)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}") from error
 

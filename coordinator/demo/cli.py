@@ -18,7 +18,7 @@ from coordinator.demo.run import DemoSettings, run
 from coordinator.options import check, method_options, resolve_options
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
-from fedge.files import write_atomically
+from fedge.files import require_writable, write_atomically
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,6 +48,8 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     settings = resolve(DemoSettings, "demo", config, flags)
     own = resolve_options(config, options)
     check(settings.method, own)
+    if json_file is not None:
+        require_writable(json_file)
     folder = new_folder(settings.out)
     settings = msgspec.structs.replace(settings, out=folder)
     console = Console(stderr=True)

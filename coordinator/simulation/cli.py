@@ -16,10 +16,10 @@ from rich.table import Table
 
 from coordinator.options import check, method_and_options, method_options, resolve_options
 from coordinator.simulation.outcome import RunOutcome, cost_of
-from coordinator.simulation.settings import CompareSettings, SimulationSettings
+from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_scenario
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
-from fedge.files import make_folder, write_atomically
+from fedge.files import make_folder, require_writable, write_atomically
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,6 +50,9 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
     check(name, own)
+    check_scenario(settings)
+    if json_file is not None:
+        require_writable(json_file)
     _one_thread()
     from coordinator.simulation.compare import scenario_of
     from coordinator.simulation.report import lines_of
@@ -57,13 +60,13 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
 
     with _folder(settings.out) as home:
         outcome = run(scenario_of(settings), name, own, settings.seed, home, _progress(name), settings.method)
-    if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(outcome)))
     reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
     table = Table.grid(padding=(0, 2))
     for line in lines_of(outcome, reached, settings.target):
         table.add_row(*line)
     Console().print(table, highlight=False)
+    if json_file is not None:
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(outcome)))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,6 +90,9 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CompareSettings, "compare", config, flags)
+    check_scenario(settings)
+    if json_file is not None:
+        require_writable(json_file)
     _one_thread()
     from coordinator.simulation.compare import compare as run
     from coordinator.simulation.report import legend_of, table_of, write_report

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from coordinator.methods import MethodSettings, Option, settings_of
+from fedge.errors import ConfigError
 from fedge.messages import Codec
 
 
@@ -121,6 +122,37 @@ class Scenario(Struct, frozen=True, kw_only=True):
     def spacing(self) -> int:
         """Rounds between two evaluations."""
         return self.evaluate_every or max(1, self.rounds // 10)
+
+
+_ONLY_FOR: Final = {
+    "alpha": (Partition.DIRICHLET, Partition.GROUPS),
+    "groups": (Partition.GROUPS,),
+    "n_groups": (Partition.GROUPS,),
+    "shards": (Partition.SHARDS,),
+    "iid_share": (Partition.SHARDS,),
+}
+"""Settings that some partitions alone have a use for."""
+
+
+def check_scenario(scenario: Scenario) -> None:
+    """Refuse what would be ignored: a number that was asked for and changes nothing misleads.
+
+    Raises:
+        ConfigError: a setting is not of this partition, or the task needs no data; the text says which.
+    """
+    defaults = Scenario()
+    for name, partitions in _ONLY_FOR.items():
+        if scenario.partition not in partitions and getattr(scenario, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} changes nothing with --partition {scenario.partition}: it is for "
+                f"{' and '.join(partitions)}"
+            )
+    if scenario.partition is Partition.GROUPS and scenario.n_groups > (scenario.devices or scenario.n_groups):
+        raise ConfigError(f"{scenario.devices} devices cannot be in {scenario.n_groups} groups: use --n-groups")
+    if scenario.sizes is Sizes.EQUAL and scenario.size_spread != defaults.size_spread:
+        raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")
+    if scenario.task == "digits" and scenario.data is not None:
+        raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
 
 
 class SimulationSettings(Scenario, frozen=True, kw_only=True):

@@ -76,7 +76,7 @@ def partition(
         alpha: > 0; the smaller, the more differ the devices' classes.
         sensitive: share of each device's training samples that is marked, in [0, 1], the same for all its classes.
         seed: of all draws.
-        n_groups: 1 to 4 turns, 1 to C groups of classes, or of codes: 1 for all devices, 5 for every fifth; at most N.
+        n_groups: 1 to 4 turns, 1 to C groups of classes, or 1 to N codes: 1 for all devices, 5 for every fifth.
         groups: see above.
         shards: >= 1.
         iid_share: in [0, 1].
@@ -87,9 +87,11 @@ def partition(
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
             range.
     """
+    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1:
+        raise ConfigError("a partition needs devices >= 1, alpha > 0 and sensitive in [0, 1]")
     most = _most_groups(pool, groups, n_devices)
-    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or not 1 <= n_groups <= most:
-        raise ConfigError("a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and 1 to 4 groups")
+    if how == "groups" and not 1 <= n_groups <= most:
+        raise ConfigError(f"{n_devices} devices can be in 1 to {most} groups by {groups}, not in {n_groups}")
     if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread <= MOST_SPREAD:
         raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1], a spread of sizes in [0, 5]")
     if sizes != "equal" and how in {"shards", "natural"}:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import StoreError
-from fedge.files import BlobFolder, replace_folder, volatile, whole_folder, write_atomically
+from fedge.files import BlobFolder, replace_folder, require_writable, volatile, whole_folder, write_atomically
 from fedge.tensors import digest_of
 
 
@@ -20,6 +20,18 @@ def test_writes_and_replaces(tmp_path: Path) -> None:
     write_atomically(file, memoryview(b"new"))
     assert file.read_bytes() == b"new"
     assert names_in(file.parent) == ["state"]
+
+
+def test_what_can_be_written_is_left_as_it_is_and_what_cannot_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "figures.json"
+    require_writable(file)
+    assert names_in(file.parent) == []
+    file.write_bytes(b"old")
+    require_writable(file)
+    assert file.read_bytes() == b"old"
+    for wrong in (tmp_path, file / "below"):
+        with pytest.raises(StoreError, match=str(wrong if wrong == tmp_path else file)):
+            require_writable(wrong)
 
 
 def test_a_failed_write_keeps_the_old_bytes_and_leaves_nothing_behind(tmp_path: Path) -> None:

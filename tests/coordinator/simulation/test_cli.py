@@ -43,6 +43,12 @@ def test_help_needs_no_torch() -> None:
         (["--task", "uci-har", "--data", "no/such/place"], "no/such/place"),
         (["--devices", "100"], "too few for 100 devices"),
         (["--groups", "rotation", "--partition", "groups", "--n-groups", "5"], "1 to 4 groups"),
+        (["--alpha", "0.1", "--partition", "iid"], "--alpha changes nothing with --partition iid"),
+        (["--n-groups", "3"], "--n-groups changes nothing with --partition dirichlet: it is for groups"),
+        (["--devices", "3", "--partition", "groups"], "3 devices cannot be in 4 groups: use --n-groups"),
+        (["--iid-share", "0.2", "--partition", "groups"], "--iid-share changes nothing"),
+        (["--size-spread", "2"], "--size-spread changes nothing with equal sizes"),
+        (["--data", "somewhere"], "the digits come with fedge: leave out --data"),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +83,18 @@ def test_a_folder_that_cannot_be_made_is_found_before_anything_runs(
     told = capfd.readouterr().err
     assert told.startswith("error: cannot make folder")
     assert "accuracy" not in told
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_file_that_cannot_be_written_is_found_before_anything_runs(
+    tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for file in (tmp_path / "file" / "figures.json", tmp_path):
+        assert main([command, *SMALL, "--json", str(file)]) == 4
+        told = capfd.readouterr().err
+        assert told.startswith("error: cannot")
+        assert "accuracy" not in told
 
 
 def test_options_come_from_the_table_of_the_method(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
