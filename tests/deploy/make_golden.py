@@ -1,4 +1,7 @@
-"""Makes tests/deploy/golden: a small bundle with all that the format knows, and what it predicts. Needs torch.
+"""Makes the bundles in tests/deploy/golden, and what they predict on the machine that makes them. Needs torch.
+
+`bundle` has all that the format knew before there were engines, and stays as it is: such bundles must be readable for
+ever. `engines` holds a bundle of trained networks that every engine can run:
 
 python -m tests.deploy.make_golden
 """
@@ -6,16 +9,25 @@ python -m tests.deploy.make_golden
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
+import deploy
+from deploy.engines import ENGINES
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
+from export.int8 import quantise
 from export.parity import expected
+from fedge.bundle import read
 from fedge.messages import Role
 from fedge.models import initial
+from fedge.models.training import Network
 from fedge.preprocess import apply
 from fedge.task import Preprocessing, TaskSpec
+from fedge.tensors import Model
+from fedge.validation import Validation
 
 GOLDEN = Path(__file__).parent / "golden"
 TASK = TaskSpec(
@@ -27,6 +39,7 @@ TASK = TaskSpec(
     preprocessing=Preprocessing(scale=16.0, image_mode="L"),
 )
 ROLES = (Role.PRIVATE, Role.GLOBAL, Role.EXPERT, Role.EXPERT, Role.LOCAL)
+CONVOLUTIONS = replace(TASK, model="cnn", model_options={"channels": 4, "hidden": 16})
 
 
 def make(folder: Path) -> None:
@@ -58,6 +71,60 @@ def make(folder: Path) -> None:
     np.savez(folder / "expected.npz", x=raw, y=p.argmax(axis=1), probabilities=p, weights=weights, energies=energies)
 
 
+def make_engines(folder: Path) -> None:
+    """Write folder/bundle, which each engine can run, and folder/expected.npz: what each says of samples it is new to.
+
+    Arrays: x (64, 8, 8) raw samples, and `<engine>_probabilities`, `_weights` and `_energies` for each engine.
+    """
+    from sklearn.datasets import load_digits
+
+    raw, y = load_digits(return_X_y=True)
+    raw = raw.reshape(-1, 8, 8).astype(np.uint8)
+    x = apply(CONVOLUTIONS, raw)
+    network = Network(CONVOLUTIONS)
+    roles = (Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
+    candidates = tuple(
+        Candidate(
+            role=role,
+            name=f"{role.value}-{k}",
+            model=_trained(network, x[k:1200:4], y[k:1200:4].astype(np.int64), seed=k),
+            energy_mean=6.0,
+            energy_std=2.0,
+            weight=0.7 if role is Role.PRIVATE else 0.1,
+        )
+        for k, role in enumerate(roles)
+    )
+    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, GateWeights.untrained(64, len(roles)))
+    with tempfile.TemporaryDirectory() as scratch:
+        float32 = Path(scratch, "bundle")
+        write_bundle(
+            float32,
+            task=CONVOLUTIONS, layout=network.layout, mixture=mixture, validation=x[1200:1400], release=1,
+            method="fedge", metrics={},
+        )  # fmt: skip
+        quantise(read(float32), Validation(x[1200:1400], y[1200:1400].astype(np.int64)), folder / "bundle")
+    found = {engine: deploy.load(folder / "bundle", engine=engine).predict(raw[1400:1464]) for engine in ENGINES}
+    arrays = {
+        f"{engine}_{name}": getattr(prediction, name)
+        for engine, prediction in found.items()
+        for name in ("probabilities", "weights", "energies")
+    }
+    np.savez_compressed(folder / "expected.npz", x=raw[1400:1464], **arrays)
+
+
+def _trained(network: Network, x: np.ndarray, y: np.ndarray, seed: int) -> Model:
+    """Parameters after 60 steps on all samples."""
+    import torch
+
+    network.load(initial(CONVOLUTIONS, seed)[1])
+    optimizer = torch.optim.Adam(network.module.parameters(), 0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network.module(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        optimizer.step()
+    return network.dump()
+
+
 if __name__ == "__main__":
-    shutil.rmtree(GOLDEN, ignore_errors=True)
-    make(GOLDEN)
+    shutil.rmtree(GOLDEN / "engines", ignore_errors=True)
+    make_engines(GOLDEN / "engines")

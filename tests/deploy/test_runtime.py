@@ -1,7 +1,8 @@
-"""The runtime on a golden bundle. Needs numpy, onnxruntime and msgspec only: no test here imports torch."""
+"""The runtime on golden bundles, by each engine. Needs numpy, onnxruntime and msgspec only: torch is not imported."""
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fedge.errors import ConfigError, UpdateRejected
 pytestmark = pytest.mark.torch_free
 
 GOLDEN = Path(__file__).parent / "golden"
+ENGINES = GOLDEN / "engines"
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,51 @@ def test_nothing_heavy_is_imported():
     ours = {"export", "edge_agent", "coordinator"}
     theirs = {"torch", "torchvision", "onnx", "onnxscript", "sklearn", "safetensors", "PIL", "click", "rich", "paho"}
     assert not (ours | theirs) & imported
+
+
+# ------------------------------------------------------------------------------------------------- engines
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """What each engine said on the machine that made the bundle."""
+    with np.load(ENGINES / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("engine", ["fused", "separate", "lazy"])
+def test_float32_engines_predict_what_they_predicted_where_the_bundle_was_made(recorded, engine):
+    found = deploy.load(ENGINES / "bundle", engine=engine).predict(recorded["x"])
+    np.testing.assert_allclose(found.probabilities, recorded[f"{engine}_probabilities"], atol=2e-6)
+    np.testing.assert_allclose(found.weights, recorded[f"{engine}_weights"], atol=2e-6)
+    np.testing.assert_allclose(found.energies, recorded[f"{engine}_energies"], atol=1e-4)  # NaN: lazy did not run it
+
+
+def test_separate_is_fused_also_for_samples_that_are_not_finite():
+    x = np.random.default_rng(0).normal(size=(6, 1, 8, 8)).astype(np.float32)
+    x[1], x[2, 0, 0, 0], x[3], x[4], x[5] = np.nan, np.inf, -np.inf, 1e30, 1e-40
+    fused, separate = (deploy.load(ENGINES / "bundle", engine=e).predict_inputs(x) for e in ("fused", "separate"))
+    np.testing.assert_allclose(separate.probabilities, fused.probabilities, atol=1e-6)
+    np.testing.assert_allclose(separate.weights, fused.weights, atol=1e-6)
+
+
+def test_lazy_leaves_candidates_out_and_little_of_the_mixture(recorded):
+    lazy = deploy.load(ENGINES / "bundle", engine="lazy").predict(recorded["x"])
+    left_out = np.isnan(lazy.energies)
+    assert left_out.any()
+    assert not left_out[:, 0].any()  # the private model is always run
+    assert np.where(left_out, recorded["fused_weights"], 0).sum(axis=1).max() <= 0.01 + 1e-6
+
+
+def test_eight_bits_are_those_of_the_maker_where_sums_are_exact(recorded):
+    """Without VNNI, x86-64 adds products of 8 bits in 16, which saturate: 60 of the 64 classes were right there."""
+    found = deploy.load(ENGINES / "bundle", engine="int8").predict(recorded["x"])
+    exact = platform.machine() == "aarch64" or "vnni" in Path("/proc/cpuinfo").read_text()
+    same = found.class_index == recorded["fused_probabilities"].argmax(axis=1)
+    assert same.mean() >= (0.98 if exact else 0.9)  # 0.98 is what the export asks for
+    if exact:  # but for rounding at the edge of a step
+        np.testing.assert_allclose(found.probabilities, recorded["int8_probabilities"], atol=0.02)
+    assert np.abs(found.probabilities - recorded["fused_probabilities"]).max() > 1e-3  # it is another graph
 
 
 # ------------------------------------------------------------------------------------------------- tampering

@@ -1,12 +1,13 @@
-"""The committed bundle of tests/deploy is what its script makes."""
+"""The committed bundles of tests/deploy are what their script makes."""
 
 import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
 import deploy
+from deploy.engines import ENGINES
 from fedge.bundle import MANIFEST, decode
-from tests.deploy.make_golden import GOLDEN, make
+from tests.deploy.make_golden import GOLDEN, make, make_engines
 
 
 def test_the_golden_bundle_is_what_the_script_makes(tmp_path):
@@ -22,5 +23,18 @@ def test_the_golden_bundle_is_what_the_script_makes(tmp_path):
         np.testing.assert_allclose(found.weights, expected["weights"], atol=1e-6)
 
 
-def test_it_is_small():
+def test_the_bundle_for_all_engines_is_what_the_script_makes(tmp_path):
+    """Training need not come to the same bits with another torch, but to nearly the same mixture."""
+    make_engines(tmp_path)
+    ours, committed = (decode((f / "bundle" / MANIFEST).read_bytes()) for f in (tmp_path, GOLDEN / "engines"))
+    assert (ours.task, ours.fusion, ours.gate) == (committed.task, committed.fusion, committed.gate)
+    assert [c.name for c in ours.candidates] == [c.name for c in committed.candidates]
+    with np.load(tmp_path / "expected.npz") as found, np.load(GOLDEN / "engines" / "expected.npz") as expected:
+        assert set(found) == set(expected)
+        for engine in ENGINES:
+            one, other = found[f"{engine}_probabilities"], expected[f"{engine}_probabilities"]
+            assert (one.argmax(axis=1) == other.argmax(axis=1)).mean() >= 0.95
+
+
+def test_they_are_small():
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 200_000
