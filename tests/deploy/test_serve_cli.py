@@ -2,18 +2,13 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
 import time
-from asyncio.subprocess import PIPE
-from contextlib import asynccontextmanager
 
 import pytest
 
 pytest.importorskip("aiohttp")
 
-import aiohttp
 from click.testing import CliRunner
 
 from deploy.install_cli import install
@@ -23,36 +18,10 @@ from fedge.config import describe
 from fedge.errors import ConfigError, TransportError, UpdateRejected
 
 from .bundles import GOLDEN, broken_gate, other_gate, variant
-from .serving import body, golden
+from .serve_process import X, ask, process
+from .serving import body
 
 pytestmark = pytest.mark.torch_free
-
-X = golden()["x"]
-
-
-@asynccontextmanager
-async def process(*arguments, **environment):
-    """`fedge serve` on a free port: the process, its URL and a client session."""
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fedge.cli", "serve", "--json", "--port", "0", *map(str, arguments),
-        stdout=PIPE, stderr=PIPE, env=os.environ | environment,
-    )  # fmt: skip
-    try:
-        line = await asyncio.wait_for(child.stdout.readline(), 60)
-        assert line, (await child.stderr.read()).decode()
-        said = json.loads(line)
-        assert said["event"] == "serving"
-        async with aiohttp.ClientSession(said["url"], timeout=aiohttp.ClientTimeout(30)) as session:
-            yield child, said, session
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
-
-
-async def ask(session, model, **fields):
-    async with session.post(f"/v2/models/{model}/infer", data=body(X, **fields)) as response:
-        return response.status, await response.json()
 
 
 def refused(*arguments):

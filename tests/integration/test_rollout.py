@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.rollout import Plan, Progress
+from coordinator.rollout import Progress
 from coordinator.rollout.folder import Folder, Record, Request
-from coordinator.rollout.service import Release, Supervisor
 from deploy import load
 from deploy.answering import Answering
-from deploy.slots import State
+from deploy.slots import state_of
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
@@ -37,11 +36,11 @@ from fedge.validation import Validation
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import BROKERS, local_broker, settings, transport
+from tests.support.rollouts import WAIT_S, plan_of, release_of, rolled_out, until
 from tests.support.runtime_device import FEDERATION, LENIENT, device, prepare
 from tests.support.trained_bundles import trained_bundle
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60.0
 DEVICES = [f"cam{i}" for i in range(8)]
 TOPICS = Topics(FEDERATION)
 
@@ -66,31 +65,6 @@ def old(tmp_path: Path) -> Path:
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
     return variant(tmp_path / "new", release=2, gate=other_gate)
-
-
-def state_of(home: Path) -> State:
-    """Only read: `Slots` tidies up, which is for the device alone while it runs."""
-    return msgspec.json.decode((home / "slots.json").read_bytes(), type=State)
-
-
-def release_of(home: Path) -> int:
-    return read(home / "slots" / state_of(home).running).manifest.release
-
-
-def plan_of(repo: Path, bundle: Path, **changes: object) -> tuple[Release, Plan]:
-    repository = Repository(repo)
-    target = repository.add(bundle)
-    release = Release(repository, repo, target)
-    values = {"id": "r1", "stages": (0.1, 0.5, 1.0), "soak_s": 0.0, "absent_s": 60.0} | changes
-    return release, Plan(target=target, release=release.manifest.release, digest=release.digest, **values)
-
-
-async def rolled_out(broker: LocalBroker, repo: Path, release: Release, plan: Plan, observe=None) -> Progress:
-    supervisor = Supervisor(
-        Folder(repo), release, plan, settings(broker), FEDERATION, observe or (lambda event, fields: None)
-    )
-    async with asyncio.timeout(WAIT_S):
-        return await supervisor.run()
 
 
 async def fleet(stack: AsyncExitStack, broker: LocalBroker, homes: dict[str, Path]) -> None:
@@ -301,12 +275,6 @@ async def test_paused_in_the_middle_of_a_transfer_it_goes_on_when_it_is_resumed(
 
 
 # ------------------------------------------------------------------------------------------------------- kill -9
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - files in another process tell nobody
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
