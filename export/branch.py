@@ -1,8 +1,9 @@
 """One network as an ONNX graph whose weights are named tensors: torch is asked once per architecture.
 
-The exporter sees random weights. Whatever it computes from weights (a folded BatchNorm, say) would be wrong for every
-other model of the architecture, so a graph is taken only if each of its weights is a tensor of the network bit for bit;
-otherwise the exporter runs again without optimisation. ONNX Runtime folds what can be folded when it loads the graph.
+The exporter sees random weights. Whatever is computed from weights (a folded BatchNorm, say) would be wrong for every
+other model of the architecture, so the graph is simplified with its weights as inputs, and taken only if each weight is
+a tensor of the network bit for bit. All else must be simplified: ONNX Runtime folds BatchNorm and gives convolutions
+their fast layout when it loads the graph, but only those whose weights and biases it sees at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 OPSET: Final = 20
 IR_VERSION: Final = 9
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Raised when a change here makes graphs that were cached on disk useless."""
 
 _known: dict[str, bytes] = {}
@@ -121,12 +122,12 @@ def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     tensors = _randomise(module)
     sample = torch.zeros(2, *task.input_shape)
     faults = []
-    for attempt in (_dynamo, _dynamo_plain, _torchscript):
+    for attempt in (_dynamo, _torchscript):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the exporter about itself
                 model = attempt(module, sample)
-            return _named(model, tensors, complete=attempt is _dynamo)
+            return _named(model, tensors)
         except Exception as error:  # noqa: BLE001 exporters raise anything; the next one may do better
             faults.append(
                 f"{attempt.__name__.strip('_')}: {str(error).strip().splitlines()[0] if str(error) else error!r}"
@@ -134,14 +135,14 @@ def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     raise ConfigError(f"the network of task {task.name} cannot be exported to ONNX ({'; '.join(faults)})")
 
 
-def _dynamo(module: torch.nn.Module, sample: torch.Tensor, *, optimize: bool = True) -> onnx.ModelProto:
+def _dynamo(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
     import torch
 
     program = torch.onnx.export(
         module,
         (sample,),
         dynamo=True,
-        optimize=optimize,
+        optimize=False,
         opset_version=OPSET,
         verbose=False,
         external_data=False,
@@ -150,11 +151,22 @@ def _dynamo(module: torch.nn.Module, sample: torch.Tensor, *, optimize: bool = T
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
     assert program is not None
-    return program.model_proto
+    return _simplified(program.model_proto, set(module.state_dict()))
 
 
-def _dynamo_plain(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
-    return _dynamo(module, sample, optimize=False)
+def _simplified(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
+    """The graph without what can be computed from anything else than its weights, by name."""
+    import onnx
+    from onnxscript import optimizer
+
+    held = [i for i in model.graph.initializer if i.name in weights]
+    others = [i for i in model.graph.initializer if i.name not in weights]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(others)
+    model.graph.input.extend(onnx.helper.make_tensor_value_info(i.name, i.data_type, i.dims) for i in held)
+    simple: onnx.ModelProto = optimizer.optimize(model)
+    simple.graph.initializer.extend(held)
+    return simple
 
 
 def _torchscript(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
@@ -191,7 +203,7 @@ def _randomise(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
-def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray], *, complete: bool) -> onnx.ModelProto:
+def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.ModelProto:
     """Take the weights out of the graph; what the exporting machine left in it (paths, stack traces) goes too."""
     import onnx
     from onnx import numpy_helper
@@ -202,8 +214,8 @@ def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray], *, complete: 
         model = onnx.inliner.inline_local_functions(model)
     used = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer if i.name in tensors}
     changed = [name for name, value in used.items() if not np.array_equal(value, tensors[name])]
-    if changed or (complete and len(used) < len(tensors)):
-        raise ValueError(f"the exporter folded {changed or sorted(set(tensors) - set(used))}")
+    if changed:
+        raise ValueError(f"the exporter folded {changed}")
     clean = onnx.helper.make_graph(
         [_stripped(node) for node in model.graph.node],
         "branch",

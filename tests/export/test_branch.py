@@ -24,6 +24,12 @@ def with_batch_norm(spec):
     )
 
 
+def without_bias(spec):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, spec.n_classes)
+    )
+
+
 class _Untraceable(nn.Module):
     def forward(self, x):
         return torch.from_numpy(np.linalg.svd(x.detach().numpy().reshape(len(x), -1))[1])
@@ -68,14 +74,20 @@ def test_batch_normalisation_is_left_for_onnx_runtime_to_fold():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("network", ["mlp", "cnn", f"{__name__}:with_batch_norm"])
+def test_nothing_stands_between_a_convolution_and_its_batch_normalisation():
+    model = branch(task(f"{__name__}:without_bias"))
+    assert kinds(model) == ["Conv", "BatchNormalization", "Relu", "Reshape", "Gemm"]
+    assert "0.bias" not in weights(model)
+    assert len(weights(model)) == 7
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn", f"{__name__}:with_batch_norm", f"{__name__}:without_bias"])
 def test_the_older_exporter_serves_where_the_newer_fails(monkeypatch, network):
     def broken(*_args, **_options):
         raise RuntimeError("no onnxscript here")
 
     expected = set(weights(branch(task(network))))
     monkeypatch.setattr(branch_module, "_dynamo", broken)
-    monkeypatch.setattr(branch_module, "_dynamo_plain", broken)
     monkeypatch.setattr(branch_module, "_known", {})
     (cached,) = cache_folder().glob("*.onnx")
     cached.unlink()
