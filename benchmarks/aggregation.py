@@ -5,7 +5,8 @@ numpy streaming sum of the same updates into one float64 total (`total += update
 memory for the experts alone.
 
 Rates are GB of float32 updates per second; medians of runs in turn (one of each rival in shuffled
-order, then again), one thread. Rivals:
+order, then again). numpy has one thread, `cluster_averages` one for each processor (`taskset -c 0` leaves it one).
+Rivals:
   copy          np.copyto of each update: what memory gives
   sum32         total32 += update                  one cluster, float32, no weights
   sum64         total64 += update                  one cluster, float64, no weights: the claim's rival

@@ -12,6 +12,7 @@ import numpy as np
 
 from edge_agent.outcome import Unpacked
 from fedge import codec
+from fedge.errors import ProtocolError
 from fedge.messages import BlobRef, Codec, Order
 from fedge.tensors import Layout, Model, Tensors, digest_of, flatten, unflatten
 
@@ -45,17 +46,20 @@ def sent(
         order: names an update that stays in the process: the same order gives the same update.
 
     Raises:
-        ValueError: a number is not finite.
+        ProtocolError: `not-finite`, training diverged.
     """
+    norms = codec.norms_of(update)
+    if not np.isfinite(norms).all():
+        raise ProtocolError("not-finite", "training diverged: a tensor holds NaN or infinity")
     tensors = unflatten(update, layout)
     own = {info.name: tensors[info.name] for info in part.tensors}
     if not (codec_ is Codec.FLOAT32 and _in_one_process.get()):
         data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
         return BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_), data
-    model = update if part == layout else flatten(own, part)
-    norms = codec.norms_of(model)
-    if not np.isfinite(norms).all():
-        raise ValueError("the update holds a number that is not finite")
+    model = update
+    if part != layout:
+        model = flatten(own, part)
+        norms = codec.norms_of(model)
     for vector in (model.params, model.buffers, model.counters):
         vector.flags.writeable = False
     digest = digest_of(msgspec.json.encode(order))

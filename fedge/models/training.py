@@ -23,8 +23,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedge import codec, models
-from fedge.errors import ProtocolError
+from fedge import models
 from fedge.messages import Part, Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
@@ -105,7 +104,7 @@ class Network:
                     end = start + own.numel()
                     own.copy_(tensor(vector[start:end]).view(own.shape))
                     start = end
-        self.module.eval()
+        _evaluating(self.module)
 
     def dump(self) -> Model:
         """The weights as a new model.
@@ -116,19 +115,12 @@ class Network:
         return models.dump(self.module, self.layout)
 
     def change(self, start: Model) -> Model:
-        """The weights less those of a model that they come from; buffers and counters as they are.
-
-        Raises:
-            ProtocolError: `not-finite`, training diverged.
-        """
-        changed = Model(
+        """The weights less those of a model that they come from, finite or not; buffers and counters as they are."""
+        return Model(
             params=self.weights.numpy() - start.params,
             buffers=np.concatenate([np.zeros(0, np.float32), *(own.numpy().ravel() for own in self._buffers)]),
             counters=np.concatenate([np.zeros(0, np.int64), *(own.numpy().ravel() for own in self._counters)]),
         )
-        if not np.isfinite(codec.norms_of(changed)).all():
-            raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
-        return changed
 
     def logits(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
         """Logits (n, C) of a model for inputs (n, ...), in evaluation mode."""
@@ -338,6 +330,12 @@ def joined(
     return x, np.concatenate([*(own for _, own in samples), [PADDING]])
 
 
+def _evaluating(module: nn.Module) -> None:
+    """Evaluation mode; asking first is quicker than telling each layer again."""
+    if module.training:
+        module.eval()
+
+
 def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Mean cross-entropy of the module's logits."""
     return functional.cross_entropy(module(x), y)
@@ -394,7 +392,7 @@ class Trainer:
         """
         network = self._network
         if not steps:
-            network.module.eval()
+            _evaluating(network.module)
             return
         network.module.train()
         if self._of_one:

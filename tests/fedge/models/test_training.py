@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from fedge import models
-from fedge.errors import ProtocolError
 from fedge.messages import Part, Sgd
 from fedge.models.training import (
     PADDING,
@@ -146,9 +145,6 @@ def test_a_change_is_the_difference_of_weights_with_buffers_as_they_are():
     np.testing.assert_array_equal(change.counters, trained.counters)
     assert change.buffers.dtype == np.float32
     assert change.counters.tolist() == [3]
-    Trainer(net, 1e30 * X, Y, Sgd(learning_rate=1e9), np.random.default_rng(0)).run(3)
-    with pytest.raises(ProtocolError, match="not-finite"):
-        net.change(start)
 
 
 def test_stop_is_asked_before_every_step():
