@@ -36,8 +36,9 @@ def fit_mixture(worker: Worker, action: FitMixture, fetch: Fetch, order: Order, 
     experts = [worker.model(start.model, fetch) for start in action.experts]
     if action.near_best:
         experts = near_best(worker, experts)
-    if action.average and experts:
-        return _write(worker, action, [averaged(experts)], (Role.EXPERT,), None, np.zeros(1))
+    if action.alone and experts:
+        one = averaged(experts) if action.alone == "average" else best(worker, experts)
+        return _write(worker, action, [one], (Role.EXPERT,), None, np.zeros(1))
     private = fit_private(worker, action, experts, fetch, order, stop)
     models = [*([private] if private else []), *experts]
     if not models:
@@ -54,6 +55,11 @@ def near_best(worker: Worker, experts: list[Model]) -> list[Model]:
     enough = max((correct for correct, _ in ranks), default=0.0) - NEAR * samples
     best = sorted((k for k, (correct, _) in enumerate(ranks) if correct >= enough), key=lambda k: (-ranks[k][0], k))
     return [experts[k] for k in sorted(best[:MOST])]
+
+
+def best(worker: Worker, experts: list[Model]) -> Model:
+    """Section 8: the highest validation accuracy, then the lowest cross-entropy, then the lowest number."""
+    return experts[mixture.first_ranked([worker.rank(model, "accuracy") for model in experts])]
 
 
 def averaged(models: list[Model]) -> Model:
@@ -74,7 +80,7 @@ def fit_private(
         return None
     start = worker.model(action.initial_model, fetch)
     if action.private_start == "best" and experts:
-        start = experts[mixture.first_ranked([worker.rank(model, "accuracy") for model in experts])]
+        start = best(worker, experts)
     training: Samples = (data.x_train, data.y_train)
     if action.private_data == "sensitive" and data.sensitive.any():  # without any there is nothing else
         training = (data.x_train[data.sensitive], data.y_train[data.sensitive])

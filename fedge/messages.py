@@ -295,7 +295,7 @@ class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
     gate: Literal["validation", "training", "uniform"] = "validation"  # data it learns from; uniform: no gate
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] = "untrained"
-    average: bool = False  # without the gate: parameters of the experts are averaged, no private model
+    alone: Literal["average", "best"] | None = None  # experts without gate and private model: averaged, or the best
     near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
     space: Literal["prob", "logit"] = "prob"  # what is mixed, 11.3

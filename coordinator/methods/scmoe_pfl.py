@@ -49,7 +49,8 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one,
     or `n_clusters`, which of MCTC is the most there may be;
     labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
-    `average`: without gate and private model; `gate` uniform: the mean of all outputs; `energy` false: without energy;
+    `alone`: without gate and private model, the experts averaged, or the best on validation samples;
+    `gate` uniform: the mean of all outputs; `energy` false: without energy;
     `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
     `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
     cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
@@ -81,7 +82,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     theta: Annotated[float, Meta(ge=-1, le=1)] = 0.9
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] | None = None
-    average: bool = False  # the ablation without gate and private model: the experts of a device are averaged
+    alone: Literal["average", "best"] | None = None
     top: Annotated[int, Meta(ge=1, le=64)] = 2
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     space: Literal["prob", "logit"] = "prob"
@@ -335,7 +336,7 @@ class ScmoePfl:
                 gate=o.gate or "validation",
                 energy=o.energy,
                 energy_offset=o.energy_offset or "never",
-                average=o.average,
+                alone=o.alone,
                 near_best=bool(state.experts) and not clusters_of(state, device.id),
                 top=o.top,
                 space=o.space,

@@ -43,6 +43,7 @@ def render(comparison: Comparison) -> str:
         by_bytes=plots.by_bytes(comparison.runs),
         by_seconds=plots.by_seconds(comparison.runs),
         seeds=table(("Method", *map(str, comparison.seeds)), [seed_row(method) for method in comparison.methods]),
+        own=table(("Method", "Number", "Mean"), own_rows(comparison)),
     )
 
 
@@ -76,7 +77,8 @@ def lead(comparison: Comparison) -> str:
 def headings(comparison: Comparison) -> tuple[str, ...]:
     """Of the table, on the page and in the terminal."""
     return (
-        *("Method", "Accuracy", f"− {comparison.baseline}", "− best other", "Worst 10 %", "Macro F1", "Global"),
+        *("Method", "Accuracy", f"− {comparison.baseline}", "− best other"),
+        *("Over devices", "Worst 10 %", "Macro F1", "Global"),
         *(["Newcomers"] if comparison.scenario.newcomers else []),
         *("Traffic", f"Cost of {100 * comparison.target:.1f} %", "s / run"),
     )
@@ -89,6 +91,7 @@ def row(method: MethodOutcome) -> tuple[str, ...]:
         percent(method.accuracy),
         difference(method.to_baseline),
         f"{difference(method.to_best_other)} {method.best_other or ''}".strip(),
+        percent(method.std),
         percent(method.worst_decile),
         percent(method.macro_f1),
         NOTHING if method.global_accuracy is None else percent(method.global_accuracy),
@@ -102,6 +105,15 @@ def row(method: MethodOutcome) -> tuple[str, ...]:
 def seed_row(method: MethodOutcome) -> tuple[str, ...]:
     """A method's mean accuracy on each seed."""
     return (method.method, *(f"{100 * accuracy:.1f}" for accuracy in method.accuracy.seeds))
+
+
+def own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """What methods tell of themselves, such as the silhouette of their clusters: method, name, mean over the seeds."""
+    return [
+        (method.method, name, f"{figure.mean:.2f} ±{figure.std:.2f}" if len(figure.seeds) > 1 else f"{figure.mean:.2f}")
+        for method in comparison.methods
+        for name, figure in method.details.items()
+    ] or [(NOTHING,) * 3]
 
 
 def percent(figure: Spread) -> str:
@@ -158,6 +170,7 @@ def legend_of(comparison: Comparison) -> str:
         f"− base: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
         "worst: lowest tenth of the devices; global: served model on the global test set; MB: up and down",
         f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
+        "in the report, too: deviation over the devices, bytes until then, numbers of the methods' own (silhouette)",
     ]
     if comparison.scenario.newcomers:
         lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")

@@ -17,6 +17,7 @@ from fedge.errors import ConfigError
 
 MIN_SAMPLES: Final = 20  # per device: enough for a training, a validation and a test part
 _REDRAWS: Final = 100
+_MILDER: Final = "so the devices differ less than was asked for; fewer devices, or more samples, would be better"
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -74,7 +75,7 @@ def by_label(
 
     Returns:
         (U,) device of each unit. A draw that leaves a device with fewer than 20 samples is repeated; if 100 draws did
-        not help, units are moved from the largest device, with a line in the log.
+        not help, units are moved from the largest device; both with a line in the log, since both change the skew.
     """
 
     def draw() -> Ints:
@@ -88,9 +89,11 @@ def by_label(
                     owners[own] = device
         return owners
 
-    for _ in range(_REDRAWS):
+    for number in range(1, _REDRAWS + 1):
         owners = draw()
         if _sizes(units, owners, len(group_of)).min() >= MIN_SAMPLES:
+            if number > 1:
+                log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, MIN_SAMPLES, _MILDER)
             return owners
     return filled_up(units, owners, group_of, rng, own_classes=bool((portions == 0).any()))
 
@@ -169,7 +172,9 @@ def filled_up(
         sizes[[largest, smallest]] += (-units.size[unit], units.size[unit])
         moved += int(units.size[unit])
     if moved:
-        log.warning("event=partition_adjusted moved=%d min_samples=%d", moved, MIN_SAMPLES)
+        log.warning(
+            "event=partition_adjusted moved=%d of=%d min_samples=%d %s", moved, sizes.sum(), MIN_SAMPLES, _MILDER
+        )
     return owners
 
 

@@ -138,10 +138,22 @@ def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
 
 
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
-    worker, result, runtime = fitted(tmp_path, blobs, experts=2, average=True)
+    worker, result, runtime = fitted(tmp_path, blobs, experts=2, alone="average")
     assert result.roles == (Role.EXPERT,)
     mean = scmoe.averaged([worker.model(blobs.model(10 + k, 4.0), blobs) for k in range(2)])
     logits = worker.logits(mean, worker.data.x_val)
+    expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, expected, atol=1e-5)
+
+
+def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> None:
+    """Section 17.2: the highest validation accuracy, then the lowest cross-entropy; nothing is mixed into it."""
+    worker, result, runtime = fitted(tmp_path, blobs, experts=5, alone="best")
+    assert result.roles == (Role.EXPERT,)
+    models = [worker.model(blobs.model(10 + k, 4.0), blobs) for k in range(5)]
+    ranks = [worker.rank(model, "accuracy") for model in models]
+    assert ranks[0] != max(ranks), "the first one is not the best by chance"
+    logits = worker.logits(models[ranks.index(max(ranks))], worker.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, expected, atol=1e-5)
 

@@ -101,7 +101,9 @@ EXCHANGES = [
     *(f"fedge:rounds=8:clustering={how}:split=always" for how in ("k-means", "agglomerative", "aidc")),
     *(f"fedge:rounds=8:selection={how}" for how in ("uniform", "fastest", "stratified")),
     *(f"scmoe-pfl:clustering={how}" for how in ("k-means", "agglomerative")),
-    *(f"scmoe-pfl:{o}" for o in ("average=true", "gate=uniform", "energy=false", "energy_offset=always", "top=1")),
+    *(f"scmoe-pfl:{o}" for o in ("alone=average", "alone=best", "gate=uniform", "energy=false", "top=1")),
+    "scmoe-pfl:energy_offset=always",
+    "scmoe-pfl:preset=paper:clustering=k-means:alone=best",
     *(
         f"scmoe-pfl:{o}"
         for o in ("space=logit", "temperature=2", "n_components=2", "component_energy=0.9", "theta=0.5")

@@ -13,6 +13,7 @@ from coordinator.simulation.report import (
     lead,
     legend_of,
     lines_of,
+    own_rows,
     render,
     row,
     seed_row,
@@ -27,7 +28,7 @@ from tests.support.comparison import a_comparison, a_run
 def test_a_row_has_means_spreads_and_signs() -> None:
     first, second = a_comparison(2).methods
     assert row(first) == (
-        *("m0", "80.5 ±0.7", "–", "-2.0 ±0.0 m1", "71.5 ±0.7", "70.5 ±0.7", "70.0 ±0.0", "3.0 MB"),
+        *("m0", "80.5 ±0.7", "–", "-2.0 ±0.0 m1", "5.0 ±0.0", "71.5 ±0.7", "70.5 ±0.7", "70.0 ±0.0", "3.0 MB"),
         *("30 r, 3.0 MB, 6.0 s", "4.5"),
     )
     assert row(second)[2:4] == ("+2.0 ±0.0", "+2.0 ±0.0 m0")
@@ -36,11 +37,19 @@ def test_a_row_has_means_spreads_and_signs() -> None:
     assert cost(Cost(round=3, bytes=2_000_000, seconds=9.4)) == "3 r, 2.0 MB, 9.4 s"
 
 
+def test_the_methods_own_numbers_are_on_the_page() -> None:
+    runs = [a_run("m", seed, details={"silhouette": 0.5 + 0.2 * seed, "tau": 0.25}) for seed in (0, 1)]
+    found = together(Scenario(), runs, ["m"], (0, 1), "m", None)
+    assert own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
+    assert "0.60 ±0.14" in render(found)
+    assert own_rows(a_comparison()) == [("–", "–", "–")]
+
+
 def test_newcomers_have_a_column_where_there_are_any() -> None:
     runs = [a_run("m", seed, cold_start=0.6 + 0.1 * seed) for seed in (0, 1)]
     some = together(Scenario(newcomers=1), runs, ["m"], (0, 1), "m", None)
-    assert row(some.methods[0])[6:8] == ("70.0 ±0.0", "65.0 ±7.1")
-    assert headings(some)[7] == "Newcomers"
+    assert row(some.methods[0])[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
+    assert headings(some)[8] == "Newcomers"
     assert [column.header for column in table_of(some).columns][7] == "new"
     assert "training was over" in legend_of(some)
     assert ("newcomers", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)

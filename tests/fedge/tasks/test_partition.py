@@ -203,11 +203,15 @@ def warnings_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCapt
         yield caplog
 
 
-def test_samples_are_moved_only_when_draws_do_not_help_and_it_is_said(
+def test_samples_are_moved_only_when_draws_do_not_help_and_both_is_said(
     warnings_logged: pytest.LogCaptureFixture,
 ) -> None:
     deal(numbered(4000), 5, alpha=1.0)
     assert not warnings_logged.records
+    deal(numbered(400), 8, alpha=0.5)
+    assert "event=partition_redrawn draws=" in warnings_logged.text
+    assert "event=partition_adjusted" not in warnings_logged.text
+    warnings_logged.clear()
     shares = deal(numbered(200, n_classes=2), 10, alpha=0.05)  # 10 x 20 samples: each gets exactly 20
     assert [len(labels(share)) for share in shares] == [20] * 10
     assert "event=partition_adjusted" in warnings_logged.text
