@@ -111,6 +111,16 @@ def test_every_field_that_leaves_a_device_is_in_the_privacy_document(kind: type[
     assert missing == []
 
 
+@pytest.mark.parametrize("kind", get_args(Result), ids=lambda kind: kind.__name__)
+def test_every_field_of_an_answer_is_told_of_that_answer(kind: type[Struct]) -> None:
+    """Not of another one that has a field of the same name."""
+    tag = kind.__struct_config__.tag
+    mark = f"`{tag}`" if tag in {"declined", "failed"} else f"**`{tag}`**"
+    assert mark in PRIVACY
+    told = re.split(r"\n(?:\*\*`|#)", PRIVACY.partition(mark)[2])[0]
+    assert [field for field in kind.__struct_fields__ if f"`{field}`" not in told] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_links_and_named_tests_are_there(document: Path) -> None:
     text = document.read_text()

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged, cluster_averages
@@ -70,8 +70,6 @@ from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 log = logging.getLogger("fedge.method")
 
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
-GAMMA = 0.5  # server momentum, section 4
-RHO = 0.4  # share of the rounds before the trial, section 5
 MAX_CLUSTERS = 8  # K, section 5
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
 TEMPERATURES = (1.0, 1.4, 2.0, 2.8)  # T, section 7
@@ -83,7 +81,7 @@ KAPPAS = {  # kappa, section 7
 }
 BETAS = (0.0, 0.5, 1.0)  # section 9
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
-A0, A = 10.0, 20.0  # shrinkage of the weights, samples, section 8
+A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
 ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
 
 
@@ -95,6 +93,10 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster.
     `local_pilot`: a tenth of the devices, at least
     ten, fit a local model and decide whether it comes in; others only if it does (section 14).
+    Parameters of section 13: `gamma`: server momentum; `rho`: share of the rounds before the trial; `shrinkage`: a of
+    the weights, in samples; a large one leaves every device the pooled weights.
+    Ablations of section 15.4: `prior` fixed: T = 1 and the whole prior, of private and local models none; none: without
+    prior, T as it is pooled; `local` never, always: in the mixture, whatever the pool says; `energy` false: beta = 0.
     """
 
     selection: Selection = "ccmab"
@@ -104,6 +106,12 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     final_fit: bool = True
     guard: bool = True
     local_pilot: bool = False
+    gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
+    rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
+    shrinkage: Annotated[float, Meta(gt=0)] = 20.0
+    prior: Literal["pooled", "fixed", "none"] = "pooled"
+    local: Literal["pooled", "never", "always"] = "pooled"
+    energy: bool = True
 
 
 class LastUpdate(Struct, frozen=True, kw_only=True):
@@ -203,9 +211,10 @@ class Fedge:
         state = self._observe(state, choices, answers)
         if len(updates) >= self.settings.min_reports:
             if state.experts:
-                state = train_experts(state, updates, fleet)
+                state = train_experts(state, updates, fleet, gamma=self.options.gamma)
             else:
-                state = train_shared(state, updates, fleet, everybody=len(cohort) == len(present))
+                everybody = len(cohort) == len(present)
+                state = train_shared(state, updates, fleet, gamma=self.options.gamma, everybody=everybody)
         if tries:
             state = await split(state, fleet, r, self.options, round_rng(self.settings, r))
         return msgspec.structs.replace(
@@ -218,7 +227,7 @@ class Fedge:
 
     def _tries(self, state: FedgeState, r: int) -> bool:
         """Whether the trial is held after this round (section 5)."""
-        return not state.experts and r == round(RHO * self.settings.rounds)
+        return not state.experts and r == round(self.options.rho * self.settings.rounds)
 
     def _select(
         self, state: FedgeState, present: Mapping[str, Device], r: int
@@ -376,7 +385,9 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
 # ---------------------------------------------------------------------------------------- step 2: shared rounds
 
 
-def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, everybody: bool) -> FedgeState:
+def train_shared(
+    state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, gamma: float, everybody: bool
+) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
 
     Before the trial, directions and last changes are kept of the rounds that `everybody` was asked in: in another one
@@ -393,7 +404,7 @@ def train_shared(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet
             yield change
 
     mean = averaged(changes(), sizes(updates), state.layout)
-    shared = moved(state.shared, mean, state.layout, fleet, gamma=GAMMA)
+    shared = moved(state.shared, mean, state.layout, fleet, gamma=gamma)
     if not seeking:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
@@ -476,7 +487,7 @@ async def try_clusters(
     return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
 
 
-def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
+def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, gamma: float) -> FedgeState:
     """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
     assert state.trial is not None
     ids = list(updates)
@@ -485,7 +496,7 @@ def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Flee
         (fleet.get(u.update, state.layout) for u in updates.values()), sizes(updates), members, state.layout
     )
     experts = tuple(
-        expert if mean is None else moved(expert, mean, state.layout, fleet, gamma=GAMMA)
+        expert if mean is None else moved(expert, mean, state.layout, fleet, gamma=gamma)
         for expert, mean in zip(state.experts, means, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)
@@ -532,6 +543,8 @@ async def personalise(
     asked = awake(state, fleet, r).keys() | state.participations.keys()
     present = [device.id for device in fleet.devices() if device.id in asked]
     pilots = drawn(present, round_rng(settings, r)) if options.local_pilot else present
+    if options.local == "never":
+        pilots = []
     fits = {i: candidates(state, i, settings, local=i in pilots) for i in present}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     fitted = results(answers, CandidatesFitted)
@@ -540,7 +553,7 @@ async def personalise(
     roles: list[Role] = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
     n_validation = sum(result.n_validation for result in fitted.values())
     pooling = n_validation >= ENOUGH_VALIDATION
-    calibration = {role: calibrate(role, fitted.values(), pooling=pooling) for role in roles}
+    calibration = {role: calibrate(role, fitted.values(), pooling=pooling, prior=options.prior) for role in roles}
 
     # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
     # Only who has a local model has a say where it is about the variant with it.
@@ -556,16 +569,16 @@ async def personalise(
         )
 
     # Sections 8 and 9: is the local model worth having; how much does the energy count.
-    chosen, beta = 0, 0.0
+    chosen, beta = int(options.local == "always" and Role.LOCAL in roles), 0.0
     if pooling:
-        energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=A)
+        energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=options.shrinkage)
         state, answers = await ask(state, fleet, r, "energy", {i: energy for i in fitted if i not in state.silent})
         measured = results(answers, EnergyFitted)
         piloted = [m for i, m in measured.items() if i in pilots]
-        if piloted:
+        if piloted and options.local == "pooled":
             chosen = pooled_choice([m.pooled_losses for m in piloted])
         voters = piloted if chosen else list(measured.values())
-        if voters:
+        if voters and options.energy:
             beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in voters])]
 
     pool = Pool(
@@ -588,7 +601,7 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     assert pool is not None
     state = await seen_anew(state, fleet, r)
     new = [device.id for device in fleet.devices() if device.id not in state.installed or device.drift]
-    local = pool.local or not options.local_pilot
+    local = pool.local or (options.local == "pooled" and not options.local_pilot)
     fits = {i: candidates(state, i, settings, local=local) for i in new}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     finish = {
@@ -645,7 +658,7 @@ def mixture_of(pool: Pool, settings: MethodSettings, options: Options, *, releas
     return FitGate(
         calibration={role: pool.calibration[role] for role in pool.weights},
         pooled=pool.weights,
-        shrinkage=A,
+        shrinkage=options.shrinkage,
         beta=pool.beta,
         sgd=settings.sgd,
         final_fit=options.final_fit,
@@ -654,10 +667,20 @@ def mixture_of(pool: Pool, settings: MethodSettings, options: Options, *, releas
     )
 
 
-def calibrate(role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
+def calibrate(
+    role: Role,
+    fitted: Iterable[CandidatesFitted],
+    *,
+    pooling: bool,
+    prior: Literal["pooled", "fixed", "none"] = "pooled",
+) -> Calibration:
     """Section 7: the (T, kappa) with the smallest pooled loss; section 12's defaults where too few samples speak."""
     losses = [result.losses[role] for result in fitted if role in result.losses]
-    if not pooling:
-        return Calibration(temperature=1.0, kappa=1.0 if role in {Role.GLOBAL, Role.EXPERT} else 0.0)
+    kappas: tuple[float, ...] = KAPPAS[role]
+    if not pooling or prior == "fixed":
+        whole = prior != "none" and role in {Role.GLOBAL, Role.EXPERT}
+        return Calibration(temperature=1.0, kappa=1.0 if whole else 0.0)
+    if prior == "none":  # the first kappa of each T
+        losses, kappas = [sums[:: len(kappas)] for sums in losses], kappas[:1]
     best = pooled_choice(losses)
-    return Calibration(temperature=TEMPERATURES[best // 4], kappa=KAPPAS[role][best % 4])
+    return Calibration(temperature=TEMPERATURES[best // len(kappas)], kappa=kappas[best % len(kappas)])

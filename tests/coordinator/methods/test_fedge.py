@@ -26,6 +26,7 @@ from coordinator.methods.fedge import (
 from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
 from edge_agent.labels import label_feature
+from fedge.bundle import read as read_bundle
 from fedge.messages import CandidatesFitted, Codec, Profiled, Role, Sgd, Start, Train
 from tests.support.simulation import Fleet, digits
 
@@ -61,10 +62,10 @@ def with_clusters(state: FedgeState, fleet: Fleet, *clusters: tuple[str, ...]) -
 # ---------------------------------------------------------------------------------------------- shared rounds
 
 
-async def test_without_momentum_and_split_the_model_is_fedavgs_bit_for_bit(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "GAMMA", 0.0)
+async def test_without_momentum_and_split_the_model_is_fedavgs_bit_for_bit(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    ours = await rounds(Fedge(EXACT), Fedge(EXACT).initial(layout, first), fleet, 3)
+    plain = Fedge(msgspec.structs.replace(EXACT, options={"gamma": 0.0}))
+    ours = await rounds(plain, plain.initial(layout, first), fleet, 3)
     theirs = await rounds(FedAvg(EXACT), FedAvg(EXACT).initial(layout, first), fleet, 3)
     assert ours.shared.model == theirs.model
 
@@ -165,7 +166,7 @@ async def test_a_change_enters_every_cluster_of_its_device_and_no_other_and_w_st
     order = Train(starts=(Start(model=first, cluster=0),), sgd=EXACT.sgd, codec=Codec.FLOAT32)
     answers = await fleet.run("train", dict.fromkeys(("d00", "d01"), order))
     updates = {i: answer.result for i, answer in answers.items()}
-    after = train_experts(state, updates, fleet)
+    after = train_experts(state, updates, fleet, gamma=0.5)
 
     n = {i: update.n_samples for i, update in updates.items()}
     change = {i: fleet.get(update.update, layout).params.astype(np.float64) for i, update in updates.items()}
@@ -406,6 +407,47 @@ def test_few_validation_samples_leave_the_defaults() -> None:
     assert calibrate(Role.PRIVATE, few, pooling=False).kappa == 0
     chosen = calibrate(Role.GLOBAL, few, pooling=True)
     assert (chosen.temperature, chosen.kappa) == (2.8, 1.5)
+
+
+def test_without_the_prior_or_with_all_of_it_nothing_else_is_chosen() -> None:
+    """Section 15.4's noprior and fixedprior: T is still pooled, or nothing is."""
+    losses = tuple(float(x) for x in (9, 1, 1, 1, 5, 0, 0, 0, 7, 0, 0, 0, 6, 0, 0, 0))
+    found = [CandidatesFitted(losses=dict.fromkeys((Role.GLOBAL, Role.PRIVATE), losses), n_validation=40)]
+    for role, whole in ((Role.GLOBAL, 1.0), (Role.PRIVATE, 0.0)):
+        none = calibrate(role, found, pooling=True, prior="none")
+        assert (none.temperature, none.kappa) == (1.4, 0.0)
+        fixed = calibrate(role, found, pooling=True, prior="fixed")
+        assert (fixed.temperature, fixed.kappa) == (1.0, whole)
+        assert calibrate(role, found, pooling=False, prior="none").kappa == 0
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.2, 0.5, 1.0])
+async def test_the_trial_is_held_after_the_share_of_the_rounds(tmp_path, rho) -> None:
+    settings = MethodSettings(rounds=10, sgd=Sgd(steps=1), options={"rho": rho})
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(settings)
+    state, held = method.initial(layout, first), []
+    for r in range(1, 11):
+        state = await rounds(method, state, fleet, 1)
+        if state.trial is not None:
+            held.append(r)
+    assert held[:1] == ([round(10 * rho)] if rho else [])
+
+
+@pytest.mark.parametrize(("local", "roles"), [("never", 2), ("always", 3)])
+async def test_the_local_model_can_be_kept_out_or_in_and_the_energy_off(tmp_path, local, roles) -> None:
+    options = {"local": local, "energy": False, "split": "never", "shrinkage": 1e9}
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(MethodSettings(rounds=2, sgd=Sgd(steps=3), options=options))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert state.pool is not None
+    assert (state.pool.local, state.pool.beta) == (local == "always", 0.0)
+    assert {len(result.roles) for result in state.installed.values()} == {roles}
+    assert {Role.LOCAL in result.roles for result in state.installed.values()} == {local == "always"}
+    for i in state.installed:  # so strong a shrinkage leaves the pooled weights
+        manifest = read_bundle(tmp_path / i / "bundles" / "1").manifest
+        for candidate in manifest.candidates:
+            assert candidate.weight == pytest.approx(state.pool.weights[candidate.role], abs=1e-5)
 
 
 async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupted_anywhere(tmp_path) -> None:

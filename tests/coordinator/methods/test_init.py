@@ -99,6 +99,8 @@ EXCHANGES = [
     *(f"cfic:selection={how}" for how in ("uniform", "fastest", "ccmab")),
     "cfic:registration=lazy:clustering=aidc:selection=ccmab",
     *(f"fedge:rounds=8:clustering={how}:split=always" for how in ("k-means", "agglomerative", "aidc")),
+    "fedge:gamma=0:rho=0.2:split=always:prior=none:local=always:energy=false:shrinkage=0.001",
+    "fedge:prior=fixed:local=never:final_fit=false:guard=false",
     *(f"fedge:rounds=8:selection={how}" for how in ("uniform", "fastest", "stratified")),
     *(f"scmoe-pfl:clustering={how}" for how in ("k-means", "agglomerative")),
     *(f"scmoe-pfl:{o}" for o in ("alone=average", "alone=best", "gate=uniform", "energy=false", "top=1")),
