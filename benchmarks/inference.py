@@ -32,7 +32,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import onnxruntime
 import torch
 
 import deploy
@@ -45,6 +44,7 @@ from fedge.bundle import INPUT, read
 from fedge.messages import Role
 from fedge.models import build, initial
 from fedge.models import load as load_model
+from fedge.ort import onnxruntime
 from fedge.preprocess import apply
 from fedge.task import TaskSpec, gate_pool
 from fedge.tensors import unflatten

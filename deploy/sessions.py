@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.ort import onnxruntime
 
 CPU: Final = "CPUExecutionProvider"
 PREFERENCE: Final = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "XnnpackExecutionProvider")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, failed
@@ -19,6 +18,7 @@ from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
 from fedge.errors import StoreError
 from fedge.files import whole_folder, write_atomically
 from fedge.messages import Declined, InstallBundle, Installed, Order, Route, Routed
+from fedge.ort import onnxruntime
 from fedge.task import TaskSpec
 
 CHUNK: Final = 512

@@ -112,8 +112,11 @@ def _manifest(bundle: Bundle, graph: bytes, report: Int8Report) -> bytes:
 def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) -> bytes:
     """The graph with the nodes of its networks in 8 bits, but for those that make the logits."""
     import onnx
-    import onnxruntime
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    from fedge.ort import onnxruntime
+
+    # isort: split
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static  # noqa: TID251
 
     class Samples(CalibrationDataReader):  # type: ignore[misc] # untyped
         def __init__(self) -> None:

@@ -69,7 +69,7 @@ def expected(task: TaskSpec, layout: Layout, mixture: Mixture, x: NDArray[np.flo
 
 def run(graph: bytes, folder: str, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """The graph's three outputs by ONNX Runtime; its parts lie in `folder`."""
-    import onnxruntime
+    from fedge.ort import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1

@@ -10,12 +10,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 
 import deploy
 from fedge.bundle import MANIFEST, SKELETON, decode
 from fedge.errors import ConfigError, UpdateRejected
+from fedge.ort import onnxruntime
 
 pytestmark = pytest.mark.torch_free
 

@@ -4,13 +4,13 @@ import logging
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 
 import deploy
 from deploy.sessions import CPU, PREFERENCE, Session, chains
 from fedge.bundle import INPUT, OUTPUTS, read
 from fedge.errors import ConfigError
+from fedge.ort import onnxruntime
 
 pytestmark = pytest.mark.torch_free
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from coordinator.reserved import Gate
 from export.gate import gate_onnx, pooling
+from fedge.ort import onnxruntime
 
 
 def made(input_shape: tuple[int, ...], n_experts: int = 5, trunk: str = "auto") -> tuple[Gate, bytes]:
