@@ -23,7 +23,7 @@ from coordinator.assembling import files_of, mixture_of
 from export.gate import POOLED
 from fedge.errors import ConfigError
 from fedge.messages import Sgd
-from fedge.models.training import Network, Trainer, batches, tensor
+from fedge.models.training import CPU, Network, Trainer, batches, seeded, tensor
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
 
@@ -74,12 +74,15 @@ class ReservedSet:
         task: what is learned.
         x: (n, *input_shape) model inputs.
         y: (n,) labels.
+        processor: what trains the task's network and asks it.
 
     Raises:
         ConfigError: there are no samples, or they do not fit the task.
     """
 
-    def __init__(self, task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
+    def __init__(
+        self, task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], processor: torch.device = CPU
+    ) -> None:
         if not len(y):
             raise ConfigError("the reserved set is empty: fedcoe cannot start without labelled samples on the server")
         if x.shape != (len(y), *task.input_shape) or y.min() < 0 or y.max() >= task.n_classes:
@@ -89,7 +92,7 @@ class ReservedSet:
         self.task = task
         self.x = np.ascontiguousarray(x, np.float32)
         self.y = y
-        self._network = Network(task)
+        self._network = Network(task, processor)
 
     def pretrained(
         self, start: Model, groups: Sequence[int], n_experts: int, *, epochs: int, sgd: Sgd, seed: int
@@ -114,8 +117,7 @@ class ReservedSet:
             n = int(own.sum())
             steps = epochs * -(-n // min(sgd.batch_size, n))
             plain = msgspec.structs.replace(sgd, steps=steps, proximal_mu=0.0)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with seeded(seed, self._network.processor):
                 self._network.load(start)
                 rng = np.random.default_rng((seed, j))
                 Trainer(self._network, self.x[own], self.y[own], plain, rng).run(steps)

@@ -28,6 +28,7 @@ from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
+from fedge.processor import Processor
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
@@ -80,6 +81,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     learning_rate: Annotated[float, Meta(gt=0, description="Of the devices' SGD.")] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    train_on: Annotated[
+        Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
+    ] = Processor.CPU
 
     def for_method(self, options: Mapping[str, Option] = NO_OPTIONS) -> MethodSettings:
         """What the method needs to know; `options` are its own."""

@@ -17,6 +17,8 @@ from msgspec import Meta
 
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
+from fedge.errors import ConfigError
+from fedge.processor import Processor, TrainOn
 
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
@@ -53,6 +55,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     ]
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
     seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
+    train_on: TrainOn = Processor.CPU
     inference_only: Annotated[
         bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
     ] = False
@@ -110,16 +113,18 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> Agent:
-    """Make the agent that the settings describe; reads its data, without torch.
+    """Make the agent that the settings describe; reads its data, without torch unless it is to train on a GPU.
 
     Raises:
-        ConfigError: the task, the data or an address is wrong.
+        ConfigError: the task, the data or an address is wrong, or there is no such GPU.
     """
     from edge_agent.agent import Agent, Identity, Limits
     from fedge.tasks import task_spec
 
     task = task_spec(settings.task, settings.data)
     trains = not settings.inference_only and find_spec("torch") is not None
+    if settings.train_on is Processor.CUDA and not trains:
+        raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
     n_shared, make_worker = _training(settings, task) if trains else _inference(settings, task)
     identity = Identity(settings.id, settings.federation, task, n_shared, trains)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
@@ -139,6 +144,10 @@ def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[]
     from fedge.tasks import device_data
     from fedge.validation import Validation
 
+    if settings.train_on is Processor.CUDA:
+        from fedge.models.training import found
+
+        found(settings.train_on)  # what is missing is said at once, not with the first order
     data = device_data(task, settings.data, seed=settings.seed)
     Validation(data.x_val, data.y_val).save(settings.home)
 
@@ -147,9 +156,13 @@ def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[]
         import torch
 
         from edge_agent.worker import Worker
+        from fedge.models.training import found
 
         torch.set_num_threads(1)
-        return Worker(settings.id, task, data, settings.home, shares_private=settings.share_private)
+        processor = found(settings.train_on)
+        return Worker(
+            settings.id, task, data, settings.home, shares_private=settings.share_private, processor=processor
+        )
 
     return data.n_shared, make_worker
 

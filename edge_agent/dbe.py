@@ -19,7 +19,7 @@ from edge_agent.outcome import Stop
 from edge_agent.private_model import Samples
 from fedge import codec, models
 from fedge.messages import Codec, KeepOffset, Part, Sgd
-from fedge.models.training import Network, Trainer, never
+from fedge.models.training import Network, Trainer, never, tensor
 from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
 
 OFFSET = "offset"
@@ -84,7 +84,7 @@ def learn(
         ProtocolError: `not-finite`, training of the shared model diverged.
     """
     network.load(start)
-    offset = torch.zeros(len(goal)) if mine is None else torch.tensor(mine[OFFSET])
+    offset = tensor(np.zeros(len(goal), np.float32) if mine is None else mine[OFFSET].copy(), network.processor)
     velocity = torch.zeros_like(offset)
 
     def move(p: Tensor) -> None:
@@ -94,11 +94,11 @@ def learn(
         p.grad = None
 
     offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
-    g = torch.from_numpy(goal)
+    g = tensor(goal, network.processor)
     head = models.head_of(network.module, network.layout)
     with MeanRegularised(head, offset, g, momentum=keep.momentum, kappa=keep.kappa) as loss:
         Trainer(network, *shared, sgd, rng, loss=loss).run(sgd.steps, stop)
-    return network.dump(), {OFFSET: offset.detach().numpy()}
+    return network.dump(), {OFFSET: offset.detach().cpu().numpy()}
 
 
 def global_mean(data: bytes, layout: Layout) -> Floats:

@@ -63,13 +63,14 @@ def learn(
     network.load(start)
     weight, bias = (info.name for info in network.layout.part(Part.HEAD).tensors)
     n_classes, d = next(info.shape for info in network.layout.tensors if info.name == weight)
-    own = torch.zeros(n_classes, d + 1)  # the bias is the last column
+    head = np.zeros((n_classes, d + 1), np.float32)  # the bias is the last column
     if mine is not None:
-        own = torch.from_numpy(np.column_stack([mine[weight], mine[bias]]))
-    velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes)
-    counts = torch.bincount(tensor(shared[1]), minlength=n_classes)
+        head = np.column_stack([mine[weight], mine[bias]])
+    own = tensor(head, network.processor)
+    velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes, device=network.processor)
+    counts = tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
     trainer = Trainer(network, *shared, sgd, rngs[0], loss=balanced_softmax(counts.log()))
-    x, y = tensor(training[0]), tensor(training[1])
+    x, y = (tensor(each, network.processor) for each in training)
     for _, batch in zip(range(sgd.steps), batches(len(y), sgd.batch_size, rngs[1]), strict=False):
         trainer.run(1, stop)
         with torch.no_grad():
@@ -79,7 +80,8 @@ def learn(
             excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
             velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
             own.sub_(velocity, alpha=sgd.learning_rate)
-    return network.dump(), {weight: own[:, :-1].contiguous().numpy(), bias: own[:, -1].contiguous().numpy()}
+    head = own.cpu().numpy()
+    return network.dump(), {weight: head[:, :-1].copy(), bias: head[:, -1].copy()}
 
 
 def folded(model: Model, mine: Tensors, layout: Layout) -> Model:

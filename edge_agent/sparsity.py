@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedge.divergence import divergence
 from fedge.errors import ConfigError, StoreError
 from fedge.files import write_atomically
-from fedge.models.training import CHUNK, tensor
+from fedge.models.training import CHUNK, CPU, tensor
 
 log = logging.getLogger("fedge.worker")
 
@@ -60,15 +60,15 @@ class SparsityProfile:
     halves: float | None
 
 
-def sparsity_profile(module: nn.Module, x: NDArray[np.float32]) -> SparsityProfile:
-    """Profile of n >= 1 inputs (n, ...); the module is put into evaluation mode. One forward pass.
+def sparsity_profile(module: nn.Module, x: NDArray[np.float32], processor: torch.device = CPU) -> SparsityProfile:
+    """Profile of n >= 1 inputs (n, ...); the module, on `processor`, is put into evaluation mode. One forward pass.
 
     Raises:
         ConfigError: the network's last activation is no ReLU module, or has more than 4096 units.
         ValueError: an activation is not finite.
     """
     module.eval()
-    inputs = tensor(x)
+    inputs = tensor(x, processor)
     even, odd = 0.0, 0.0
     with torch.inference_mode():
         layer = last_activation(module, inputs[:1])
@@ -158,7 +158,7 @@ def _zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64
 
     with _listening([layer], look):
         module(x)
-    shares = seen[-1].numpy()  # a module that is used several times: its last use
+    shares = seen[-1].cpu().numpy()  # a module that is used several times: its last use
     if shares.shape[1] > MAX_UNITS:
         raise ConfigError(f"the last ReLU has {shares.shape[1]} units, a profile at most {MAX_UNITS}")
     return np.asarray(shares)

@@ -4,7 +4,8 @@ Orders to train a small network run side by side, many models in one tensor (`fe
 large one run in a thread for each processor, where they wait for arithmetic rather than for Python (`cnn_fedavg` on two
 processors with nothing else to do: 10.4 s of processor time in 5.4 s; on a busy machine threads gain nothing). Which of
 the two is decided by the network alone (`can_stack`), never by who else was asked, and nothing is drawn that depends on
-it: an outcome of a stack agrees with the worker's own to float tolerance, all others to the last bit.
+it: an outcome of a stack agrees with the worker's own to float tolerance, all others to the last bit. A GPU has no use
+for threads, which would share its random numbers; on it large networks run side by side, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from edge_agent.outcome import Fetch, Outcome
 from edge_agent.worker import Look, Worker, remembering
 from fedge.messages import FitCandidates, Order, Part, Profile, Sgd, Start, Train, Trial
 from fedge.models.training import (
+    CPU,
     Stack,
     Trainer,
     accuracies,
@@ -43,6 +45,8 @@ from fedge.tensors import Model
 
 MOST_WEIGHTS: Final = 2**20
 """Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
+MOST_WEIGHTS_ON_GPU: Final = 2**24
+"""There memory is the bound: a measuring pass of seven `cnn_fedavg` on 32 x 32 takes some 2 GB."""
 MOST_MODELS: Final = 64
 THREADED: Final = (Train, Profile, Trial, FitCandidates)
 """Orders that draw from no generator of the process, so that several may run in threads."""
@@ -82,7 +86,11 @@ def execute(jobs: Sequence[Job]) -> list[Outcome]:
     with _one_thread(), remembering(), torch.random.fork_rng(devices=[]):
         networks = {job.worker.fingerprint: job.worker.network for job in jobs if isinstance(job.worker, Worker)}
         stacked = {name for name, network in networks.items() if can_stack(network)}
-        threaded = {name for name, network in networks.items() if not is_small(network) and not draws(network)}
+        threaded = {
+            name
+            for name, network in networks.items()
+            if network.processor == CPU and not is_small(network) and not draws(network)
+        }
         ready: list[_Ready] = []
         side: list[int] = []
         for number, job in enumerate(jobs):
@@ -117,7 +125,8 @@ def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
     for one in ready:
         alike[one.worker.fingerprint, one.action.sgd, one.action.measure].append(one)
     for members in alike.values():
-        n = int(np.clip(MOST_WEIGHTS // len(members[0].start.params), 1, MOST_MODELS))
+        most = MOST_WEIGHTS if members[0].worker.processor == CPU else MOST_WEIGHTS_ON_GPU
+        n = int(np.clip(most // len(members[0].start.params), 1, MOST_MODELS))
         members.sort(key=lambda one: (one.worker.data.n_shared, one.number))
         yield from (members[first : first + n] for first in range(0, len(members), n))
 

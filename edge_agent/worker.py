@@ -73,12 +73,14 @@ from fedge.messages import (
     WeightsFitted,
 )
 from fedge.models.training import (
+    CPU,
     Network,
     StoppedError,
     Trainer,
     loss_and_gradient_norm,
     mean_loss,
     never,
+    seeded,
     shared_network,
 )
 from fedge.task import TaskSpec
@@ -150,6 +152,7 @@ class Worker:
         task: what is learned.
         data: the device's samples; they stay here.
         shares_private: whether the device's owner allows PM-MoE's upload of the private module.
+        processor: what trains the network.
         home: durable folder; `candidates` and `bundles` are the worker's.
 
     Raises:
@@ -157,9 +160,17 @@ class Worker:
     """
 
     def __init__(
-        self, device_id: str, task: TaskSpec, data: DeviceData, home: Path, *, shares_private: bool = False
+        self,
+        device_id: str,
+        task: TaskSpec,
+        data: DeviceData,
+        home: Path,
+        *,
+        shares_private: bool = False,
+        processor: torch.device = CPU,
     ) -> None:
         self.device_id = device_id
+        self.processor = processor
         self.shares_private = shares_private
         self.task = task
         self.data = data
@@ -171,7 +182,7 @@ class Worker:
     @property
     def network(self) -> Network:
         """The task's network, which all workers of a thread share: nobody relies on the weights that it has."""
-        return shared_network(self.task, self.fingerprint)
+        return shared_network(self.task, self.fingerprint, self.processor)
 
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never) -> Outcome:
         """Carry out an order.
@@ -189,8 +200,7 @@ class Worker:
             StoppedError: `stop()` was true.
             StoreError: the disk is full or broken.
         """
-        with torch.random.fork_rng(devices=[]):  # dropout in a user's network
-            torch.default_generator.manual_seed(order.seed)  # torch.manual_seed also waits for a GPU, at length
+        with seeded(order.seed, self.processor):  # dropout in a user's network
             return self.guarded(lambda: self._execute(order, fetch, stop))
 
     def guarded(self, work: Callable[[], T]) -> T | Outcome:
@@ -341,7 +351,7 @@ class Worker:
             return Declined(reason="no shareable samples")
         x, _ = self.data.shared
         self.network.load(self.model(action.extractor, fetch))
-        found = sparsity_profile(self.network.module, x)
+        found = sparsity_profile(self.network.module, x, self.processor)
         if action.noise:
             found = with_noise(found, len(x), sigma=action.noise, home=self.home)
         return Profiled(

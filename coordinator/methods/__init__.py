@@ -36,6 +36,7 @@ from fedge.messages import (
     Sgd,
     Trained,
 )
+from fedge.processor import Processor
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, from_bytes, to_bytes
 
@@ -45,7 +46,10 @@ Option = int | float | str | bool
 
 
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every method needs to know. `participation`: share of the devices asked in a round."""
+    """What every method needs to know.
+
+    `participation`: share of the devices asked in a round. `train_on`: what trains networks of the server's own.
+    """
 
     rounds: Annotated[int, Meta(ge=0)] = 30
     participation: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -53,6 +57,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: Annotated[int, Meta(ge=0)] = 0
     sgd: Sgd = Sgd()
     codec: Codec = Codec.INT8
+    train_on: Processor = Processor.CPU
     fine_tune: bool = False  # "+ft": every device goes on training the model that it is given, before it installs it
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
@@ -61,7 +66,7 @@ def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> Meth
     """The settings of a command as a method's: rounds, learning and codec, under equal names."""
     found = msgspec.structs.asdict(given)
     learning = {name: found[name] for name in ("batch_size", "learning_rate", "momentum")}
-    own = {name: found[name] for name in ("rounds", "participation", "min_reports", "codec")}
+    own = {name: found[name] for name in ("rounds", "participation", "min_reports", "codec", "train_on")}
     sgd = Sgd(steps=found["local_steps"], **learning)
     return MethodSettings(seed=seed, sgd=sgd, options=dict(options), **own)
 

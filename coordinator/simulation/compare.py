@@ -27,6 +27,8 @@ from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
 from fedge.messages import BlobRef
+from fedge.models.training import found
+from fedge.processor import Processor
 
 SHARE_OF_THE_BEST = 0.95
 """The target, unless one is given, in parts of the best method's accuracy."""
@@ -94,6 +96,8 @@ class _Run(Struct, frozen=True, kw_only=True):
         settings = msgspec.to_builtins(self, enc_hook=str)
         if not self.scenario.newcomers:
             del settings["scenario"]["newcomers"]  # folders from before there were any go on being of use
+        if self.scenario.train_on is Processor.CPU:
+            del settings["scenario"]["train_on"]  # likewise
         digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
 
@@ -122,7 +126,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     if missing:
         begin(scenario, {run.method for run in missing}, seeds[0])
     make_folder(out / "runs")  # or it would be found out after the first run
-    for run, outcome in _done(missing, settings.jobs or os.cpu_count() or 1):
+    jobs = (os.cpu_count() or 1) if scenario.train_on is Processor.CPU else 1  # each would take memory of the GPU
+    for run, outcome in _done(missing, settings.jobs or jobs):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome
         watch(len(found), len(wanted), outcome)
@@ -147,8 +152,10 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
     """Make each method as its runs will, so that one that cannot be had ends the comparison before it begins.
 
     Raises:
-        ConfigError: the data, an option, or the network does not suit a method; the text names it.
+        ConfigError: the data, an option, or the network does not suit a method; the text names it. Or what is to train
+            is not there.
     """
+    found(scenario.train_on)
     federation = deal(scenario, seed)
     for text in sorted(methods):
         name, options = method_and_options(text)

@@ -21,11 +21,13 @@ from coordinator.simulation.federation import Federation, Samples
 from coordinator.simulation.outcome import Score, score
 from edge_agent.worker import Worker
 from fedge import bundle, preprocess
-from fedge.models.training import Network
+from fedge.models.training import CPU, Network
 from fedge.tensors import Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from coordinator.fleet.simulated import SimulatedFleet
 
@@ -41,11 +43,11 @@ class Final:
 class Evaluation:
     """Test samples of a federation and the network that is asked. `seconds`: how long measuring took so far."""
 
-    def __init__(self, federation: Federation, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, federation: Federation, workers: Mapping[str, Worker], processor: torch.device = CPU) -> None:
         self.seconds = 0.0
         self._federation = federation
         self._workers = workers
-        self._network = Network(federation.task)
+        self._network = Network(federation.task, processor)
         self._tests: dict[str, Samples] = {
             i: (preprocess.apply(federation.task, share.x_test), share.y_test) for i, share in federation.shares.items()
         }

@@ -19,6 +19,7 @@ from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.models import initial
+from fedge.models.training import found
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, partition, pool, set_apart, share_data
 from fedge.tensors import Layout, Model, unflatten
@@ -93,9 +94,16 @@ def deal(scenario: Scenario, seed: int) -> Federation:
 def gather(
     federation: Federation, scenario: Scenario, seed: int, home: Path
 ) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
-    """The fleet, the first model in it, and its workers, whose folders are made under `home`."""
+    """The fleet, the first model in it, and its workers, whose folders are made under `home`.
+
+    Raises:
+        ConfigError: what they are to train on is not there.
+    """
+    processor = found(scenario.train_on)
     workers = {
-        i: Worker(i, federation.task, share_data(federation.task, share), home / i, shares_private=True)
+        i: Worker(
+            i, federation.task, share_data(federation.task, share), home / i, shares_private=True, processor=processor
+        )
         for i, share in federation.shares.items()
     }
     fleet = SimulatedFleet(

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from coordinator.methods import MethodSettings, Option, settings_of
 from fedge.errors import ConfigError
 from fedge.messages import Codec
+from fedge.processor import Processor, TrainOn
 
 
 class Partition(StrEnum):
@@ -110,6 +111,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[
         Annotated[float, Meta(gt=0)] | None, Meta(description="Simulated time for one step.", extra={"unit": "s"})
     ] = None
+    train_on: TrainOn = Processor.CPU
     evaluate_every: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Rounds between two points of the curve; default: a tenth.")
     ] = None
@@ -179,7 +181,7 @@ class CompareSettings(Scenario, frozen=True, kw_only=True):
         Meta(description="Accuracy whose cost is told; default: 95 % of the best mean accuracy."),
     ] = None
     jobs: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Runs at the same time; default: a core each.")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Runs at the same time; default: a core each; 1 with cuda.")
     ] = None
     out: Annotated[
         Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")

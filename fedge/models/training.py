@@ -5,6 +5,9 @@ three vector operations, however many layers there are. On networks of a few tho
 overhead, that made a step a third quicker than `torch.optim.SGD` (digits MLP, batch 32, one core: 97 against 154 µs).
 
 The same loop trains one model (`Network`) or n of them side by side (`Stack`), whose weights are the rows of a matrix.
+
+A network's tensors live on one `processor`, its arithmetic is done there, and samples are brought there; what goes in
+and what comes out are arrays in the memory of the machine. The batches are drawn in the same way wherever that is.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Final
 
@@ -24,7 +28,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedge import models
+from fedge.errors import ConfigError
 from fedge.messages import Part, Sgd
+from fedge.processor import Processor
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
 
@@ -37,6 +43,7 @@ PADDING: Final = -100
 """Label of a sample that is not there: it counts in no loss and no gradient."""
 MOST_STACKED: Final = 2**15
 """Weights of the largest network of which several are trained side by side (see `can_stack`)."""
+CPU: Final = torch.device("cpu")
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SHARED: Final = 4
 """Networks that are kept in a thread, and for which it is remembered what was found out about them."""
@@ -51,14 +58,44 @@ def never() -> bool:
     return False
 
 
+def found(processor: Processor) -> torch.device:
+    """The processor as torch names it, set to reckon in whole float32 as others do, and alike each time.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if processor is Processor.CUDA:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"train_on is cuda, but torch {torch.__version__} finds no GPU here that it can use: install the "
+                "driver and a torch that was built for it, or train on the cpu"
+            )
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+    return torch.device(processor.value)
+
+
+@contextmanager
+def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
+    """Within it torch draws from this seed, as dropout does; those who draw after it are not disturbed."""
+    elsewhere = [] if processor.type == CPU.type else [processor.index or 0]
+    with torch.random.fork_rng(elsewhere, device_type=processor.type):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also waits for a GPU, at length
+        if elsewhere:
+            torch.get_device_module(processor).manual_seed(seed)
+        yield
+
+
 class Network:
     """The task's network. Its trainable tensors are views of `weights`, (d,), their gradients views of `gradient`."""
 
-    def __init__(self, task: TaskSpec) -> None:
+    def __init__(self, task: TaskSpec, processor: torch.device = CPU) -> None:
         self.task = task
+        self.processor = processor
         with torch.random.fork_rng(devices=[]):
             self.module = models.build(task)
         self.layout: Layout = models.layout_of(self.module, models.head_name(self.module, task))
+        self.module.to(processor)
         parameters = dict(self.module.named_parameters())
         trainable = [parameters[info.name] for info in self.layout.of_kind("param")]
         self.weights = torch.cat([p.detach().reshape(-1) for p in trainable])
@@ -117,19 +154,20 @@ class Network:
     def change(self, start: Model) -> Model:
         """The weights less those of a model that they come from, finite or not; buffers and counters as they are."""
         return Model(
-            params=self.weights.numpy() - start.params,
-            buffers=np.concatenate([np.zeros(0, np.float32), *(own.numpy().ravel() for own in self._buffers)]),
-            counters=np.concatenate([np.zeros(0, np.int64), *(own.numpy().ravel() for own in self._counters)]),
+            params=self.weights.cpu().numpy() - start.params,
+            buffers=np.concatenate([np.zeros(0, np.float32), *(own.cpu().numpy().ravel() for own in self._buffers)]),
+            counters=np.concatenate([np.zeros(0, np.int64), *(own.cpu().numpy().ravel() for own in self._counters)]),
         )
 
     def logits(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
         """Logits (n, C) of a model for inputs (n, ...), in evaluation mode."""
         self.load(model)
         with torch.inference_mode():
-            parts = [self.module(chunk) for chunk in torch.split(tensor(x), CHUNK)] if len(x) else []
+            chunks = torch.split(tensor(x, self.processor), CHUNK)
+            parts = [self.module(chunk) for chunk in chunks] if len(x) else []
         if not parts:
             return np.zeros((0, 0))
-        return np.asarray(torch.cat(parts).numpy(), np.float64)
+        return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
 
     def features(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
         """What a model's head sees of n >= 1 inputs, (n, D), in evaluation mode.
@@ -141,9 +179,9 @@ class Network:
         with torch.inference_mode():
             parts = [
                 models.features_and_logits(self.module, chunk, self.layout)[0]
-                for chunk in torch.split(tensor(x), CHUNK)
+                for chunk in torch.split(tensor(x, self.processor), CHUNK)
             ]
-        return np.asarray(torch.cat(parts).numpy(), np.float64)
+        return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
 
 
 class Stack:
@@ -155,7 +193,8 @@ class Stack:
     def __init__(self, network: Network, starts: Sequence[Model]) -> None:
         self.module = network.module
         self.layout = network.layout
-        self.weights = torch.from_numpy(np.stack([start.params for start in starts]))
+        self.processor = network.processor
+        self.weights = tensor(np.stack([start.params for start in starts]), self.processor)
         self.gradient = torch.zeros_like(self.weights)
         self._leaf = self.weights.detach().requires_grad_()  # the same numbers, with a gradient
         self._leaf.grad = self.gradient
@@ -188,7 +227,7 @@ class Stack:
     def changes(self, starts: Sequence[Model]) -> list[Model]:
         """The weights of each row less those of the model that it began with; they need not be finite."""
         nothing = np.zeros(0, np.float32), np.zeros(0, np.int64)
-        rows = zip(self.weights.numpy(), starts, strict=True)
+        rows = zip(self.weights.cpu().numpy(), starts, strict=True)
         return [Model(row - start.params, *nothing) for row, start in rows]
 
 
@@ -215,13 +254,17 @@ def can_stack(network: Network) -> bool:
     1534, 980, 1037 and 1579. So few models gain nothing, and large ones never do. Convolutions lost, too: `cnn` on
     28 x 28 6.3 ms against 8.1 with 4 models, `cnn_fedavg` 35 ms against 42 with 2 and 35 with 8.
 
+    On a GPU all networks are tried: there a step on a few dozen samples is mostly launching (not measured by us).
+
     It is possible for networks without buffers and random numbers, whose code can be vectorised: this is tried. The
     network is left with other weights.
     """
-    if not is_small(network) or len(network.layout.of_kind("param")) != len(network.layout.tensors):
+    if network.processor == CPU and not is_small(network):
+        return False
+    if len(network.layout.of_kind("param")) != len(network.layout.tensors):
         return False
     rng = np.random.default_rng(0)
-    x = torch.from_numpy(rng.random((2, 2, *network.task.input_shape), np.float32))
+    x = tensor(rng.random((2, 2, *network.task.input_shape), np.float32), network.processor)
     weights = 0.1 * rng.standard_normal(network.layout.n_params, np.float32)
     model = Model(weights, np.zeros(0, np.float32), np.zeros(0, np.int64))
     network.load(model)
@@ -263,32 +306,33 @@ def flops(network: Network) -> int:
     """Floating-point operations of one sample's forward pass, as torch counts them: matrix products, convolutions."""
     network.module.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network.outputs(torch.zeros((1, *network.task.input_shape)))
+        network.outputs(torch.zeros((1, *network.task.input_shape), device=network.processor))
     return int(counter.get_total_flops())
 
 
 _of_thread = threading.local()
 
 
-def shared_network(task: TaskSpec, fingerprint: str) -> Network:
+def shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = CPU) -> Network:
     """A network of the task for whoever works in this thread: one loads weights before one uses it.
 
     All workers of a process share it: a thousand of them need the memory of one. The last ones are kept.
     """
     if not hasattr(_of_thread, "networks"):
         _of_thread.networks = OrderedDict()
-    networks: OrderedDict[str, Network] = _of_thread.networks
-    if fingerprint not in networks:
-        networks[fingerprint] = Network(task)
+    networks: OrderedDict[tuple[str, torch.device], Network] = _of_thread.networks
+    key = fingerprint, processor
+    if key not in networks:
+        networks[key] = Network(task, processor)
         if len(networks) > _SHARED:
             networks.popitem(last=False)
-    networks.move_to_end(fingerprint)
-    return networks[fingerprint]
+    networks.move_to_end(key)
+    return networks[key]
 
 
-def tensor(array: NDArray[np.generic]) -> Tensor:
-    """A tensor on the array's memory where torch can share it."""
-    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+def tensor(array: NDArray[np.generic], processor: torch.device = CPU) -> Tensor:
+    """A tensor on the array's memory where torch can share it, else a copy on the processor."""
+    return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(processor)
 
 
 def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
@@ -375,13 +419,13 @@ class Trainer:
         self._network = network
         self._loss = loss
         self._moves = network.slice_of(moves)
-        self._x, self._y, self._sgd = tensor(x), tensor(y), sgd
+        self._x, self._y, self._sgd = tensor(x, network.processor), tensor(y, network.processor), sgd
         self._batches = batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
         self._of_one = not isinstance(network, Stack) and min(len(y), sgd.batch_size) == 1
         self._velocity: Tensor | None = None  # at rest
         self._anchor = None
         if sgd.proximal_mu:
-            start = network.weights.clone() if anchor is None else tensor(anchor)
+            start = network.weights.clone() if anchor is None else tensor(anchor, network.processor)
             self._anchor = start[..., self._moves]
 
     def run(self, steps: int, stop: Callable[[], bool] = never) -> None:
@@ -436,7 +480,7 @@ def mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.
     """As `mean_loss`, one number for each model; of a stack x is (n, m, ...) and y (n, m), padded (`padded`)."""
     with torch.inference_mode():
         total = sum((loss.double() for loss in _losses(network, x, y)), torch.zeros(()))
-    return np.asarray(total.numpy() / _counts(y))
+    return np.asarray(total.cpu().numpy() / _counts(y))
 
 
 def losses_and_gradient_norms(
@@ -449,18 +493,18 @@ def losses_and_gradient_norms(
         loss.sum().backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach().double()
     norms = torch.linalg.vector_norm(network.gradient, dim=-1, dtype=torch.float64)
-    return np.asarray(total.numpy() / _counts(y)), np.asarray(norms.numpy() / _counts(y))
+    return np.asarray(total.cpu().numpy() / _counts(y)), np.asarray(norms.cpu().numpy() / _counts(y))
 
 
 def accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
     """Share of the samples that each model classifies correctly, (n,); NaN where a model has no samples."""
     with torch.inference_mode():
         right = sum(
-            ((stack.outputs(inputs).argmax(dim=-1) == labels).sum(dim=-1) for inputs, labels in _chunks(x, y)),
-            torch.zeros(len(y), dtype=torch.int64),
+            ((stack.outputs(inputs).argmax(dim=-1) == labels).sum(dim=-1) for inputs, labels in _chunks(stack, x, y)),
+            torch.zeros(len(y), dtype=torch.int64, device=stack.processor),
         )
-    counts = _counts(y)
-    shares: NDArray[np.float64] = np.divide(right.numpy(), counts, out=np.full(len(y), np.nan), where=counts > 0)
+    counts, hits = _counts(y), right.cpu().numpy()
+    shares: NDArray[np.float64] = np.divide(hits, counts, out=np.full(len(y), np.nan), where=counts > 0)
     return shares
 
 
@@ -483,12 +527,12 @@ def _counts(y: NDArray[np.int64]) -> NDArray[np.int64]:
 def _losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[Tensor]:
     """Sums of losses over chunks of the samples, one number for each model."""
     network.module.eval()
-    for inputs, labels in _chunks(x, y):
+    for inputs, labels in _chunks(network, x, y):
         logits = network.outputs(inputs)
         each = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=PADDING)
         yield each.view(labels.shape).sum(dim=-1)
 
 
-def _chunks(x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
-    axis = y.ndim - 1
-    return zip(torch.split(tensor(x), CHUNK, axis), torch.split(tensor(y), CHUNK, axis), strict=True)
+def _chunks(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
+    inputs, labels = (torch.split(tensor(own, network.processor), CHUNK, y.ndim - 1) for own in (x, y))
+    return zip(inputs, labels, strict=True)

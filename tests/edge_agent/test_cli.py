@@ -90,9 +90,14 @@ def test_the_example_of_the_other_side_is_right() -> None:
         ({"data": Path("nowhere.npz")}, "nowhere.npz"),
         ({"broker": "host:port"}, "HOST:PORT"),
         ({"cert_file": "c.pem"}, "ca_file"),
+        ({"train_on": "cuda"}, "finds no GPU here"),
+        ({"train_on": "cuda", "inference_only": True}, "trains nothing"),
     ],
 )
-def test_a_wrong_setting_is_named(data: Path, tmp_path: Path, changes: dict[str, object], says: str) -> None:
+def test_a_wrong_setting_is_named(
+    data: Path, tmp_path: Path, changes: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=says):
         build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), silent)
 

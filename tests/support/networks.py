@@ -36,3 +36,10 @@ def normed(task: TaskSpec) -> nn.Module:
     """With running statistics and a counter."""
     n_inputs = math.prod(task.input_shape)
     return nn.Sequential(nn.Linear(n_inputs, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, task.n_classes))
+
+
+def noisy(task: TaskSpec) -> nn.Module:
+    """With running statistics, a counter, and random numbers of its own."""
+    n_inputs = math.prod(task.input_shape)
+    normal = nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, 16), nn.BatchNorm1d(16), nn.ReLU())
+    return nn.Sequential(*normal, nn.Dropout(0.3), nn.Linear(16, task.n_classes))

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device
@@ -16,6 +18,7 @@ from deploy import load
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import Action, BlobRef
+from fedge.models.training import CPU
 from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
@@ -59,15 +62,18 @@ def digits(
     limit: int | None = None,
     n_groups: int = 3,
     groups: Groups = "rotation",
+    model: str = "mlp",
+    processor: torch.device = CPU,
 ) -> tuple[Fleet, Layout, BlobRef, dict[str, int]]:
     """A fleet, the layout, the initial model, and the true group of each device."""
     samples = pool("digits", seed=seed, limit=limit)
     shares = partition(samples, n, how=how, alpha=alpha, sensitive=0.3, seed=seed, n_groups=n_groups, groups=groups)
-    layout, first = models.initial(samples.spec, seed)
-    data = {f"d{i:02d}": share_data(samples.spec, share) for i, share in enumerate(shares)}
-    workers = {i: Worker(i, samples.spec, own, home / i, shares_private=True) for i, own in data.items()}
+    task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
+    layout, first = models.initial(task, seed)
+    data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}
+    workers = {i: Worker(i, task, own, home / i, shares_private=True, processor=processor) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
-    fleet = Fleet(samples.spec, layout, workers, seed=seed, hardware=hardware)
+    fleet = Fleet(task, layout, workers, seed=seed, hardware=hardware)
     group_of = {i: share.group for i, share in zip(data, shares, strict=True)}
     return fleet, layout, fleet.put(unflatten(first, layout)), group_of
 

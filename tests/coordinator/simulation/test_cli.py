@@ -97,6 +97,18 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_runs(
         assert "accuracy" not in told
 
 
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_gpu_that_is_not_there_is_missed_before_anything_runs(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main([command, *SMALL, "--train-on", "cuda", "--out", str(tmp_path / "out")]) == 2
+    told = capfd.readouterr().err
+    assert "finds no GPU here" in told
+    assert "accuracy" not in told
+    assert not (tmp_path / "out" / "runs").exists()
+
+
 def test_options_come_from_the_table_of_the_method(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "fedge.toml"
     config.write_text('[simulate]\nmethod = "fedprox"\n[method]\nproximal_mu = -1.0\n')

@@ -22,6 +22,7 @@ from fedge.models.training import (
     can_stack,
     draws,
     flops,
+    found,
     is_small,
     joined,
     loss_and_gradient_norm,
@@ -29,10 +30,12 @@ from fedge.models.training import (
     mean_loss,
     mean_losses,
     padded,
+    seeded,
     shared_network,
     side_by_side,
     tensor,
 )
+from fedge.processor import Processor
 from fedge.task import TaskSpec
 from fedge.tensors import unflatten
 
@@ -243,3 +246,20 @@ def test_one_network_for_each_task_and_thread():
 
 def test_operations_of_a_forward_pass():
     assert flops(network()) == 2 * (5 * 7 + 7 * 3)
+
+
+def test_networks_are_on_the_cpu_unless_asked_for_elsewhere() -> None:
+    assert Network(TASK).processor == found(Processor.CPU) == torch.device("cpu")
+    assert shared_network(TASK, TASK.fingerprint()) is shared_network(TASK, TASK.fingerprint(), found(Processor.CPU))
+
+
+def test_a_seed_holds_inside_and_disturbs_nobody() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with seeded(7):
+        one = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with seeded(7):
+        assert torch.equal(torch.rand(3), one)
+    with seeded(8):
+        assert not torch.equal(torch.rand(3), one)

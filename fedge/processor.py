@@ -1,0 +1,21 @@
+"""Where a machine trains the task's network and asks it; all else, gates and clusters too, stays on the CPU."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+
+class Processor(StrEnum):
+    """What does the arithmetic of networks (`fedge.models.training.found`)."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+TrainOn = Annotated[
+    Processor, Meta(description="What trains networks: cpu, or cuda for the GPU that torch sees first.")
+]
+"""The setting of all commands that train."""
