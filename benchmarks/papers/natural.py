@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from table import chosen, claim, compared, parser_of, show, write
+from table import chosen, claim, compared, parser_of, show_metrics, write
 
-from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
+from coordinator.simulation.compare import Comparison
 from coordinator.simulation.settings import Hardware
 
 PLAIN = ("local", "fedavg", "fedavg+ft", "ditto")
@@ -39,26 +39,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "HAR, 30 people": COMMON | {"set": "uci-har", "newcomers": 6},
     "spoken digits, 6 speakers": COMMON | {"set": "spoken-digits", "newcomers": 1},
 }
-COLUMNS = ("accuracy", "over devices", "worst tenth", "macro F1", "global", "newcomers", "rounds", "MB", "seconds")
-
-
-def percent(figure: Spread | None) -> str:
-    return "-" if figure is None else f"{100 * figure.mean:.1f} ± {100 * figure.std:.1f}"
-
-
-def cells(own: MethodOutcome) -> list[str]:
-    """A method's line."""
-    cost = own.cost
-    untrained = own.method == "local"  # its newcomers have nothing but the first model
-    return [
-        percent(own.accuracy),
-        f"{100 * own.std.mean:.1f}",
-        f"{100 * own.worst_decile.mean:.1f}",
-        f"{100 * own.macro_f1.mean:.1f}",
-        percent(own.global_accuracy),
-        "-" if untrained else percent(own.cold_start),
-        *(["-"] * 3 if cost is None else [str(cost.round), f"{cost.bytes / 1e6:.1f}", f"{cost.seconds:.1f}"]),
-    ]
 
 
 def judge(name: str, found: Comparison) -> list[dict[str, Any]]:
@@ -90,10 +70,8 @@ def main() -> None:
     figures, claims = [], []
     for name in chosen(SETTINGS, arguments):
         found = compared(name, METHODS, SETTINGS[name], arguments)
-        show(f"{name}; target {100 * found.target:.1f} %", COLUMNS, {own.method: cells(own) for own in found.methods})
-        for own in found.methods:
-            if "silhouette" in own.details:
-                print(f"silhouette of {own.method}: {own.details['silhouette'].mean:.2f}", flush=True)
+        if not arguments.metrics:  # it has been shown
+            show_metrics(name, found)
         claims += judge(name, found)
         figures.append({"setting": name, "target": found.target, "methods": msgspec.to_builtins(found.methods)})
     write(arguments, figures, claims)

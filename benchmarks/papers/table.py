@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.simulation.compare import Comparison, compare
+from coordinator.simulation.compare import Comparison, MethodOutcome, Spread, compare
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
 from fedge.messages import Codec
@@ -27,6 +27,13 @@ from default_method import source_of
 
 Runs = dict[str, list[RunOutcome]]
 """By method: one run for each seed, the seeds as they were given."""
+METRICS = (
+    *("accuracy", "over devices", "worst tenth", "macro F1", "global", "newcomers"),
+    *("rounds", "MB", "seconds", "silhouette"),
+)
+BARE = {"hardware": Hardware.NONE, "evaluate_every": 1000, "global_test": 0.0}
+MEASURED = {"hardware": Hardware.STEADY, "evaluate_every": None, "global_test": 0.1}
+"""With a clock, a curve of ten points, and a global test set, for which the devices have a tenth less."""
 
 
 def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
@@ -35,6 +42,7 @@ def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder with the data sets, such as ../shared/data")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds: to see that it runs")
+    parser.add_argument("--metrics", action="store_true", help="also print what METRICS has; for it runs are done anew")
     parser.add_argument("--settings", help="some of the columns, with ; between them (default: all of the table)")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each)")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder that keeps the runs that are done")
@@ -68,13 +76,8 @@ def compared(
     quick = {"seeds": "0", "rounds": 3} if arguments.quick else {}
     settings = msgspec.convert(
         {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs}
-        | {
-            "hardware": Hardware.NONE,
-            "codec": Codec.FLOAT32,
-            "evaluate_every": 1000,
-            "global_test": 0.0,
-            "reserved": 0.0,
-        }
+        | {"codec": Codec.FLOAT32, "reserved": 0.0}
+        | (MEASURED if arguments.metrics else BARE)
         | source
         | fields
         | quick,
@@ -86,7 +89,37 @@ def compared(
         line = f"{label}: {done}/{of}, {last.method} {last.accuracy:.3f} in {last.wall_s:.0f} s"
         print(line, file=sys.stderr, flush=True)
 
-    return compare(settings, arguments.out, watch)
+    found = compare(settings, arguments.out, watch)
+    if arguments.metrics:
+        show_metrics(label, found)
+    return found
+
+
+def show_metrics(label: str, found: Comparison) -> None:
+    """What a comparison measures, a line for each method; the last but one three until the target was seen."""
+    title = f"{label}; target {100 * found.target:.1f} %"
+    show(title, METRICS, {own.method: metrics_of(own) for own in found.methods})
+
+
+def metrics_of(own: MethodOutcome) -> list[str]:
+    """A method's line of METRICS."""
+    cost, silhouette = own.cost, own.details.get("silhouette")
+    untrained = own.method == "local"  # its newcomers have nothing but the first model
+    return [
+        percent(own.accuracy),
+        f"{100 * own.std.mean:.1f}",
+        f"{100 * own.worst_decile.mean:.1f}",
+        f"{100 * own.macro_f1.mean:.1f}",
+        percent(own.global_accuracy),
+        "-" if untrained else percent(own.cold_start),
+        *(["-"] * 3 if cost is None else [str(cost.round), f"{cost.bytes / 1e6:.1f}", f"{cost.seconds:.1f}"]),
+        "-" if silhouette is None else f"{silhouette.mean:.2f}",
+    ]
+
+
+def percent(figure: Spread | None) -> str:
+    """Mean and deviation over the seeds."""
+    return "-" if figure is None else f"{100 * figure.mean:.1f} ± {100 * figure.std:.1f}"
 
 
 def over_seeds(runs: Sequence[RunOutcome], figure: Callable[[RunOutcome], float]) -> NDArray[np.float64]:
