@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedge.bundle import CandidateInfo, Manifest
 from fedge.messages import Role
-from fedge.task import gate_pool
+from fedge.task import SMALL_WINDOW, gate_pool
 
 Floats = NDArray[np.float32]
 Numbers = Mapping[str, NDArray[Any]]
@@ -28,17 +28,19 @@ LOWEST: Final = np.float32(-3e38)
 """Score of a candidate that is dropped, as in the graph."""
 WITHOUT_WEIGHT: Final = np.float32(-1e38)
 """A gate bias below it belongs to a candidate of weight 0."""
+SAFE: Final = np.float32(60)
+"""Up to this absolute value exp can neither overflow nor vanish in a sum, so no row's largest need be subtracted."""
 _ZERO: Final = np.float32(0)
 _NAN: Final = np.float32(np.nan)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """r + log ω of a sample: two layers over the sums of its windows' rows.
+    """r + log ω of a sample: two layers over its pixels, or over the sums of its windows' rows where these are large.
 
     Attributes:
-        kernel: windows that the gate sees the means of; (1, 1): the input as it is.
-        hidden: (F, H); the mean over a window's columns, and the division by its size, are part of it.
+        kernel: windows whose rows are summed first; (1, 1): the input as it is.
+        hidden: (F, H); the mean over a window, or over what is left of it, is part of it.
         hidden_bias: (H,).
         out: (H, M).
         out_bias: (M,).
@@ -139,6 +141,14 @@ def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[i
 def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
     rows, columns = gate_pool(input_shape)
     hidden = numbers["gate.hidden.weight"].T / np.float32(rows * columns)
+    if 1 < rows * columns <= SMALL_WINDOW:
+        channels, height, width = input_shape
+        of_pixels = np.zeros((*input_shape, hidden.shape[1]), np.float32)
+        windows = hidden.reshape(channels, height // rows, width // columns, -1)
+        each = windows.repeat(rows, axis=1).repeat(columns, axis=2)
+        of_pixels[:, : each.shape[1], : each.shape[2]] = each
+        rows = columns = 1
+        hidden = of_pixels.reshape(-1, hidden.shape[1])
     return Gate(
         (rows, columns),
         np.ascontiguousarray(np.repeat(hidden, columns, axis=0)),
@@ -208,17 +218,18 @@ def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
         z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(n, len(how.rows), -1)
         z *= how.scale
         z += how.prior
-        sum_of_scores = np.add.reduce(gate, axis=None, dtype=np.float64)  # those of candidates of weight 0 are huge
-        finite = math.isfinite(float(np.add.reduce(z, axis=None)) + float(sum_of_scores))
-        usable = None if finite else _usable(z[:, :m], gate)
-        if usable is not None:
+        usable = largest = None
+        scores_finite = math.isfinite(float(np.add.reduce(gate, axis=None, dtype=np.float64)))  # some are huge: ω = 0
+        if not (scores_finite and np.maximum.reduce(np.abs(z), axis=None) < SAFE):
+            usable = _usable(z[:, :m], gate)
             z = np.where(usable[:, how.rows, None], z, _ZERO)
-        largest = np.maximum.reduce(z, axis=2)
-        z -= largest[:, :, None]
+            largest = np.maximum.reduce(z, axis=2)
+            z -= largest[:, :, None]
         np.exp(z, out=z)
         total = np.add.reduce(z, axis=2)
         energy = np.log(total[:, :m])
-        energy += largest[:, :m]
+        if largest is not None:
+            energy += largest[:, :m]
         energy -= how.energies.mean
         energy *= how.energies.inverse_std
         score = counted(how, energy)

@@ -8,6 +8,7 @@ and, when there are more of them than places, on which candidates are experts; n
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from export.branch import IR_VERSION, branch
 from export.mixture import MIN_ENERGY_STD, Mixture
 from export.reference import ZERO_WEIGHT
 from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
-from fedge.task import TaskSpec, gate_pool
+from fedge.task import SMALL_WINDOW, TaskSpec, gate_pool
 
 if TYPE_CHECKING:
     import onnx
@@ -172,12 +173,27 @@ class Graph:
 def add_gate(graph: Graph, task: TaskSpec) -> None:
     """Residual gate with log ω in its last bias: gate (n, M)."""
     kernel = gate_pool(task.input_shape)
-    pooled = INPUT
-    if kernel != (1, 1):
-        pooled = graph.op("AveragePool", INPUT, kernel_shape=kernel, strides=kernel)
-    features = graph.op("Flatten", pooled)
-    hidden = graph.op("Gemm", features, "gate.hidden.weight", "gate.hidden.bias", transB=1)
+    seen, weight = INPUT, "gate.hidden.weight"
+    if 1 < math.prod(kernel) <= SMALL_WINDOW:
+        weight = _over_pixels(graph, weight, task.input_shape, kernel)
+    elif kernel != (1, 1):
+        seen = graph.op("AveragePool", INPUT, kernel_shape=kernel, strides=kernel)
+    hidden = graph.op("Gemm", graph.op("Flatten", seen), weight, "gate.hidden.bias", transB=1)
     graph.op("Gemm", graph.op("Relu", hidden), "gate.out.weight", "gate.out.bias", transB=1, out="gate")
+
+
+def _over_pixels(graph: Graph, weight: str, shape: tuple[int, ...], kernel: tuple[int, int]) -> str:
+    """Weights (H, F) of windows' means as those (H, pixels) of what is in them; ONNX Runtime computes them once."""
+    (channels, height, width), (rows, columns) = shape, kernel
+    down, across = height // rows, width // columns
+    split = graph.op("Reshape", weight, graph.const([-1, channels, down, 1, across, 1]))
+    each = graph.op("Expand", split, graph.const([1, 1, 1, rows, 1, columns]))
+    seen = graph.op("Reshape", each, graph.const([-1, channels, down * rows, across * columns]))
+    if (down * rows, across * columns) != (height, width):  # the last ones are in no window
+        margins = [0, 0, 0, 0, 0, 0, height - down * rows, width - across * columns]
+        seen = graph.op("Pad", seen, graph.const(margins))
+    flat = graph.op("Reshape", seen, graph.const([-1, math.prod(shape)]))
+    return graph.op("Mul", flat, graph.const(np.float32(1 / (rows * columns))))
 
 
 def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -40,6 +40,11 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
 
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+
+
+SMALL_WINDOW: Final = 16
+"""Up to so many pixels in a window, images of 32 x 32, it is faster to multiply every pixel by the gate's first layer
+than to take means first; with more of them that layer's weights are too much to read for one sample."""
 
 
 def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:

@@ -38,6 +38,22 @@ def test_agrees_with_the_oracle(guard, space, magnitude):
     np.testing.assert_allclose(found[2], energies, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("largest", [1.0, 59.0, 61.0, 300.0])
+@pytest.mark.parametrize("lift", [-1, 0, 1])
+def test_no_size_of_the_logits_costs_accuracy(largest, lift):
+    """Whether all of them are large, of either sign, or some beside small ones."""
+    logits = np.random.default_rng(3).uniform(-1, 1, size=(3, 200, 5))
+    logits += lift * (largest - 1)
+    logits[:, :, 0] *= 1 if lift else largest
+    mixture = mixture_of(logits, std=[1, 2, 3], beta=0.2, energy_clip=3.0)
+    p, weights, energies = reference(mixture, logits, np.zeros((200, 3)))
+    gate = np.full((200, 3), np.log(1 / 3), np.float32)
+    found = fuse(formula_of(mixture), list(logits.astype(np.float32)), gate)
+    tolerance = max(1e-6, 2e-7 * largest)  # of a float32 of that size
+    for ours, wanted in zip(found, (p, weights, energies), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=tolerance)
+
+
 def test_the_lower_index_wins_a_tie():
     logits = np.zeros((4, 1, 3))
     mixture = mixture_of(logits, top=1)

@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deploy
-from export import GateWeights, Guard
-from export.parity import expected
+from export import Candidate, GateWeights, Guard, Mixture, write_bundle
+from export.parity import expected, n_gate_features
 from export.reference import reference
 from fedge.bundle import SKELETON
 from fedge.messages import Role
+from fedge.models import initial
+from fedge.task import TaskSpec, gate_pool
 from tests.support.tables import inputs, layout_of, mixture_of, task_of, write
 
 FOUR = [Role.PRIVATE, Role.GLOBAL, Role.EXPERT, Role.LOCAL]
@@ -46,6 +48,32 @@ def assert_like_oracle(prediction, wanted, tolerance=1e-6):
     np.testing.assert_allclose(prediction.probabilities, p, atol=tolerance, rtol=0)
     np.testing.assert_allclose(prediction.weights, weights, atol=tolerance, rtol=0)
     np.testing.assert_allclose(prediction.energies, energies, atol=tolerance, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------- scmoe_pfl.md section 11.1, the gate's inputs
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [((6,), (1, 1)), ((3, 32, 32), (4, 4)), ((2, 21, 27), (3, 4)), ((1, 40, 43), (5, 6)), ((1, 9, 70), (2, 9))],
+)
+@pytest.mark.parametrize("engine", ["fused", "separate"])
+def test_the_gate_sees_means_of_windows_of_any_size(tmp_path, shape, window, engine):
+    assert gate_pool(shape) == window
+    task = TaskSpec(name="t", classes=("a", "b"), input_shape=shape, model="mlp", model_options={"hidden": 2})
+    rng = np.random.default_rng(0)
+    sizes = (16, n_gate_features(task)), (16,), (2, 16), (2,)
+    layout, model = initial(task, 0)
+    candidates = tuple(Candidate(role, role.value, model) for role in (Role.PRIVATE, Role.EXPERT))
+    mixture = Mixture(
+        candidates, np.log([0.5, 0.5]), 0.0, GateWeights(*(rng.normal(size=size) * 0.3 for size in sizes))
+    )
+    x = np.float32(rng.normal(size=(5, *shape)))
+    write_bundle(tmp_path, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="m", metrics={})
+    found = deploy.load(tmp_path, engine=engine).predict(x)
+    wanted = expected(task, layout, mixture, x)[1]
+    np.testing.assert_allclose(found.weights, wanted, atol=1e-6)
+    assert np.ptp(wanted[:, 0]) > 0.05
 
 
 # ------------------------------------------------------------------------- scmoe_pfl.md section 16, "Gate"
