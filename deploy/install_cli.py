@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Final
@@ -10,11 +11,12 @@ import click
 import msgspec
 
 from deploy.examination import Limits, examine
-from deploy.slots import InUseError, Slots, owned, state_of
+from deploy.slots import InUseError, Slots, newest_in_inbox, owned, state_of
 from deploy.trust import MAX_METADATA_BYTES, install_root
-from fedge.bundle import MANIFEST, Bundle, read
+from fedge.bundle import MANIFEST, Bundle, decode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import whole_folder, write_atomically
+from fedge.tensors import digest_of
 
 HANDED_S: Final = 300.0
 """For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""
@@ -102,40 +104,71 @@ def _hand_over(folder: Path, new: Bundle, home: Path) -> None:
     """Give the bundle to the process that serves HOME, by the inbox, and wait until it answers there.
 
     Raises:
-        ConfigError: the release is not higher than the one that answers, or HOME is used by another command.
+        ConfigError: the release is not the highest there, or HOME is used by another command.
         UpdateRejected: it is not fit.
         StoreError: it cannot be copied.
     """
-    release, inbox = new.manifest.release, home / "bundles"
-    now = _answering(home)
-    if now.digest == new.digest:
+    if _answering(home)[1] == new.digest:
         return
-    if now.manifest.release >= release:
-        raise ConfigError(
-            f"release {now.manifest.release} answers in {home}, and `fedge serve` takes in higher ones alone, not"
-            f" {release}: stop it first"
-        )
+    _require_highest(new, home)
+    inbox = home / "bundles" / str(new.manifest.release)
+    ours = not inbox.exists()
     try:
-        if not (inbox / str(release)).exists():
-            with whole_folder(inbox / str(release)) as unfinished:
+        if ours:
+            with whole_folder(inbox) as unfinished:
                 for name in (MANIFEST, *new.manifest.files):
                     write_atomically(unfinished / name, (folder / name).read_bytes())
-        elif read(inbox / str(release)).digest != new.digest:
-            raise ConfigError(f"{inbox / str(release)} holds another bundle of this number: give this one another")
+        elif read(inbox).digest != new.digest:
+            raise ConfigError(f"{inbox} holds another bundle of this number: give this one another")
     except OSError as error:
         raise StoreError(f"cannot write {inbox}: {error}") from error
     until = time.monotonic() + HANDED_S
-    while time.monotonic() < until:
-        state = state_of(home)
-        if new.digest in state.refused:
-            raise UpdateRejected(state.refused[new.digest])
-        answers = state.trial is None or state.trial.starts > 0
-        if answers and _answering(home).digest == new.digest:
-            return
-        time.sleep(LOOK_S)
-    raise ConfigError(f"no `fedge serve` has taken in {inbox / str(release)}; it does when it is started on {home}")
+    try:
+        while not _answers(new, home):
+            if time.monotonic() >= until:
+                ours = False  # it is taken in later
+                raise ConfigError(f"no `fedge serve` has taken in {inbox}; it does when it is started on {home}")
+            time.sleep(LOOK_S)
+            _require_highest(new, home)
+    finally:
+        if ours:
+            shutil.rmtree(inbox, ignore_errors=True)
 
 
-def _answering(home: Path) -> Bundle:
-    """The bundle that answers in a HOME where one was installed."""
-    return read(home / "slots" / (state_of(home).running or "a"))
+def _answers(new: Bundle, home: Path) -> bool:
+    """Whether the bundle that was handed over answers by now.
+
+    Raises:
+        UpdateRejected: it is not fit.
+    """
+    state = state_of(home)
+    if new.digest in state.refused:
+        raise UpdateRejected(state.refused[new.digest])
+    return (state.trial is None or state.trial.starts > 0) and _answering(home)[1] == new.digest
+
+
+def _require_highest(new: Bundle, home: Path) -> None:
+    """See that nothing newer than the bundle answers, or is on its way by the inbox.
+
+    Raises:
+        ConfigError: something is.
+    """
+    release, (now, digest) = new.manifest.release, _answering(home)
+    if digest != new.digest and now >= release:
+        raise ConfigError(
+            f"release {now} answers in {home}, and `fedge serve` takes in higher ones alone, not {release}:"
+            " stop it first"
+        )
+    newer = newest_in_inbox(home, release, state_of(home).refused)
+    if newer is not None:
+        raise ConfigError(f"release {newer.name} is being taken in from {newer}; no older one is after it")
+
+
+def _answering(home: Path) -> tuple[int, str]:
+    """Release and digest of the bundle that answers in a HOME where one was installed."""
+    path = home / "slots" / (state_of(home).running or "a") / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    return decode(data).release, digest_of(data)

@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from deploy.answering import Answering
 from deploy.examination import Limits, allowed_ms, examine
-from deploy.slots import Slots
+from deploy.slots import Slots, newest_in_inbox
 from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.background import Background
 from fedge.bundle import MANIFEST, Manifest
@@ -54,6 +54,8 @@ SPARE_DISK_BYTES: Final = 64 << 20
 """What a release must leave free."""
 FETCH_S: Final = 600.0
 """Time for one file, after which what has come is kept and the rest is asked for again later."""
+METADATA_S: Final = 30.0
+"""Time for one file of metadata, which are small: who announced them is not there, and the inbox must not wait."""
 HEALTH_S: Final = 60.0
 """Pause between two reports of a device where nothing happens."""
 LOOK_S: Final = 2.0
@@ -163,6 +165,18 @@ def retry_s(attempt: int, draw: float) -> float:
     return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
 
 
+class Judgement(Struct, frozen=True, kw_only=True):
+    """Why an announcement is not to be trusted, and when by our clock that was found."""
+
+    announcement: str
+    reason: str
+    at: float
+
+    def holds_for(self, claim: str) -> bool:
+        """Whether it still says so; what has expired by a clock that was since set back may not have expired."""
+        return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)
+
+
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """HOME/outcome.json: what the last examination found. `switched`: the bundle was let answer after it."""
 
@@ -202,7 +216,7 @@ class Link:
         self._outcome = _read_outcome(home)
         if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
             answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
-        self._judged: tuple[str, str] | None = None  # announcement, why not
+        self._judged: Judgement | None = None
         self._failed: tuple[str, str] | None = None  # announcement, what went wrong
         self._n_failures = 0  # of that announcement, in a row
         self._retry_at = 0.0
@@ -238,6 +252,8 @@ class Link:
 
     async def _on_rollout(self, inbound: Inbound) -> None:
         self._rollout = decode(inbound.payload, Rollout) if inbound.payload else None
+        if not inbound.retained:  # somebody is there who may serve it
+            self._retry_at = 0.0
         self._news.set()
 
     async def _on_connect(self) -> None:
@@ -298,8 +314,10 @@ class Link:
             return always
         digest, claim = announced(rollout), announcement(rollout)
         judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
-        if not judged and self._judged is not None and self._judged[0] == claim:
-            judged = self._judged[1]
+        if not judged and rollout.release < state.highest_release:
+            judged = f"rollback: release {rollout.release} is older than {state.highest_release}, which ran here"
+        if not judged and self._judged is not None and self._judged.holds_for(claim):
+            judged = self._judged.reason
         failed = self._failed[1] if self._failed is not None and self._failed[0] == claim else ""
         return msgspec.structs.replace(
             always,
@@ -316,18 +334,8 @@ class Link:
 
     def _inbox(self) -> Path | None:
         """The newest bundle written on this device that is newer than the one that answers and was not refused."""
-        bundles, refused = self._home / "bundles", self._slots.state.refused
-        numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
-        for number in sorted(numbers, reverse=True):
-            if number <= self._answering.runtime.manifest.release:
-                return None
-            try:
-                digest = digest_of((bundles / str(number) / MANIFEST).read_bytes())
-            except OSError:
-                continue
-            if digest != self._answering.runtime.digest and digest not in refused:
-                return bundles / str(number)
-        return None
+        runtime = self._answering.runtime
+        return newest_in_inbox(self._home, runtime.manifest.release, {*self._slots.state.refused, runtime.digest})
 
     def _wanted(self, rollout: Rollout) -> bool:
         """Whether what was begun for this rollout is still to be done."""
@@ -361,7 +369,7 @@ class Link:
             if str(error).startswith("clock"):  # it can be set
                 self._failure(rollout, error)
             else:
-                self._judged = (announcement(rollout), str(error))
+                self._judged = Judgement(announcement=announcement(rollout), reason=str(error), at=time.time())
                 log.warning(
                     "event=release_refused rollout=%s target=%s reason=%r", rollout.id, rollout.target, str(error)
                 )
@@ -380,18 +388,21 @@ class Link:
         self._n_failures = self._n_failures + 1 if again else 1
         pause = retry_s(self._n_failures, random.SystemRandom().random())
         self._retry_at = time.monotonic() + pause
-        reason = str(error) or f"time-out: a file took more than {FETCH_S:.0f} s"
+        reason = str(error) or "time-out: nobody sends the rest of a file"
         self._failed = (claim, reason)
         log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
 
     async def _while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
-        """The work's result; None as soon as another rollout, a pause or an end of this one came in."""
+        """The work's result; None as soon as another rollout, a pause or an end of this one came in.
+
+        None, too, where labelled samples speak against the bundle that answers: that comes first, then the work again.
+        """
         task = asyncio.ensure_future(work)
         try:
-            while not task.done() and self._wanted(rollout):
+            while not task.done() and self._wanted(rollout) and not self._answering.worse:
                 self._news.clear()
                 news = asyncio.ensure_future(self._news.wait())
-                await asyncio.wait({task, news}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, news}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
             return task.result() if task.done() else None
         finally:
@@ -409,7 +420,7 @@ class Link:
         files: dict[str, bytes] = {}
         try:
             for name, ref in rollout.metadata.items():
-                files[name] = (await self._fetch(self._metadata, ref)).read_bytes()
+                files[name] = (await self._fetch(self._metadata, ref, METADATA_S)).read_bytes()
         finally:
             for ref in rollout.metadata.values():
                 self._received.remove(ref.digest)
@@ -423,7 +434,7 @@ class Link:
         missing = self._slots.lacks(manifest)
         self._require_room(sum(size for _, size in missing))
         for missed, size in missing:
-            await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size))
+            await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size), FETCH_S)
         return data
 
     def _forget_others(self, rollout: Rollout) -> None:
@@ -437,8 +448,8 @@ class Link:
         with self._trusting:  # one that was cancelled may still be at it
             return Trust(self._home).manifest(files, target)
 
-    async def _fetch(self, receiver: Receiver, ref: BlobRef) -> Path:
-        async with asyncio.timeout(FETCH_S):
+    async def _fetch(self, receiver: Receiver, ref: BlobRef, within_s: float) -> Path:
+        async with asyncio.timeout(within_s):
             return await receiver.fetch(
                 ref,
                 chunks=self._topics.model_chunk(ref.digest),

@@ -16,7 +16,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -100,6 +100,22 @@ def state_of(home: Path) -> State:
         return State()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read {home / 'slots.json'}: {error}") from error
+
+
+def newest_in_inbox(home: Path, above: int, known: Container[str]) -> Path | None:
+    """The folder in HOME/bundles with the highest number above this one whose bundle's digest is not known."""
+    bundles = home / "bundles"
+    numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
+    for number in sorted(numbers, reverse=True):
+        if number <= above:
+            return None
+        try:
+            digest = digest_of((bundles / str(number) / MANIFEST).read_bytes())
+        except OSError:
+            continue
+        if digest not in known:
+            return bundles / str(number)
+    return None
 
 
 class Slots:

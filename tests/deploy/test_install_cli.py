@@ -14,7 +14,7 @@ from deploy.slots import Slots, owned
 from fedge.bundle import read
 from fedge.errors import ConfigError, UpdateRejected
 
-from .bundles import GOLDEN, broken_gate, variant
+from .bundles import GOLDEN, broken_gate, other_gate, variant
 from .repository import Simulator
 
 pytestmark = pytest.mark.torch_free
@@ -123,3 +123,38 @@ def test_a_bundle_that_is_handed_over_answers_before_the_command_ends(tmp_path):
 
         assert command.result(timeout=30)[0] == 0
         assert answering.runtime.manifest.release == 6
+
+
+def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
+    home = tmp_path / "pi"
+    run("--home", home, variant(tmp_path / "5", release=5))
+    eight, nine = variant(tmp_path / "8", release=8), variant(tmp_path / "9", release=9, gate=other_gate)
+    with owned(home) as slots, ThreadPoolExecutor(1) as person:
+        command = person.submit(run, "--home", home, eight)
+        while not (home / "bundles" / "8").exists():
+            time.sleep(0.01)
+        nine.rename(home / "bundles" / "9")  # the agent's
+        with pytest.raises(ConfigError, match="release 9 is being taken in"):
+            command.result(timeout=30)
+        assert sorted(path.name for path in (home / "bundles").iterdir()) == ["9"]
+        with pytest.raises(ConfigError, match="release 9 is being taken in"):
+            run("--home", home, eight)
+        assert sorted(path.name for path in (home / "bundles").iterdir()) == ["9"]
+
+        slots.refuse(read(home / "bundles" / "9").digest, "accuracy: worse")
+        command = person.submit(run, "--home", home, eight)  # now it is the newest
+        while not (home / "bundles" / "8").exists():
+            time.sleep(0.01)
+        slots.stage(slots.take_in(variant(tmp_path / "10", release=10)))
+        slots.switch()  # a rollout's
+        with pytest.raises(ConfigError, match="release 10 answers"):
+            command.result(timeout=30)
+
+
+def test_one_that_nobody_takes_in_waits_in_the_inbox(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.install_cli.HANDED_S", 3 * LOOK_S)
+    home = tmp_path / "pi"
+    run("--home", home, variant(tmp_path / "5", release=5))
+    with owned(home), pytest.raises(ConfigError, match="when it is started"):
+        run("--home", home, variant(tmp_path / "6", release=6))
+    assert read(home / "bundles" / "6").manifest.release == 6

@@ -21,6 +21,7 @@ from deploy.link import (
     RETRY_S,
     SPARE_DISK_BYTES,
     Do,
+    Judgement,
     Link,
     Outcome,
     Situation,
@@ -34,10 +35,11 @@ from deploy.link import (
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.errors import StoreError, UpdateRejected
-from fedge.messages import BlobRef, Phase, Quality, Rollout, RolloutState
+from fedge.messages import BlobRef, Phase, Quality, Rollout, RolloutState, encode
 from fedge.tensors import digest_of
+from fedge.transport import Inbound
 
-from .bundles import other_gate, poor_gate, variant
+from .bundles import GOLDEN, other_gate, poor_gate, variant
 from .repository import Simulator
 
 pytestmark = pytest.mark.torch_free
@@ -173,12 +175,13 @@ class Unheard:
         self.published.append(payload)
 
 
-async def followed(home, until, limits=None):
-    """A device that runs until something is so."""
+async def followed(home, until, limits=None, announced=None):
+    """A device that runs until something is so; `announced`: a rollout that nobody serves."""
     slots = Slots(home)
     answering = Answering(slots, limits or Limits(probation_s=0, latency_slack_ms=1e6))
     link = Link("pi", "test", home, slots, answering, limits or Limits(probation_s=0, latency_slack_ms=1e6))
     await link.attach(Unheard())
+    link._rollout = announced
     running = asyncio.ensure_future(link.run())
     try:
         async with asyncio.timeout(60):
@@ -303,6 +306,62 @@ def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tm
 
     assert answering.runtime.manifest.release == 1
     assert slots.state.refused[digest(new)].startswith("latency: ")
+
+
+def test_what_has_expired_is_judged_anew_when_the_clock_was_set_back():
+    now = time.time()
+    assert Judgement(announcement="a", reason="expired: x", at=now - 1).holds_for("a")
+    assert not Judgement(announcement="a", reason="expired: x", at=now + 3600).holds_for("a")
+    assert Judgement(announcement="a", reason="forged: x", at=now + 3600).holds_for("a")
+    assert not Judgement(announcement="a", reason="forged: x", at=now).holds_for("b")
+
+
+async def test_nothing_is_fetched_of_a_release_below_the_highest_that_ran_here(home):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    for release, reason in ((1, None), (0, "rollback: release 0 is older than 1, which ran here")):
+        now = link._situation(msgspec.structs.replace(rollout(), release=release), None)
+        assert now.judged == reason
+        assert decide(now) is (Do.INSTALL if reason is None else Do.NOTHING)
+
+
+async def test_the_inbox_does_not_wait_for_metadata_that_nobody_sends(home, monkeypatch):
+    monkeypatch.setattr("deploy.link.METADATA_S", 0.3)
+    variant(home / "bundles" / "2", release=2, gate=other_gate)
+
+    answering = await followed(
+        home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b", announced=rollout()
+    )
+
+    assert answering.runtime.manifest.release == 2
+
+
+async def test_who_announces_anew_is_asked_at_once(home):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link._failure(rollout(), StoreError("time-out: x"))
+    for retained, do in ((True, Do.NOTHING), (False, Do.INSTALL)):
+        await link._on_rollout(Inbound(topic="", payload=encode(rollout()), retained=retained))
+        assert decide(link._situation(link._rollout, None)) is do
+
+
+async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fetched(home, tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.link.METADATA_S", 1e6)
+    slots = Slots(home)
+    slots.stage(slots.take_in(variant(tmp_path / "2", release=2, gate=poor_gate)))
+    slots.switch()
+    with np.load(GOLDEN.parent / "expected.npz") as arrays:
+        x, y = arrays["x"], arrays["y"]
+
+    def given_up(slots, answering):
+        if list((home / "received").iterdir()) and answering.runtime.manifest.release == 2:
+            answering.feedback(x, y)
+        return answering.runtime.manifest.release == 1
+
+    answering = await followed(home, given_up, announced=rollout())
+
+    assert answering.runtime.manifest.release == 1
+    assert next(iter(Slots(home).state.refused.values())).startswith("accuracy: ")
 
 
 async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_measure_is_refused(home, monkeypatch):

@@ -9,18 +9,24 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from coordinator.rollout.folder import Folder
+from deploy.install_cli import install
 from deploy.slots import MAX_STARTS, state_of
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
 from fedge.messages import Phase, RolloutState
+from fedge.topics import Topics
+from fedge.transport import Inbound
 from tests.deploy.bundles import digest, other_gate, variant
-from tests.deploy.serve_process import ask, process
-from tests.support.broker import local_broker
+from tests.deploy.serve_process import X, ask, process
+from tests.deploy.serving import body, golden, outputs
+from tests.support.broker import local_broker, transport
 from tests.support.rollouts import plan_of, release_of, rolled_out, until
 from tests.support.runtime_device import FEDERATION, prepare
 
@@ -157,3 +163,130 @@ async def test_killed_again_and_again_on_trial_it_goes_back_and_stops_the_rollou
     assert (state.running, state.good, state.trial) == ("a", "a", None)
     assert state.refused == {digest(new): f"{MAX_STARTS} processes that ran it died"}
     assert whole(home) == {"a": digest(old), "b": digest(new)}
+
+
+# ---------------------------------------------------------------------------------------------- at work for long
+
+
+EXPECTED = golden()["y"]
+ROUNDS = 3
+"""Each has three switches: by a rollout, by `fedge install` and by the inbox."""
+
+
+PAUSE_S = 0.002
+"""Between two requests: the other processes are to get on, too."""
+
+
+class Load:
+    """Clients over HTTP and a sensor over MQTT that ask all the time, and count what was answered wrongly."""
+
+    def __init__(self, session: aiohttp.ClientSession, broker: LocalBroker) -> None:
+        self.answered = {"http": 0, "mqtt": 0}
+        self.wrong: list[object] = []
+        self.releases: set[int] = set()
+        self._session = session
+        self._link = transport(broker, "sensor")
+        self._answers: asyncio.Queue[Inbound] = asyncio.Queue()
+
+    @contextlib.asynccontextmanager
+    async def going(self) -> AsyncIterator[None]:
+        """Asked within; what was asked is answered before it ends."""
+        await self._link.subscribe(Topics(FEDERATION).agent(DEVICE, "predictions"), self._answers.put)
+        stop = asyncio.Event()
+        async with self._link, asyncio.TaskGroup() as tasks:
+            for number in range(2):
+                tasks.create_task(self._over_http(number, stop))
+            tasks.create_task(self._over_mqtt(stop))
+            try:
+                yield
+            finally:
+                stop.set()
+
+    async def _over_http(self, number: int, stop: asyncio.Event) -> None:
+        i = number
+        while not stop.is_set():
+            i = (i + 1) % len(X)
+            async with self._session.post("/v2/models/digits/infer", data=body(X[i : i + 1])) as response:
+                self._check("http", await response.read() if response.status == 200 else b"{}", i)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _over_mqtt(self, stop: asyncio.Event) -> None:
+        i = 0
+        while not stop.is_set():
+            i = (i + 1) % len(X)
+            await self._link.publish(Topics(FEDERATION).agent(DEVICE, "predict"), body(X[i : i + 1], id=str(i)))
+            async with asyncio.timeout(30):
+                payload = (await self._answers.get()).payload
+            self._check("mqtt", payload if json.loads(payload).get("id") == str(i) else b"{}", i)
+            await asyncio.sleep(PAUSE_S)
+
+    def _check(self, way: str, payload: bytes, i: int) -> None:
+        content = json.loads(payload)
+        if "outputs" not in content or outputs(payload)["class"]["data"] != [EXPECTED[i]]:
+            self.wrong.append((way, content))
+            return
+        self.answered[way] += 1
+        self.releases.add(content["parameters"]["release"])
+
+
+async def held_by(served: psutil.Process) -> tuple[int, int, int]:
+    """Bytes of memory, files and threads; the fewest of some looks, since requests and examinations come and go."""
+    looks = []
+    for _ in range(30):
+        looks.append((served.memory_info().rss, served.num_fds(), served.num_threads()))
+        await asyncio.sleep(0.01)
+    rss, files, threads = zip(*looks, strict=True)
+    return min(rss), min(files), min(threads)
+
+
+def files_of(home: Path) -> set[str]:
+    """All files but those of bundles, and the folders of bundles."""
+    files = {path.relative_to(home) for path in home.rglob("*") if path.is_file()}
+    return {
+        str(path.parent if path.parts[0] in {"bundles", "slots"} and len(path.parts) == 3 else path) for path in files
+    }
+
+
+async def test_at_work_for_long_with_switches_in_between(broker, tmp_path, repo, home) -> None:
+    """In small what a device does for years: no request fails, memory and files are what they were."""
+
+    def bundle(release: int) -> Path:
+        return variant(tmp_path / f"bundle-{release}", release=release, gate=other_gate if release % 2 else None)
+
+    async def by_rollout(number: int) -> None:
+        release, plan = plan_of(repo, bundle(number), id=f"r{number}", stages=(1.0,))
+        assert (await rolled_out(broker, repo, release, plan)).state is RolloutState.DONE
+
+    async def by_install(number: int) -> None:
+        done = await asyncio.to_thread(CliRunner().invoke, install, ["--home", str(home), str(bundle(number))])
+        assert done.exit_code == 0, done.output
+
+    async def by_inbox(number: int) -> None:
+        bundle(number).rename(home / "bundles" / str(number))
+
+    (home / "bundles").mkdir()
+    last = 1 + 3 * ROUNDS
+    after: list[tuple[int, int, int]] = []
+    async with process(*words(home, broker)) as (child, _, session):
+        served = psutil.Process(child.pid)
+        load = Load(session, broker)
+        async with load.going():
+            for number, switch in enumerate(ROUNDS * [by_rollout, by_install, by_inbox], 2):
+                await switch(number)
+                await until(lambda n=number: state_of(home).trial is None and release_of(home) == n)
+                after.append(await held_by(served))
+        assert not load.wrong, load.wrong[:3]
+        child.terminate()
+        await child.wait()
+        assert child.stderr is not None
+        assert b"Traceback" not in await child.stderr.read()
+    assert load.releases == set(range(1, last + 1))
+    assert sum(load.answered.values()) > 1000
+    for held, was in zip(after[-1], after[2], strict=True):
+        assert held <= 1.05 * was, after
+
+    parts = {f.digest for slot in "ab" for f in read(home / "slots" / slot).manifest.files.values()}
+    inbox = {f"bundles/{release}" for release in range(4, last + 1, 3)}  # the agent's own
+    trust = {f"trust/{name}.json" for name in ("root", "root_history/1.root", "timestamp", "snapshot", "targets")}
+    others = {"outcome.json", "root.json", "slots.json", "slots/a", "slots/b", "slots/lock", "validation.npz"}
+    assert files_of(home) == inbox | trust | others | {f"parts/{digest}" for digest in parts}
