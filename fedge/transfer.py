@@ -17,8 +17,9 @@ wait for the disk, and these have a thread.
 Nothing here trusts the broker to deliver: a chunk that is lost is asked for again, one that comes twice changes
 nothing, and any order will do. `Ranges`, `Receiving` and `Sending` decide and know neither clock nor file; `Receiver`
 and `Sender` act. A partial blob survives kill -9 of its receiver as two files in the blob folder, `{digest}.part`
-(the bytes) and `{digest}.ranges` (which of them count: one line per chunk, written after its bytes). After a power cut
-the record may promise bytes that never reached the disk; then the hash does not fit and the blob is fetched again.
+(the bytes) and `{digest}.ranges` (which of them count: a line for each chunk, written after its bytes, and fewer where
+chunks are many and small). After a power cut the record may promise bytes that never reached the disk; then the hash
+does not fit and the blob is fetched again.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ MAX_RANGES: Final = 256
 """Ranges in one Want (fedge.messages)."""
 MAX_PIECES: Final = 4096
 """Gaps of a blob on its way in, and pieces of one on its way out: senders that send in order leave a few."""
+MAX_LINES: Final = 4 * MAX_PIECES
+"""Lines of the record of a partial blob, after which it is written anew: one for each of its ranges."""
 RANGE_BYTES: Final = 19
 """Of one range in a Want, at most."""
 SENDER_TASKS: Final = 6
@@ -348,7 +351,9 @@ class _Part:
         self._lock = threading.Lock()
         self._hasher = hashlib.sha256()
         self._hashed = 0
-        self.have = Ranges(self._read_record() if self._data_path.exists() else ())
+        recorded = self._read_record() if self._data_path.exists() else []
+        self._n_lines = len(recorded)
+        self.have = Ranges(recorded)
         """What is recorded; at first what an earlier receiver left."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         self._data = os.open(self._data_path, flags, 0o600)
@@ -379,14 +384,26 @@ class _Part:
                 for start, end in chunk.pieces:
                     data = memoryview(chunk.payload)[start - chunk.offset : end - chunk.offset]
                     _write_all(self._data, data, start)
-                    os.write(self._record, b"%d %d\n" % (start, end))
-                    self.have.add(start, end)
+                    self._note(start, end)
                     if self._durable:
                         _begin_writing_back(self._data, start, end)
                     if start == self._hashed:
                         self._hasher.update(data)
                         self._hashed = end
                 self._catch_up(self._hashed + READ_BYTES)
+
+    def _note(self, start: int, end: int) -> None:
+        """Record that these bytes count."""
+        os.write(self._record, b"%d %d\n" % (start, end))
+        self.have.add(start, end)
+        self._n_lines += 1
+        if self._n_lines > MAX_LINES:
+            anew = self._record_path.with_suffix(".new.ranges")
+            anew.write_bytes(b"".join(b"%d %d\n" % known for known in self.have))
+            anew.replace(self._record_path)
+            os.close(self._record)
+            self._record = os.open(self._record_path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND)
+            self._n_lines = len(self.have)
 
     def _catch_up(self, until: int) -> None:
         """Read and hash what lies behind the hashed bytes without a gap: it came out of order, or earlier."""

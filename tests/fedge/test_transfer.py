@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import os
 import signal
 import sys
@@ -40,6 +42,7 @@ from fedge.transfer import (
     _Part,
 )
 from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
+from tests.deploy.power import in_a_process_cut_off_at
 from tests.support.broker import local_broker, transport
 
 TOPICS = Topics("test")
@@ -365,6 +368,54 @@ def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
     second = _Part(folder, a_ref(data), durable=True)
     assert list(second.have) in ([], [(0, 300)])
     second.close()
+
+
+def in_small_chunks(part, data, order):
+    """Every byte for itself, in some order."""
+    for i in order:
+        part.write([_Chunk(i, data[i : i + 1], [(i, i + 1)])])
+
+
+def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.MAX_LINES", 50)
+    data, folder, sizes = os.urandom(1000), BlobFolder(tmp_path), []
+    record = tmp_path / f"{digest_of(data)}.ranges"
+    for begin, end in ((0, 400), (400, 800), (800, 1000)):  # by three receivers, the latter from what it finds
+        part = _Part(folder, a_ref(data), durable=False)
+        assert list(part.have) == ([(0, begin)] if begin else [])
+        for i in range(begin, end, 20):
+            in_small_chunks(part, data, [*range(i, i + 20, 2), *range(i + 1, i + 20, 2)])
+            sizes.append(record.read_bytes().count(b"\n"))
+        if end < 1000:
+            part.close()
+    assert max(sizes) <= 51
+    assert part.verify_and_keep()
+    part.close()
+    assert [path.name for path in tmp_path.iterdir()] == [digest_of(data)]
+
+
+def test_cut_off_wherever_it_is_while_the_record_is_written_anew_nothing_is_promised_that_is_not_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("fedge.transfer.MAX_LINES", 4)
+    data = bytes(range(1, 17))
+
+    def receive(folder):
+        in_small_chunks(_Part(folder, a_ref(data), durable=True), data, [*range(0, 16, 3), *range(1, 16, 3)])
+
+    for change in itertools.count():
+        folder = BlobFolder(tmp_path / str(change))
+        cut_off = in_a_process_cut_off_at(change, functools.partial(receive, folder))
+        part = _Part(folder, a_ref(data), durable=True)
+        found = (tmp_path / str(change) / f"{digest_of(data)}.part").read_bytes()
+        assert all(found[start:end] == data[start:end] for start, end in part.have)
+        missing = set(range(16)) - {i for start, end in part.have for i in range(start, end)}
+        in_small_chunks(part, data, missing)
+        assert part.verify_and_keep()
+        part.close()
+        if not cut_off:
+            assert change > 5
+            break
 
 
 def test_record_without_its_data_is_not_believed(tmp_path):
