@@ -59,7 +59,11 @@ class PmMoe:
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more, or preset = paper")
         of_bases = {field.name for field in msgspec.structs.fields(FedRepOptions) + msgspec.structs.fields(DbeOptions)}
         passed = {name: value for name, value in settings.options.items() if name in of_bases}
-        self._base: Keeping[Any] = make(self.options.base, msgspec.structs.replace(settings, options=passed))  # type: ignore[assignment]
+        try:
+            base = make(self.options.base, msgspec.structs.replace(settings, options=passed))
+        except ConfigError as error:
+            raise ConfigError(f"base {self.options.base} of pm-moe: {error}") from error
+        self._base: Keeping[Any] = base  # type: ignore[assignment]
 
     def initial(self, layout: Layout, model: BlobRef) -> KeepingState:
         """The base's state before round 1."""

@@ -161,7 +161,7 @@ async def test_options_of_the_base_are_the_bases(tmp_path) -> None:
             state = await method.round(state, fleet)
         models.append(state.model)
     assert models[0] == models[1] != models[2]
-    with pytest.raises(ConfigError, match="no option 'head_steps'"):
+    with pytest.raises(ConfigError, match="base fedper of pm-moe: the method has no option 'head_steps'"):
         method_of(base="fedper", head_steps=2)
     assert method_of(base="dbe", kappa=50.0, feature_momentum=0.5)._base.kappa == 50.0
     assert method_of(selection="fastest")._base.options.selection == "fastest"
