@@ -214,6 +214,11 @@ def _has_failed(plan: Plan, health: Health) -> bool:
     return health.rollout == plan.id and health.phase in {Phase.REFUSED, Phase.ROLLED_BACK}
 
 
+def _awaits_signatures(plan: Plan, health: Health) -> bool:
+    """Whether a device would take the release if only its metadata were signed again."""
+    return _has_failed(plan, health) and health.phase is Phase.REFUSED and health.reason.startswith("expired")
+
+
 def _is_on_its_way(plan: Plan, health: Health) -> bool:
     """Whether the device may run the release by the time that it hears of an end."""
     return health.rollout == plan.id and health.phase is Phase.FETCHING
@@ -241,7 +246,8 @@ def over(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) 
     """Whether nobody is left to whom the rollout has something to bring or to take back."""
     if progress.state is RolloutState.DONE:
         return all(
-            _has_failed(plan, seen.health) or (runs(plan, seen.health) and seen.health.phase is Phase.SERVING)
+            (_has_failed(plan, seen.health) and not _awaits_signatures(plan, seen.health))
+            or (runs(plan, seen.health) and seen.health.phase is Phase.SERVING)
             for seen in fleet.values()
         )
     if progress.state is RolloutState.ABORTED:

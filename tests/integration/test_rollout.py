@@ -18,6 +18,7 @@ import pytest
 
 from coordinator.rollout import Progress
 from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.service import Release
 from deploy import load
 from deploy.answering import Answering
 from deploy.slots import state_of
@@ -36,6 +37,7 @@ from fedge.validation import Validation
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import BROKERS, local_broker, settings, transport
+from tests.support.clock import Clock
 from tests.support.rollouts import WAIT_S, plan_of, release_of, rolled_out, until
 from tests.support.runtime_device import FEDERATION, LENIENT, device, prepare
 from tests.support.trained_bundles import trained_bundle
@@ -210,6 +212,78 @@ async def test_a_device_that_was_off_catches_up(broker, tmp_path, repo, old, new
     assert ended.state is RolloutState.DONE
     assert {release_of(home) for home in homes.values()} == {2}
     assert json.loads((homes[order[-1]] / "trust" / "root.json").read_bytes())["signed"]["version"] == 4
+
+
+async def rolled_out_but_for_one(stack, broker, repo, homes, new) -> tuple[Release, asyncio.Task[Progress]]:
+    """Everybody runs the release but the last device, which was seen and went off before; somebody supervises."""
+    release, plan = plan_of(repo, new, stages=(1.0,), absent_s=3.0)
+    *others, last = homes
+    async with device(settings(broker), homes[last], last):
+        await asyncio.sleep(0.5)
+    await fleet(stack, broker, {name: homes[name] for name in others})
+    supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
+    await until(lambda: (record := Folder(repo).read()) and record.progress.state is RolloutState.DONE)
+    return release, supervising
+
+
+def timestamp_of(folder: Path) -> dict:
+    return json.loads((folder / "timestamp.json").read_bytes())["signed"]
+
+
+@pytest.mark.parametrize(("weeks", "renewed"), [(1, False), (7, True), (20, True), (60, True)])
+async def test_off_for_weeks_it_catches_up(broker, tmp_path, monkeypatch, repo, old, new, weeks, renewed) -> None:
+    """Past the lifetimes of the timestamp (30 days), the snapshot (90) and the targets (365) that it last saw."""
+    clock = Clock(monkeypatch)
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    async with AsyncExitStack() as stack:
+        release, supervising = await rolled_out_but_for_one(stack, broker, repo, homes, new)
+        for _ in range(weeks):
+            clock.advance(weeks=1)
+            if renewed:
+                Repository(repo).renew()
+        newest = digest_of((repo / "metadata" / "timestamp.json").read_bytes())
+        await until(lambda: release.metadata["timestamp.json"].digest == newest)
+        assert release_of(homes["cam1"]) == 1
+        await fleet(stack, broker, {"cam1": homes["cam1"]})
+        assert (await supervising).state is RolloutState.DONE
+
+    assert {release_of(home) for home in homes.values()} == {2}
+    assert timestamp_of(homes["cam1"] / "trust") == timestamp_of(repo / "metadata")
+
+
+async def test_what_expired_meanwhile_is_refused_until_it_is_renewed(
+    broker, tmp_path, monkeypatch, repo, old, new
+) -> None:
+    clock = Clock(monkeypatch)
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    async with AsyncExitStack() as stack:
+        _, supervising = await rolled_out_but_for_one(stack, broker, repo, homes, new)
+        clock.advance(days=31)
+        await fleet(stack, broker, {"cam1": homes["cam1"]})
+        await until(lambda: phase_in(repo, "cam1") is Phase.REFUSED)
+        assert Folder(repo).read().devices["cam1"].reason.startswith("expired: ")
+        assert (release_of(homes["cam1"]), state_of(homes["cam1"]).refused) == (1, {})
+        assert not supervising.done(), "it is to be had as soon as it is signed again"
+        Repository(repo).renew()
+        assert (await supervising).state is RolloutState.DONE
+
+    assert {release_of(home) for home in homes.values()} == {2}
+
+
+async def test_by_a_clock_that_was_ahead_and_is_set_right_nothing_has_expired(
+    broker, tmp_path, monkeypatch, repo, old, new
+) -> None:
+    clock = Clock(monkeypatch)
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    async with AsyncExitStack() as stack:
+        _, supervising = await rolled_out_but_for_one(stack, broker, repo, homes, new)
+        clock.advance(days=400)
+        await fleet(stack, broker, {"cam1": homes["cam1"]})
+        await until(lambda: phase_in(repo, "cam1") is Phase.REFUSED)
+        clock.advance(days=-400)
+        assert (await supervising).state is RolloutState.DONE
+
+    assert {release_of(home) for home in homes.values()} == {2}
 
 
 async def test_an_aborted_rollout_is_taken_back(broker, tmp_path, repo, old, new) -> None:

@@ -210,6 +210,8 @@ def test_when_a_done_rollout_is_over():
     assert over(PLAN, done, fleet(20), 1.0)
     assert not over(PLAN, done, fleet(19), 1e6)
     assert over(PLAN, done, fleet(20) | {DEVICES[0]: seen(DEVICES[0], Phase.REFUSED)}, 1.0)
+    expired = seen(DEVICES[0], Phase.REFUSED, reason="expired: timestamp.json is expired")
+    assert not over(PLAN, done, fleet(20) | {DEVICES[0]: expired}, 1e6)  # until it is signed again
 
 
 def test_when_an_aborted_one_is():
