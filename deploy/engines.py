@@ -13,13 +13,26 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from msgspec import UnsetType
 from numpy.typing import NDArray
 
-from deploy.fusion import Floats, Formula, counted, counted_energy, formula, fuse, gate_scores, is_expert, shifted
+from deploy.fusion import (
+    Floats,
+    Formula,
+    counted,
+    counted_energy,
+    formula,
+    fuse,
+    gate_scores,
+    guarding,
+    is_expert,
+    only,
+    shifted,
+)
 from deploy.sessions import Session
 from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.errors import ConfigError
@@ -36,6 +49,9 @@ LARGE_PART_BYTES: Final = 40_000_000
 (findings, section 2)."""
 NEGLIGIBLE: Final = 0.01
 """Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
+
+MOST_SUBSETS: Final = 256
+"""Sets of candidates whose formula is kept."""
 
 ROUNDING: Final = 1e-4
 """An energy that is above its bound by no more, relative to it, is not above: another engine recorded the bound."""
@@ -165,42 +181,51 @@ class Lazy(Separate):
     """Runs only candidates that can matter, sample by sample; those that were not run have no weight and no energy.
 
     A candidate's score is at most its gate score and what the largest energy seen on the validation samples adds. The
-    private model is run first, then the others by falling bound, until what the rest could add is below `NEGLIGIBLE`
-    of the mixture. An energy above its bound shows that the sample is unlike those of the validation: the bound is
-    raised for good, and all candidates are run for this sample.
+    private model is run first, and the one that a guard gives a share to, then the others by falling bound, until what
+    the rest could add is below `NEGLIGIBLE` of the mixture. An energy above its bound shows that the sample is unlike
+    those of the validation: the bound is raised for good, and all candidates are run for this sample.
     """
 
     def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[str]) -> None:
         super().__init__(bundle, how, threads, providers)
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
-        self._private = [c.role is Role.PRIVATE for c in candidates]
+        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == guarding(how)}
         self._expert = [is_expert(c) for c in candidates]
         self._lock = threading.Lock()
-        self._bounds = counted(how, np.array(recorded, np.float32)) if how.energies.beta else np.zeros(len(candidates))
+        self._bounds = [0.0] * len(candidates)
+        if how.energies.beta:
+            self._bounds = counted(how, np.array(recorded, np.float32)).tolist()
+        self._only = lru_cache(MOST_SUBSETS)(partial(only, how))
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""
         with np.errstate(all="ignore"):
             gate = gate_scores(self._how, x)
-            logits = np.stack([self._sample(x[i : i + 1], gate[i]) for i in range(len(x))], axis=1)
-        return fuse(self._how, list(logits), gate)
+        p = np.empty((len(x), self._n_classes), np.float32)
+        weights, energies = np.zeros(gate.shape, np.float32), np.full(gate.shape, np.nan, np.float32)
+        for i in range(len(x)):
+            logits = self._sample(x[i : i + 1], gate[i].tolist())
+            kept = sorted(logits)
+            of_kept = fuse(self._only(tuple(kept)), [logits[k] for k in kept], gate[i : i + 1, kept])
+            p[i], weights[i, kept], energies[i, kept] = (output[0] for output in of_kept)
+        return [p, weights, energies]
 
-    def _sample(self, x: Floats, gate: Floats) -> Floats:
-        """Logits (M, C) of one sample, NaN for the candidates that were not run."""
-        bound = (gate + self._bounds).tolist()
-        order = sorted(range(len(bound)), key=lambda k: (not self._private[k], -bound[k]))
-        logits = np.full((len(bound), self._n_classes), np.nan, np.float32)
+    def _sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
+        """Logits (1, C) of the candidates that were run for one sample."""
+        bound = [score + energy for score, energy in zip(gate, self._bounds, strict=True)]
+        order = sorted(range(len(bound)), key=lambda k: (k not in self._first, -bound[k]))
+        logits: dict[int, Floats] = {}
         score: dict[int, float] = {}
         exact = False
         for n_run, k in enumerate(order):
-            if score and not exact and not self._matters(order[n_run:], bound, score):
+            if n_run >= len(self._first) and score and not exact and not self._matters(order[n_run:], bound, score):
                 break
-            logits[k] = self._logits(k, x)[0]
-            energy = counted_energy(self._how, k, logits[k])
+            logits[k] = self._logits(k, x)
+            energy = counted_energy(self._how, k, logits[k][0])
             if not math.isfinite(energy + gate[k]):
                 continue  # the fusion drops it
-            score[k] = float(gate[k] + energy)
+            score[k] = gate[k] + energy
             if energy > self._bounds[k] + ROUNDING * max(1.0, abs(self._bounds[k])):
                 exact = True
                 with self._lock:
@@ -211,15 +236,22 @@ class Lazy(Separate):
         """Whether candidates that were not run could have more than a negligible share beside those that were.
 
         Of the experts at most `top` take part, and none whose bound is below the `top` best that were run.
+
+        Args:
+            rest: those that were not run, by falling bound.
+            bound: of every candidate's score.
+            score: of those that were run.
         """
         top = self._how.top
-        best = sorted((s for k, s in score.items() if self._expert[k]), reverse=True)[:top]
+        best = sorted([s for k, s in score.items() if self._expert[k]], reverse=True)[:top]
         lowest = best[-1] if len(best) == top else -math.inf
-        experts = sorted((bound[k] for k in rest if self._expert[k] and bound[k] > lowest), reverse=True)[:top]
+        experts = [bound[k] for k in rest if self._expert[k] and bound[k] > lowest][:top]
         possible = experts + [bound[k] for k in rest if not self._expert[k]]
+        if not possible:
+            return False
         done = best + [s for k, s in score.items() if not self._expert[k]]
         largest = max(done + possible)
         if math.isinf(largest):
             return True
-        added = sum(math.exp(b - largest) for b in possible)
-        return added > NEGLIGIBLE * (added + sum(math.exp(s - largest) for s in done))
+        added = sum([math.exp(b - largest) for b in possible])
+        return added > NEGLIGIBLE * (added + sum([math.exp(s - largest) for s in done]))

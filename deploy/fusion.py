@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -158,6 +158,30 @@ def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
     )
 
 
+def guarding(how: Formula) -> int:
+    """The candidate that the guard gives a share to; -1: there is no guard."""
+    return how.rows[-1] if how.guard else -1
+
+
+def only(how: Formula, kept: Sequence[int]) -> Formula:
+    """The formula of some of its candidates, in ascending order, as if all others were dropped.
+
+    The guard's is one of them, if there is a guard.
+    """
+    place = {k: i for i, k in enumerate(kept)}
+    rows = [i for i, k in enumerate(how.rows) if k in place]
+    numbers, index = how.energies, list(kept)
+    return replace(
+        how,
+        energies=replace(numbers, mean=numbers.mean[index], inverse_std=numbers.inverse_std[index]),
+        rows=tuple(place[how.rows[i]] for i in rows),
+        scale=how.scale[rows],
+        prior=how.prior[rows],
+        mixed=len(kept) if how.mixed > 0 else how.mixed,
+        experts=np.array([place[k] for k in how.experts.tolist() if k in place], np.int64),
+    )
+
+
 def is_expert(candidate: CandidateInfo) -> bool:
     """Whether the top rule may drop a candidate."""
     return candidate.role in {Role.GLOBAL, Role.EXPERT}
@@ -195,10 +219,11 @@ def gate_scores(how: Formula, x: Floats) -> Floats:
 def counted_energy(how: Formula, k: int, logits: Floats) -> float:
     """β clip(ẽ) of candidate k with the logits (C,) of one sample; NaN where one of them is not finite."""
     numbers = how.energies
-    if not math.isfinite(float(np.add.reduce(logits))):
+    values: list[float] = logits.tolist()  # one sample is too little for numpy to be faster
+    largest = max(values)
+    if not math.isfinite(sum(values)):
         return math.nan
-    largest = float(np.maximum.reduce(logits))
-    total = float(np.add.reduce(np.exp((logits - largest) * numbers.scale)))
+    total = sum([math.exp((value - largest) * numbers.scale) for value in values])
     energy = (math.log(total) + largest * numbers.scale - float(numbers.mean[k])) * float(numbers.inverse_std[k])
     return min(max(energy, float(numbers.low)), float(numbers.high)) * float(numbers.beta)
 

@@ -104,7 +104,7 @@ def test_separate_is_fused(folder, seed, top, guard, broken, space, mode):
 @given(seed=st.integers(0, 2**32 - 1), top=st.integers(1, 3), guard=st.booleans())
 def test_lazy_leaves_out_what_is_negligible(folder, seed, top, guard):
     """On the samples that the bounds come from, they hold; then little is missing."""
-    path = written(folder, *random_mixture(seed, top=top, guard=False))
+    path = written(folder, *random_mixture(seed, top=top, guard=guard))
     p, weights, _ = outputs(path, inputs(N), engine="fused")
     lazy_p, lazy_weights, lazy_energies = outputs(path, inputs(N), engine="lazy")
     left_out = np.isnan(lazy_energies)

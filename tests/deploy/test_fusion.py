@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch", reason="bundles are written with it")
 
-from deploy.fusion import counted, counted_energy, fuse, gate_scores, prepared, shifted
+from deploy.fusion import counted, counted_energy, fuse, gate_scores, guarding, only, prepared, shifted
 from export import GateWeights, Guard
 from export.graph import gate_tensors
 from export.reference import ZERO_WEIGHT, gate_features, reference
@@ -52,6 +52,25 @@ def test_no_size_of_the_logits_costs_accuracy(largest, lift):
     tolerance = max(1e-6, 2e-7 * largest)  # of a float32 of that size
     for ours, wanted in zip(found, (p, weights, energies), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=tolerance)
+
+
+@pytest.mark.parametrize(("space", "guard"), [("prob", None), ("prob", Guard(2, 1.3, 0.5)), ("logit", None)])
+@pytest.mark.parametrize("kept", [[2], [0, 2], [1, 2, 4], [0, 1, 2, 3, 4]])
+def test_a_part_of_the_formula_is_the_formula_without_the_others(guard, space, kept):
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(5, 30, 4))
+    mixture = mixture_of(
+        logits, mean=[1, 2, 0, 1, 2], beta=0.5, energy_clip=3.0, guard=guard, space=space,
+        log_prior=np.log(rng.dirichlet(np.ones(4))), top=2,
+    )  # fmt: skip
+    how, gate = formula_of(mixture), rng.normal(size=(30, 5)).astype(np.float32)
+    without = np.full_like(logits, np.nan, np.float32)
+    without[kept] = logits[kept]
+    p, weights, energies = fuse(how, list(without), gate)
+    found = fuse(only(how, kept), list(without[kept]), gate[:, kept])
+    for ours, wanted in zip(found, (p, weights[:, kept], energies[:, kept]), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-6)
+    assert guarding(how) == (2 if guard else -1)
 
 
 def test_the_lower_index_wins_a_tie():
