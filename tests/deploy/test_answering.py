@@ -1,6 +1,7 @@
 """Switching fails no request; a bundle on trial that fails or is slow is given up by itself."""
 
 import contextlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -351,13 +352,14 @@ def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
 
 
 def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
-    """RSS flat, no failed request, no file left over (in small: 24 hours)."""
+    """RSS flat, no failed request, no file left over (in small: 24 hours). Under emulation, which is slow, a tenth of it."""
     answering = Answering(slots, Limits(probation_predictions=50))
-    process, n_threads, per_thread = psutil.Process(), 2, 50_000
+    emulated = "QEMU_CPU" in os.environ  # tests/emulation
+    process, n_threads, per_thread = psutil.Process(), 2, 5_000 if emulated else 50_000
     stop = threading.Event()
 
     def ask():
-        return sum(len(answering.predict(x).class_index) for _ in range(per_thread))
+        return sum(len(answering.predict(x).class_index) for _ in range(per_thread) if not stop.is_set())
 
     def switch():
         number = 1
@@ -372,18 +374,20 @@ def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path
 
     with ThreadPoolExecutor(n_threads + 1) as pool:
         switching = pool.submit(switch)
-        warm = ask()
-        before = process.memory_info().rss
-        asked = [pool.submit(ask) for _ in range(n_threads)]
-        answered = sum(future.result() for future in asked)
-        stop.set()
+        try:
+            warm = ask()
+            before = process.memory_info().rss
+            asked = [pool.submit(ask) for _ in range(n_threads)]
+            answered = sum(future.result() for future in asked)
+        finally:
+            stop.set()  # a trial ends by predictions: after a failure the pool would wait for the switches for ever
         n_switches = switching.result()
         after = process.memory_info().rss
 
     assert warm + answered == answering.counters.n_predictions == (n_threads + 1) * per_thread
     assert answering.counters.n_failed == 0
     assert n_switches > 5
-    assert after - before < 30 * 2**20
+    assert emulated or after - before < 30 * 2**20  # QEMU's own memory grows
     named = {p.name for slot in ("a", "b") for p in (tmp_path / "home" / "slots" / slot).iterdir()}
     kept = {p.name for p in (tmp_path / "home" / "parts").iterdir()}
     assert kept <= {name.removesuffix(".safetensors") for name in named} | skeletons(slots)
