@@ -352,7 +352,7 @@ def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
 
 
 def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
-    """RSS flat, no failed request, no file left over (in small: 24 hours). Under emulation, which is slow, a tenth of it."""
+    """RSS flat, no failed request, no file left over (24 hours in small; a tenth of it under emulation)."""
     answering = Answering(slots, Limits(probation_predictions=50))
     emulated = "QEMU_CPU" in os.environ  # tests/emulation
     process, n_threads, per_thread = psutil.Process(), 2, 5_000 if emulated else 50_000
