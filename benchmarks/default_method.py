@@ -157,7 +157,11 @@ SOURCES: dict[str, Callable[[Path, str], tuple[np.ndarray, np.ndarray]]] = {
 }
 
 
-WHOLE = {"mnist-28": "mnist", "fashion-mnist-28": "fashion-mnist"}  # as they are, 28 x 28
+WHOLE = {  # as they are: task, and where the images are in the folder of the sets
+    "mnist-28": ("mnist", ""),
+    "fashion-mnist-28": ("fashion-mnist", ""),
+    "cifar10-32": ("image-folder", "cifar10-jpeg.zip"),
+}
 
 
 def source_of(name: str, data: Path | None, out: Path) -> dict[str, object]:
@@ -167,7 +171,8 @@ def source_of(name: str, data: Path | None, out: Path) -> dict[str, object]:
     if data is None:
         raise SystemExit(f"the setting needs {name}: say where the data sets are, with --data DIR")
     if name in WHOLE:
-        return {"task": WHOLE[name], "data": data}
+        task, where = WHOLE[name]
+        return {"task": task, "data": data / where}
     if name not in SOURCES:
         folder = {"uci-har": "uci-har", "spoken-digits": "fsdd"}[name]
         return {"task": name, "data": data / folder}

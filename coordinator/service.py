@@ -19,7 +19,18 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.methods import METHODS, Method, MethodSettings, Option, State, dump, load, make, settings_of
+from coordinator.methods import (
+    FINE_TUNED,
+    METHODS,
+    Method,
+    MethodSettings,
+    Option,
+    State,
+    dump,
+    load,
+    make,
+    settings_of,
+)
 from coordinator.store import Store
 from fedge.codec import encode
 from fedge.credentials import Credentials
@@ -120,6 +131,10 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
     Raises:
         ConfigError: there is no such method, or it lacks something.
     """
+    if settings.train_on is not Processor.CPU and settings.method.removesuffix(FINE_TUNED) != "fedcoe":
+        raise ConfigError(
+            f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
+        )
     reserved = None if settings.reserved is None else labelled(task, settings.reserved)
     method = make(settings.method, settings.for_method(options), task=task, reserved=reserved)
     if settings.welcome and not hasattr(method, "welcome"):

@@ -145,9 +145,9 @@ def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[]
     from fedge.validation import Validation
 
     if settings.train_on is Processor.CUDA:
-        from fedge.models.training import found
+        from fedge.models.training import torch_device
 
-        found(settings.train_on)  # what is missing is said at once, not with the first order
+        torch_device(settings.train_on)  # what is missing is said at once, not with the first order
     data = device_data(task, settings.data, seed=settings.seed)
     Validation(data.x_val, data.y_val).save(settings.home)
 
@@ -156,10 +156,10 @@ def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[]
         import torch
 
         from edge_agent.worker import Worker
-        from fedge.models.training import found
+        from fedge.models.training import torch_device
 
         torch.set_num_threads(1)
-        processor = found(settings.train_on)
+        processor = torch_device(settings.train_on)
         return Worker(
             settings.id, task, data, settings.home, shares_private=settings.share_private, processor=processor
         )

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class Processor(StrEnum):
-    """What does the arithmetic of networks (`fedge.models.training.found`)."""
+    """What does the arithmetic of networks (`fedge.models.training.torch_device`)."""
 
     CPU = "cpu"
     CUDA = "cuda"

@@ -21,6 +21,7 @@ from coordinator.simulation.compare import Comparison, MethodOutcome, Spread, co
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
 from fedge.messages import Codec
+from fedge.processor import Processor
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import source_of
@@ -44,8 +45,14 @@ def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds: to see that it runs")
     parser.add_argument("--metrics", action="store_true", help="also print what METRICS has; for it runs are done anew")
     parser.add_argument("--settings", help="some of the columns, with ; between them (default: all of the table)")
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each)")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each; 1 with cuda)")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder that keeps the runs that are done")
+    parser.add_argument(
+        "--train-on",
+        choices=[processor.value for processor in Processor],
+        default=Processor.CPU.value,
+        help="what trains networks: cpu (default), or the GPU that torch sees first",
+    )
     parser.add_argument("--json", type=Path, help="write figures and claims to this file")
     return parser
 
@@ -75,7 +82,7 @@ def compared(
     source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
     quick = {"seeds": "0", "rounds": 3} if arguments.quick else {}
     settings = msgspec.convert(
-        {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs}
+        {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs, "train_on": arguments.train_on}
         | {"codec": Codec.FLOAT32, "reserved": 0.0}
         | (MEASURED if arguments.metrics else BARE)
         | source

@@ -38,7 +38,7 @@ from coordinator.reserved import ReservedSet
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, InstallBundle, Installed, Route, Routed, Share, Start, Train, Trained
-from fedge.models.training import found
+from fedge.models.training import torch_device
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, unflatten
 
@@ -132,7 +132,7 @@ class FedCoE:
                 "data). Without any, use fedavg, fedper or fedge"
             )
         self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=self.options.weight_decay)
-        self.reserved = ReservedSet(task, *reserved, found(settings.train_on))
+        self.reserved = ReservedSet(task, *reserved, torch_device(settings.train_on))
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
 
     def initial(self, layout: Layout, model: BlobRef) -> FedCoEState:

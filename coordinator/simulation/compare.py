@@ -27,7 +27,7 @@ from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
 from fedge.messages import BlobRef
-from fedge.models.training import found
+from fedge.models.training import torch_device
 from fedge.processor import Processor
 
 SHARE_OF_THE_BEST = 0.95
@@ -155,7 +155,7 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
         ConfigError: the data, an option, or the network does not suit a method; the text names it. Or what is to train
             is not there.
     """
-    found(scenario.train_on)
+    torch_device(scenario.train_on)
     federation = deal(scenario, seed)
     for text in sorted(methods):
         name, options = method_and_options(text)

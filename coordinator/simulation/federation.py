@@ -19,7 +19,7 @@ from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.models import initial
-from fedge.models.training import found
+from fedge.models.training import torch_device
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, partition, pool, set_apart, share_data
 from fedge.tensors import Layout, Model, unflatten
@@ -99,7 +99,7 @@ def gather(
     Raises:
         ConfigError: what they are to train on is not there.
     """
-    processor = found(scenario.train_on)
+    processor = torch_device(scenario.train_on)
     workers = {
         i: Worker(
             i, federation.task, share_data(federation.task, share), home / i, shares_private=True, processor=processor

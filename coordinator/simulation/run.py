@@ -15,7 +15,7 @@ from coordinator.simulation.evaluation import Evaluation, Final
 from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, sample_accuracy, worst_decile
 from coordinator.simulation.settings import Scenario
-from fedge.models.training import found
+from fedge.models.training import torch_device
 
 Watch = Callable[[str], None]
 """Is told how far a run is, in words, after each evaluation."""
@@ -56,7 +56,7 @@ async def _run(
 ) -> RunOutcome:
     method = make(name, scenario.for_method(seed, options), task=federation.task, reserved=federation.reserved)
     fleet, first, workers = gather(federation, scenario, seed, home)
-    evaluation = Evaluation(federation, workers, found(scenario.train_on))
+    evaluation = Evaluation(federation, workers, torch_device(scenario.train_on))
     curve: list[Point] = []
 
     def measure(state: State, number: int, accuracy: float) -> None:

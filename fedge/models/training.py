@@ -58,7 +58,7 @@ def never() -> bool:
     return False
 
 
-def found(processor: Processor) -> torch.device:
+def torch_device(processor: Processor) -> torch.device:
     """The processor as torch names it, set to reckon in whole float32 as others do, and alike each time.
 
     Raises:

@@ -23,6 +23,7 @@ from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
 from fedge.messages import BlobRef, Codec, Install, Installed, Order, Role, Train, blobs_of
+from fedge.processor import Processor
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
@@ -224,6 +225,18 @@ def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
 def test_a_method_without_cold_start_welcomes_nobody(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fedge and fedcoe have"):
         method_of(settings(None, tmp_path, method="fedavg", welcome=True), task_spec("digits"))
+
+
+def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="trains no network on the server"):
+        method_of(settings(None, tmp_path, method="fedavg", train_on=Processor.CUDA), task_spec("digits"))
+    np.savez(tmp_path / "r.npz", x=np.zeros((20, 8, 8)), y=np.arange(20) % 10)
+    values = settings(None, tmp_path, method="fedcoe", train_on=Processor.CUDA, reserved=tmp_path / "r.npz")
+    with pytest.raises(ConfigError, match="finds no GPU here"):
+        method_of(values, task_spec("digits"))
 
 
 async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path: Path, store: Store) -> None:

@@ -17,7 +17,7 @@ SAME = [
     "fedepc",  # Profile; losses and gradients before and after
     "scmoe-pfl",  # FitMixture
     "pm-moe:base=fedrod",  # SharePrivate, FitPool; a second head
-    "pm-moe:base=dbe",  # MeanFeatures; an offset
+    "dbe",  # MeanFeatures; an offset
     "lg-fedavg+ft",  # a base of one's own; fine-tuning
     "ditto",  # a model of one's own, drawn to the global one
     "fedcoe",  # the server's own networks

@@ -139,7 +139,7 @@ def install() -> tuple[torch.device, torch.library.Library]:
 def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple[bytes, dict[str, np.ndarray]]:
     """A method's last state, and the weights of the model that each device would use in the end."""
     name, *options = text.split(":")
-    fleet, layout, first, _ = digits(home, n=3, limit=150, model=model, processor=processor)
+    fleet, layout, first, _ = digits(home, n=3, limit=300, model=model, processor=processor)
     samples = pool("digits", seed=1, limit=150)
     reserved = preprocess.apply(fleet.task, samples.x), samples.y
     sgd, own = Sgd(steps=2, batch_size=16, weight_decay=1e-3), dict(option.split("=") for option in options)

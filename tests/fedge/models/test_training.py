@@ -22,7 +22,6 @@ from fedge.models.training import (
     can_stack,
     draws,
     flops,
-    found,
     is_small,
     joined,
     loss_and_gradient_norm,
@@ -34,6 +33,7 @@ from fedge.models.training import (
     shared_network,
     side_by_side,
     tensor,
+    torch_device,
 )
 from fedge.processor import Processor
 from fedge.task import TaskSpec
@@ -249,8 +249,10 @@ def test_operations_of_a_forward_pass():
 
 
 def test_networks_are_on_the_cpu_unless_asked_for_elsewhere() -> None:
-    assert Network(TASK).processor == found(Processor.CPU) == torch.device("cpu")
-    assert shared_network(TASK, TASK.fingerprint()) is shared_network(TASK, TASK.fingerprint(), found(Processor.CPU))
+    assert Network(TASK).processor == torch_device(Processor.CPU) == torch.device("cpu")
+    assert shared_network(TASK, TASK.fingerprint()) is shared_network(
+        TASK, TASK.fingerprint(), torch_device(Processor.CPU)
+    )
 
 
 def test_a_seed_holds_inside_and_disturbs_nobody() -> None:
