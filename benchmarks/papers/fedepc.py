@@ -41,6 +41,7 @@ from sklearn.metrics import adjusted_rand_score
 from coordinator.clustering import aidc
 from coordinator.clustering.agglomerative import agglomerative
 from coordinator.clustering.kmeans import kmeans
+from coordinator.extractor import trained
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import METHODS, MethodSettings, State, make
@@ -50,6 +51,7 @@ from edge_agent.worker import Worker
 from fedge.messages import Codec, Sgd, blobs_of
 from fedge.models import initial
 from fedge.models.training import Network
+from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, partition, pool
 from fedge.tensors import unflatten
 
@@ -75,7 +77,8 @@ class Digits:
         order = np.random.default_rng(seed).permutation(len(whole.y))
         n_test = round(TEST_SHARE * len(order))
         self.test, self.proxy, self.rest = (whole.take(part) for part in np.split(order, [n_test, n_test + N_PROXY]))
-        self.extractor = trained(self.proxy.x / 16, self.proxy.y, seed)
+        task = msgspec.structs.replace(self.spec, model=f"{Path(__file__).stem}:extractor_of_8", model_options={})
+        self.extractor = trained(task, np.float32(self.proxy.x[:, None] / 16), self.proxy.y, seed=seed).module
         by_class = [self.profile(self.proxy.x[self.proxy.y == c])[0] for c in range(CLASSES)]
         self.unit = aidc.class_unit(np.stack(by_class))
 
@@ -84,10 +87,9 @@ class Digits:
         return found.shares, found.halves or 0.0
 
 
-def trained(x: np.ndarray, y: np.ndarray, seed: int) -> torch.nn.Module:
-    """The extractor of section 8, after 15 epochs on the proxy set."""
-    torch.manual_seed(seed)
-    net = torch.nn.Sequential(
+def extractor_of_8(task: TaskSpec) -> torch.nn.Module:
+    """Two convolutions of 16 and 32 channels, pooling, 64 units with ReLU, output (section 8)."""
+    return torch.nn.Sequential(
         torch.nn.Conv2d(1, 16, 3, padding=1),
         torch.nn.ReLU(),
         torch.nn.Conv2d(16, 32, 3, padding=1),
@@ -96,16 +98,8 @@ def trained(x: np.ndarray, y: np.ndarray, seed: int) -> torch.nn.Module:
         torch.nn.Flatten(),
         torch.nn.Linear(32 * 16, 64),
         torch.nn.ReLU(),
-        torch.nn.Linear(64, CLASSES),
+        torch.nn.Linear(64, task.n_classes),
     )
-    images, labels = torch.tensor(x[:, None], dtype=torch.float32), torch.tensor(y)
-    optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
-    for _ in range(15):
-        for batch in torch.randperm(len(images)).split(16):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(net(images[batch]), labels[batch]).backward()
-            optimizer.step()
-    return net
 
 
 # ------------------------------------------------------------------------------------------- 8.1: planted groups

@@ -36,6 +36,12 @@ The parts that papers exchange are options with the same words everywhere. `clus
 method clusters by itself. `selection`: `ccmab` (FedEPC), `stratified` (CFIC), `uniform`, `fastest`. A method that lacks
 one of them says below why, and where to find it; asked for it, it says so and nothing runs.
 
+The other two parts are options of their methods. What is made of the updates: `gamma` (server momentum: `fedavgm`,
+`fedge`), `correction`, `norm` and `scale` (`cfic`), `weighted` (`fedepc`), `ranking` (`fedcoe`). What makes a model
+personal: `+ft`; `ditto`; a part that stays on the device (`fedper` and its kin), and a pool of all of them (`pm-moe`);
+a model for each cluster (`fedepc`); a mixture (`scmoe-pfl`, from which `alone` and `gate` take parts away, and `fedge`,
+from which `split`, `prior`, `local`, `energy`, `final_fit`, `guard` and `mode` do); assembled experts (`fedcoe`).
+
 What each of them lets out of a device: [privacy.md](privacy.md).
 """
 
