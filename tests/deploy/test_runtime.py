@@ -114,6 +114,18 @@ def test_nothing_heavy_is_imported():
     assert not (ours | theirs) & imported
 
 
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="the limit is for Linux on x86-64; where a processor is emulated, the emulator is counted, too",
+)
+def test_importing_it_takes_little_memory():
+    """At most 50 MB at any time, of which Python, numpy and ONNX Runtime have 44."""
+    code = "import deploy, re\nprint(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) / 1024 <= 50
+
+
 # ------------------------------------------------------------------------------------------------- engines
 
 
