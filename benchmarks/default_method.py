@@ -22,6 +22,7 @@ Examples:
     python benchmarks/default_method.py --data ../shared/data --table quarter --settings "digits, alpha 0.5"
     python benchmarks/default_method.py --settings "digits, 4 rotations" --model cnn --json rotations.json
     python benchmarks/default_method.py --data ../shared/data --table hundreds --settings "MNIST, 4 rotations"
+    python benchmarks/default_method.py --settings "digits, 4 rotations" --methods fedge,fedge:split=never,fedge:gamma=0
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class FedCoE:
         if reserved is None:
             raise ConfigError(
                 "fedcoe needs labelled samples on the server: name them with --reserved (an .npz or a folder of "
-                "images; a small public set of the same task will do, 40 samples a class; never the devices' test "
-                "data). Without any, use fedavg, fedper or fedge"
+                "images; in a simulation a share of the global test set; a small public set of the same task will do, "
+                "40 samples a class; never the devices' test data). Without any, use fedavg, fedper or fedge"
             )
         self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=self.options.weight_decay)
         self.reserved = ReservedSet(task, *reserved, torch_device(settings.train_on))

@@ -113,6 +113,9 @@ def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng:
 
     Source: McMahan et al., AISTATS 2017, section 3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
     2020, section 7.
+
+    Raises:
+        ConfigError: more shards than units.
     """
     owners = np.empty(len(units.y), dtype=np.int64)
     order = rng.permutation(len(units.y))
@@ -120,6 +123,8 @@ def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng:
     for device, own in enumerate(np.array_split(order[:n_even], n_devices)):
         owners[own] = device
     rest = order[n_even:]
+    if len(rest) and n_devices * per_device > len(rest):
+        raise ConfigError(f"{len(rest)} samples or blocks cannot be cut into {n_devices} x {per_device} shards")
     in_order = rest[np.argsort(units.y[rest], kind="stable")]
     of_shard = rng.permutation(np.repeat(np.arange(n_devices), per_device))
     for device, own in zip(of_shard, np.array_split(in_order, len(of_shard)), strict=True):

@@ -230,6 +230,7 @@ def test_samples_are_moved_only_when_draws_do_not_help_and_both_is_said(
         (3, {"how": "groups", "n_groups": 4, "groups": "codes"}, "1 to 3 groups by codes"),
         (2, {"shards": 0}, "shards >= 1"),
         (2, {"iid_share": 1.1}, "equal share"),
+        (2, {"how": "shards", "shards": 101}, "200 samples or blocks cannot be cut into 2 x 101 shards"),
         (2, {"size_spread": 1e9}, "spread of sizes in"),
         (2, {"size_spread": float("nan")}, "spread of sizes in"),
         (2, {"how": "shards", "sizes": "power-law"}, "quantity skew is for"),
