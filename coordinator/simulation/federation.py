@@ -74,6 +74,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         iid_share=scenario.iid_share,
         sizes=scenario.sizes.value,
         size_spread=scenario.size_spread,
+        marks=scenario.marks.value,
     )
     width = len(str(n_devices - 1))
     layout, first = initial(samples.spec, seed)

@@ -40,6 +40,13 @@ class Sizes(StrEnum):
     POWER_LAW = "power-law"
 
 
+class Marks(StrEnum):
+    """What `sensitive` is a share of."""
+
+    SAMPLES = "samples"
+    CLASSES = "classes"
+
+
 class Hardware(StrEnum):
     """What the devices are (`coordinator.fleet.devices`)."""
 
@@ -83,6 +90,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
     sensitive: Annotated[
         float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
     ] = 0.0
+    marks: Annotated[
+        Marks, Meta(description="samples: as many of each class; classes: all of so many of a device's classes.")
+    ] = Marks.SAMPLES
     global_test: Annotated[
         float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before dealing.")
     ] = 0.1
@@ -153,6 +163,8 @@ def check_scenario(scenario: Scenario) -> None:
         raise ConfigError(f"{scenario.devices} devices cannot be in {scenario.n_groups} groups: use --n-groups")
     if scenario.sizes is Sizes.EQUAL and scenario.size_spread != defaults.size_spread:
         raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")
+    if scenario.marks is not defaults.marks and not scenario.sensitive:
+        raise ConfigError("--marks changes nothing without --sensitive, the share that is marked")
     if scenario.task == "digits" and scenario.data is not None:
         raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
 

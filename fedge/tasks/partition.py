@@ -29,6 +29,7 @@ _APART, _CODES = 1, 2  # streams of random numbers of their own
 
 How = Literal["groups", "dirichlet", "shards", "natural", "iid"]
 Groups = Literal["rotation", "labels", "codes"]
+Marks = Literal["samples", "classes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def partition(
     iid_share: float = 0.0,
     sizes: Sizes = "equal",
     size_spread: float = 1.0,
+    marks: Marks = "samples",
 ) -> list[Share]:
     """Deal samples out to devices; equal arguments give equal shares.
 
@@ -74,7 +76,8 @@ def partition(
         n_devices: N >= 1.
         how: see above.
         alpha: > 0; the smaller, the more differ the devices' classes.
-        sensitive: share of each device's training samples that is marked, in [0, 1], the same for all its classes.
+        sensitive: share of each device's training samples that is marked, in [0, 1], the same for all its classes; with
+            `marks` "classes" the share of its classes all of whose training samples are.
         seed: of all draws.
         n_groups: 1 to 4 turns, 1 to C groups of classes, or 1 to N codes: 1 for all devices, 5 for every fifth.
         groups: see above.
@@ -82,6 +85,7 @@ def partition(
         iid_share: in [0, 1].
         sizes: quantity skew (`dealing.relative_sizes`), for dirichlet, groups and iid.
         size_spread: its strength, in [0, 5].
+        marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
 
     Raises:
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
@@ -116,9 +120,10 @@ def partition(
             dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng)
         owners = dealt[units.of_sample]
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
+    dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]
     shares = [
-        _share(pool.take(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), sensitive, rng)
-        for device in range(n_devices)
+        _share(own, int(group), int(turn), sensitive, marks, rng)
+        for own, group, turn in zip(dealt_out, group_of, turns, strict=True)
     ]
     if how == "groups" and groups == "codes":
         codes = np.random.default_rng((seed, _CODES))
@@ -202,7 +207,7 @@ def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, grou
     return portions
 
 
-def _share(own: Pool, group: int, turns: int, sensitive: float, rng: np.random.Generator) -> Share:
+def _share(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, rng: np.random.Generator) -> Share:
     """The samples of one device, in three parts; blocks stay whole."""
     units = units_of(own.y, own.block)
     is_test = _marked(units, round(TEST_SHARE * len(units.y)), rng)
@@ -214,13 +219,21 @@ def _share(own: Pool, group: int, turns: int, sensitive: float, rng: np.random.G
     return Share(
         x_train=x_train,
         y_train=train.y,
-        sensitive=_marked(units_of(train.y, None), round(sensitive * len(train.y)), rng),
+        sensitive=_sensitive(train.y, sensitive, marks, rng),
         x_val=x_val,
         y_val=validation.y,
         x_test=x_test,
         y_test=test.y,
         group=group,
     )
+
+
+def _sensitive(y: Ints, share: float, marks: Marks, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Training samples (n,) of so many, evenly over the classes, or all of so many classes, drawn by lot."""
+    if marks == "samples":
+        return _marked(units_of(y, None), round(share * len(y)), rng)
+    classes = rng.permutation(np.unique(y))
+    return np.isin(y, classes[: round(share * len(classes))])
 
 
 def _renamed(share: Share, code: Ints) -> Share:

@@ -47,6 +47,7 @@ def test_help_needs_no_torch() -> None:
         (["--n-groups", "3"], "--n-groups changes nothing with --partition dirichlet: it is for groups"),
         (["--devices", "3", "--partition", "groups"], "3 devices cannot be in 4 groups: use --n-groups"),
         (["--iid-share", "0.2", "--partition", "groups"], "--iid-share changes nothing"),
+        (["--marks", "classes"], "--marks changes nothing without --sensitive"),
         (["--size-spread", "2"], "--size-spread changes nothing with equal sizes"),
         (["--data", "somewhere"], "the digits come with fedge: leave out --data"),
     ],

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.simulation import compare as module
 from coordinator.simulation.compare import Comparison, compare, methods_of, seeds_of, spread, together
 from coordinator.simulation.outcome import Cost, RunOutcome
-from coordinator.simulation.settings import CompareSettings, Scenario
+from coordinator.simulation.settings import CompareSettings, Marks, Scenario
 from fedge.errors import ConfigError, StoreError
 from tests.support.comparison import a_comparison, a_run
 
@@ -105,6 +106,14 @@ def test_finished_runs_are_kept_and_others_done(tmp_path: Path) -> None:
     assert more.runs[2:] == first.runs[::-1]
     run_again(tmp_path, rounds=3, methods="fedavg")  # other settings: another file
     assert len(list((tmp_path / "runs").iterdir())) == 5
+
+
+def test_a_folder_from_before_a_setting_was_there_is_gone_on_with() -> None:
+    scenario = Scenario(devices=40, alpha=0.1, rounds=3)
+    assert module._Run(scenario=scenario, method="fedavg", seed=0).name == "fedavg-0-b58f2dc3"
+    for changes in ({"marks": Marks.CLASSES}, {"newcomers": 1}, {"alpha": 0.2}):
+        other = msgspec.structs.replace(scenario, **changes)
+        assert module._Run(scenario=other, method="fedavg", seed=0).name != "fedavg-0-b58f2dc3"
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -75,6 +75,16 @@ def test_every_sample_goes_to_one_device_with_its_label(
         assert np.abs(test - len(share.y_test) * own / n).max() <= 1 + 1e-9
 
 
+@pytest.mark.parametrize(("share", "n_marked"), [(0.0, 0), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_whole_classes_can_be_marked_other_ones_on_each_device(share: float, n_marked: int) -> None:
+    shares = deal(numbered(800), 6, alpha=100.0, sensitive=share, marks="classes")
+    marked = [frozenset(own.y_train[own.sensitive].tolist()) for own in shares]
+    for own, classes in zip(shares, marked, strict=True):
+        assert len(classes) == n_marked
+        assert not classes & set(own.y_train[~own.sensitive].tolist())
+    assert len(set(marked)) > 1 or share in {0.0, 1.0}
+
+
 def test_equal_seeds_give_equal_shares_and_other_seeds_others() -> None:
     first, again, other = (deal(numbered(300), 5, seed=seed) for seed in (1, 1, 2))
     assert all(np.array_equal(samples(a), samples(b)) for a, b in zip(first, again, strict=True))
