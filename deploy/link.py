@@ -36,7 +36,7 @@ from fedge.bundle import MANIFEST, Manifest
 from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, write_atomically
-from fedge.messages import BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import takes_part
 from fedge.sensors import temperature_c
 from fedge.tensors import digest_of
@@ -206,6 +206,7 @@ class Link:
         self, device_id: str, federation: str, home: Path, slots: Slots, answering: Answering, limits: Limits
     ) -> None:
         self._id = device_id
+        self._federation = federation
         self._topics = Topics(federation)
         self._home = home
         self._slots = slots
@@ -251,10 +252,30 @@ class Link:
     # ------------------------------------------------------------------------------------------------- inwards
 
     async def _on_rollout(self, inbound: Inbound) -> None:
-        self._rollout = decode(inbound.payload, Rollout) if inbound.payload else None
+        try:
+            self._rollout = await asyncio.to_thread(self._announced, inbound.payload) if inbound.payload else None
+        except (UpdateRejected, StoreError) as error:  # what was announced before is what counts
+            log.warning("event=announcement_refused reason=%r", str(error))
+            return
         if not inbound.retained:  # somebody is there who may serve it
             self._retry_at = 0.0
         self._news.set()
+
+    def _announced(self, payload: bytes) -> Rollout | None:
+        """The rollout of a genuine announcement.
+
+        Raises:
+            UpdateRejected: it is not to be trusted.
+            ProtocolError: it is malformed.
+            StoreError: the disk is full or broken.
+        """
+        announcement = decode(payload, Announcement)
+        try:
+            with self._trusting:
+                return Trust(self._home).rollout(announcement, self._federation)
+        except ConfigError:  # no root of trust: nothing can be installed or taken back here, which is then reported
+            rollout = decode(announcement.rollout, Rollout)
+            return rollout if rollout.state in INSTALLING else None
 
     async def _on_connect(self) -> None:
         self._unsaid.set()  # a broker that forgot everything is told again

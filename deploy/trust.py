@@ -11,6 +11,7 @@ What is refused: unsigned or forged metadata, too few or revoked keys (forgery);
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,10 +24,12 @@ from urllib.parse import unquote
 
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import make_folder, sync_folder, write_atomically
+from fedge.messages import Announcement, Rollout, decode
+from fedge.rollout import signed_bytes
 
 if TYPE_CHECKING:
     from tuf.api.exceptions import RepositoryError
-    from tuf.ngclient import FetcherInterface
+    from tuf.ngclient import FetcherInterface, Updater
 
 MAX_METADATA_BYTES: Final = 1 << 20
 """Of one file of the repository; no device fetches a larger one."""
@@ -67,39 +70,81 @@ class Trust:
                 verified before is still what counts.
             StoreError: the disk is full or broken.
         """
-        from tuf.api.exceptions import DownloadError, RepositoryError
+        self._check_clock()
+        with self._judging(), tempfile.TemporaryDirectory(prefix="fedge-target-") as folder:
+            updater = self._updater(files, folder)
+            updater.refresh()
+            found = updater.get_targetinfo(target)
+            if found is None:
+                raise UpdateRejected(f"unknown: {target} is not among the signed targets")
+            if found.length > MAX_METADATA_BYTES:
+                raise UpdateRejected(f"endless-data: {target} has {found.length} bytes")
+            return Path(updater.download_target(found)).read_bytes()
+
+    def rollout(self, announcement: Announcement, federation: str) -> Rollout:
+        """Verify an announcement: the newest root's role `timestamp` has signed it, and none before was a later one.
+
+        Raises:
+            UpdateRejected: it is not to be trusted; the text names the reason.
+            ProtocolError: what was signed is no rollout.
+            StoreError: the disk is full or broken.
+        """
+        from securesystemslib.signer import Signature
+        from tuf.api.exceptions import DownloadError
+        from tuf.api.metadata import Metadata, Root, Timestamp
+
+        with self._judging():
+            with contextlib.suppress(DownloadError):  # of the other roles: the roots are all that is looked for
+                self._updater(announcement.roots).refresh()
+            root = Metadata[Root].from_file(str(self._folder / "root.json")).signed
+            signatures = {keyid: Signature(keyid, text) for keyid, text in announcement.signatures.items()}
+            root.verify_delegate(Timestamp.type, signed_bytes(federation, announcement.rollout), signatures)
+            rollout = decode(announcement.rollout, Rollout)
+            self._require_newest(rollout.version, sorted(root.roles[Timestamp.type].keyids))
+            return rollout
+
+    def _require_newest(self, version: int, keyids: list[str]) -> None:
+        """See that no later announcement came before by these keys; what was counted by a stolen one ends with it."""
+        path = self._folder / "announced.json"
+        known = json.loads(path.read_bytes()) if path.exists() else None
+        before = known["version"] if known is not None and known["keyids"] == keyids else 0
+        if version < before:
+            raise UpdateRejected(f"rollback: announcement {version} is older than {before}, which came before")
+        if version > before:
+            write_atomically(path, json.dumps({"keyids": keyids, "version": version}).encode())
+
+    def _updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
+        """python-tuf's client over the files that were received."""
         from tuf.ngclient import Updater, UpdaterConfig
 
-        self._check_clock()
+        return Updater(
+            str(self._folder),
+            _METADATA,
+            target_dir=targets,
+            target_base_url=_TARGETS,
+            fetcher=_given(files),
+            config=UpdaterConfig(
+                max_root_rotations=64,
+                root_max_length=MAX_METADATA_BYTES,
+                timestamp_max_length=16 << 10,
+                snapshot_max_length=MAX_METADATA_BYTES,
+                targets_max_length=MAX_METADATA_BYTES,
+            ),
+            bootstrap=self._root.read_bytes(),
+        )
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """What python-tuf writes within is on the disk afterwards, and what it refuses is an `UpdateRejected`."""
+        from tuf.api.exceptions import DownloadError, RepositoryError
+
         make_folder(self._folder)
         self._remove_torn()
         try:
-            with tempfile.TemporaryDirectory(prefix="fedge-target-") as folder:
-                updater = Updater(
-                    str(self._folder),
-                    _METADATA,
-                    target_dir=folder,
-                    target_base_url=_TARGETS,
-                    fetcher=_given(files),
-                    config=UpdaterConfig(
-                        max_root_rotations=64,
-                        root_max_length=MAX_METADATA_BYTES,
-                        timestamp_max_length=16 << 10,
-                        snapshot_max_length=MAX_METADATA_BYTES,
-                        targets_max_length=MAX_METADATA_BYTES,
-                    ),
-                    bootstrap=self._root.read_bytes(),
-                )
-                try:
-                    updater.refresh()
-                    found = updater.get_targetinfo(target)
-                    if found is None:
-                        raise UpdateRejected(f"unknown: {target} is not among the signed targets")
-                    if found.length > MAX_METADATA_BYTES:
-                        raise UpdateRejected(f"endless-data: {target} has {found.length} bytes")
-                    return Path(updater.download_target(found)).read_bytes()
-                finally:
-                    self._force_to_disk()
+            try:
+                yield
+            finally:
+                self._force_to_disk()
         except RepositoryError as error:
             raise UpdateRejected(f"{_name_of(error)}: {error}") from error
         except DownloadError as error:

@@ -23,6 +23,8 @@ from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Tar
 from fedge.bundle import MANIFEST, read
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, write_atomically
+from fedge.messages import MAX_ROOTS, Announcement, Rollout, encode
+from fedge.rollout import signed_bytes
 from fedge.tensors import digest_of
 
 ROLES: Final = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
@@ -137,6 +139,18 @@ class Repository:
         new.add_key(_new_key(self._folder, role), role)
         self._publish_root(new, old=old)
         self._publish(self._current(Targets) if role == Targets.type else None)
+
+    def announce(self, rollout: Rollout, federation: str) -> Announcement:
+        """Sign what a federation's devices are to be told.
+
+        Raises:
+            ConfigError: the key of timestamp is not there.
+        """
+        root, data = self._current(Root), encode(rollout)
+        signature = _signer(self._folder, Timestamp.type, root).sign(signed_bytes(federation, data))
+        names = [f"{version}.root.json" for version in range(2, root.version + 1)][-MAX_ROOTS:]
+        roots = {name: (self._folder / "metadata" / name).read_bytes() for name in names}
+        return Announcement(rollout=data, signatures={signature.keyid: signature.signature}, roots=roots)
 
     # ------------------------------------------------------------------------------------------------- serving
 

@@ -21,6 +21,8 @@ from fedge.errors import ProtocolError
 
 PROTOCOL_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 60 * 1024
+MAX_ROOTS: Final = 12
+"""Of a repository in one announcement, some 2 KB each: a device that missed more of them needs one by hand."""
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
 MAX_FEATURES: Final = 4096
 """Numbers of a mean of features, 9 bytes each."""
@@ -563,9 +565,10 @@ class RolloutState(StrEnum):
 
 
 class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
-    """Which release how much of the fleet shall run; retained. That it is genuine the signed metadata say, not this.
+    """Which release how much of the fleet shall run. That the release is genuine the signed metadata say, not this.
 
     A device takes part if it is one of `canaries`, or if its place (`fedge.rollout.place`, in [0, 1)) is below `share`.
+    `version` counts up with everything that is announced, also of other rollouts.
     """
 
     id: Id
@@ -575,6 +578,19 @@ class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
     canaries: Annotated[tuple[Id, ...], Meta(max_length=256)] = ()
     share: Share
     metadata: Annotated[dict[Text, BlobRef], Meta(max_length=128)]  # files of the signed repository by name
+    version: Count = 0
+
+
+class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
+    """A rollout as it is published, retained: signed by the repository's role `timestamp`.
+
+    rollout: a `Rollout`, encoded; signatures: in hex, by key, of `fedge.rollout.signed_bytes`; roots: the newest of the
+    repository, by name: they say which key it is.
+    """
+
+    rollout: bytes
+    signatures: Annotated[dict[Text, Text], Meta(max_length=16)]
+    roots: Annotated[dict[Text, bytes], Meta(max_length=MAX_ROOTS)] = {}
 
 
 class Phase(StrEnum):
@@ -616,9 +632,9 @@ class Health(_Message, frozen=True, kw_only=True, tag="health"):
     drift: bool = False  # energies or gate have left the bundle's reference
 
 
-Message = Status | Context | Order | Report | Ack | Want | Rollout | Health
+Message = Status | Context | Order | Report | Ack | Want | Rollout | Announcement | Health
 
-M = TypeVar("M", Status, Context, Order, Report, Ack, Want, Rollout, Health)
+M = TypeVar("M", Status, Context, Order, Report, Ack, Want, Rollout, Announcement, Health)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])

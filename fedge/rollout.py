@@ -13,6 +13,11 @@ def place(rollout_id: str, device_id: str) -> float:
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
+def signed_bytes(federation: str, rollout: bytes) -> bytes:
+    """What is signed of an encoded `Rollout`: it is for one federation, and no metadata of the repository."""
+    return f"fedge rollout {federation}\n".encode() + rollout
+
+
 def takes_part(rollout: Rollout, device_id: str) -> bool:
     """Whether the device belongs to the stage at which the rollout is."""
     return device_id in rollout.canaries or place(rollout.id, device_id) < rollout.share

@@ -43,10 +43,11 @@ class Line(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of state.json."""
+    """Content of state.json. version: of the last announcement, of this rollout or one before."""
 
     plan: Plan
     progress: Progress
+    version: Count = 0
     devices: dict[Id, Line] = {}
 
 

@@ -23,7 +23,7 @@ from export.signing import Repository
 from fedge.bundle import Manifest
 from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, Health, Rollout, RolloutState, Want, decode, encode
+from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, Want, decode, encode
 from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import Sender
@@ -72,6 +72,14 @@ class Release:
             }
             self._signed = signed
 
+    def announce(self, rollout: Rollout, federation: str) -> Announcement:
+        """The rollout, signed for the devices of a federation.
+
+        Raises:
+            ConfigError: the key of the repository's role timestamp is not there.
+        """
+        return self._repository.announce(rollout, federation)
+
     def source(self, digest: str) -> Path | bytes | None:
         """The bytes of a file that was announced, and of no other."""
         if digest in self._bytes:
@@ -103,9 +111,12 @@ class Supervisor:
     ) -> None:
         self._folder = folder
         self._release = release
+        record = folder.read()
+        self._version = 0 if record is None else record.version
         self._plan, self._progress = begin(folder, plan, time.time())
         self._fleet: dict[str, Seen] = {}
         self._observe = observe
+        self._federation = federation
         self._topics = Topics(federation)
         self._transport = Transport(broker, self._topics.client_id("rollout"))
         self._sender = Sender(self._transport, release.source)
@@ -118,9 +129,11 @@ class Supervisor:
         """Until nobody is left to whom the rollout has something to bring; where it then stands.
 
         Raises:
+            ConfigError: the key that signs announcements is not there; nothing has changed.
             StoreError: the state cannot be written; what was published is what was written before.
             TransportError: the broker refused us for good.
         """
+        self._release.announce(message(self._plan, self._progress, {}), self._federation)
         await self._transport.subscribe(self._topics.agent("+", "health"), self._on_health)
         await self._transport.subscribe(self._topics.agent("+", "release-wants"), self._on_want)
         self._transport.on_connect(self._on_connect)
@@ -156,14 +169,17 @@ class Supervisor:
             self._folder.answered()
         rollout = message(self._plan, self._progress, self._release.metadata)
         if rollout != self._said:
-            await self._transport.publish(self._topics.rollout, encode(rollout), retain=True)
+            self._version = max(self._version + 1, int(1000 * now))  # also where the folder of an earlier one is lost
+            self._keep(self._progress)
+            signed = self._release.announce(replace(rollout, version=self._version), self._federation)
+            await self._transport.publish(self._topics.rollout, encode(signed), retain=True)
             self._said = rollout
 
     def _keep(self, progress: Progress) -> None:
         before, self._progress, self._written_at = self._progress, progress, time.monotonic()
         taking_part = set(members(self._plan, progress, self._fleet))
         lines = {device: _line(seen.health, takes_part=device in taking_part) for device, seen in self._fleet.items()}
-        self._folder.write(Record(plan=self._plan, progress=progress, devices=lines))
+        self._folder.write(Record(plan=self._plan, progress=progress, version=self._version, devices=lines))
         if (before.state, before.stage) != (progress.state, progress.stage):
             log.info("event=rollout id=%s state=%s stage=%d", self._plan.id, progress.state, progress.stage)
             self._observe("rollout", self._summary())

@@ -5,6 +5,9 @@ from datetime import UTC, datetime, timedelta
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
+from fedge.messages import Announcement, encode
+from fedge.rollout import signed_bytes
+
 TOP = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
 LATER = datetime.now(UTC).replace(microsecond=0) + timedelta(days=30)
 PAST = datetime.now(UTC).replace(microsecond=0) - timedelta(days=1)
@@ -50,6 +53,13 @@ class Simulator:
     def next_root(self, *others):
         self.root.version += 1
         self.sign_root(*others)
+
+    def announce(self, rollout, federation, role="timestamp"):
+        """A rollout as devices are told of it, signed by this role's keys."""
+        data = encode(rollout)
+        signatures = [signer.sign(signed_bytes(federation, data)) for signer in self.signers[role]]
+        roots = {name: file for name, file in self.files.items() if name.endswith(".root.json")}
+        return Announcement(rollout=data, signatures={s.keyid: s.signature for s in signatures}, roots=roots)
 
     def add(self, path, data):
         self.contents[path] = data

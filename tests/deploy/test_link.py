@@ -35,7 +35,7 @@ from deploy.link import (
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.errors import StoreError, UpdateRejected
-from fedge.messages import BlobRef, Phase, Quality, Rollout, RolloutState, encode
+from fedge.messages import Announcement, BlobRef, Phase, Quality, Rollout, RolloutState, encode
 from fedge.tensors import digest_of
 from fedge.transport import Inbound
 
@@ -336,13 +336,53 @@ async def test_the_inbox_does_not_wait_for_metadata_that_nobody_sends(home, monk
     assert answering.runtime.manifest.release == 2
 
 
+def announced_as(rollout):
+    """As on the wire, signed by nobody."""
+    return encode(Announcement(rollout=encode(rollout), signatures={}))
+
+
 async def test_who_announces_anew_is_asked_at_once(home):
     slots = Slots(home)
     link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
     link._failure(rollout(), StoreError("time-out: x"))
     for retained, do in ((True, Do.NOTHING), (False, Do.INSTALL)):
-        await link._on_rollout(Inbound(topic="", payload=encode(rollout()), retained=retained))
+        await link._on_rollout(Inbound(topic="", payload=announced_as(rollout()), retained=retained))
         assert decide(link._situation(link._rollout, None)) is do
+
+
+async def test_what_nobody_signed_changes_nothing(home):
+    simulator, slots = Simulator(), Slots(home)
+    install_root(home, simulator.files["1.root.json"])
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    genuine = rollout(version=3)
+
+    async def hears(payload):
+        await link._on_rollout(Inbound(topic="", payload=payload, retained=False))
+        return link._rollout
+
+    assert await hears(announced_as(genuine)) is None
+    assert await hears(encode(simulator.announce(genuine, "test"))) == genuine
+    aborted = msgspec.structs.replace(genuine, state=ABORTED, version=4)
+    for payload in (
+        announced_as(aborted),
+        encode(Simulator().announce(aborted, "test")),
+        encode(simulator.announce(aborted, "elsewhere")),
+        encode(simulator.announce(msgspec.structs.replace(aborted, version=2), "test")),
+    ):
+        assert await hears(payload) == genuine
+    assert await hears(encode(simulator.announce(aborted, "test"))) == aborted
+
+
+async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing_back(home):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    await link.attach(Unheard())
+    await link._on_rollout(Inbound(topic="", payload=announced_as(rollout(metadata={})), retained=False))
+    assert link._rollout is not None
+    await link._on_rollout(
+        Inbound(topic="", payload=announced_as(msgspec.structs.replace(rollout(), state=ABORTED)), retained=False)
+    )
+    assert link._rollout is None
 
 
 async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fetched(home, tmp_path, monkeypatch):

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
 from deploy.trust import MAX_METADATA_BYTES, Trust, install_root
 from fedge.errors import ConfigError, UpdateRejected
+from fedge.messages import Announcement, Rollout, RolloutState, encode
 
 from .power import in_a_process_cut_off_at
 from .repository import PAST, Simulator
@@ -579,6 +581,113 @@ def test_a_power_cut_while_another_root_is_installed_leaves_one_of_the_two(home,
         change += 1
     assert theirs
     assert seen == {False, True}
+
+
+# ------------------------------------------------------------------------------------------------ announcements
+
+
+def rollout(version=1, state=RolloutState.RUNNING):
+    return Rollout(
+        id="r", state=state, target="1/manifest.json", release=1, share=1.0, metadata={}, version=version
+    )  # fmt: skip
+
+
+def told(home, announcement, federation="shop"):
+    return Trust(home).rollout(announcement, federation)
+
+
+def not_believed(home, announcement, reason, federation="shop"):
+    before = {path: path.read_bytes() for path in (home / "trust").rglob("*.json")}
+    with pytest.raises(UpdateRejected, match=f"^{reason}: "):
+        told(home, announcement, federation)
+    assert before.items() <= {path: path.read_bytes() for path in (home / "trust").rglob("*.json")}.items()
+
+
+def test_an_announcement_of_the_timestamps_key_is_believed(home, server):
+    """By a device that has verified nothing before, and by one that has."""
+    assert told(home, server.announce(rollout(5), "shop")) == rollout(5)
+    get(home, server)
+    assert told(home, server.announce(rollout(6, RolloutState.ABORTED), "shop")).state is RolloutState.ABORTED
+    assert told(home, server.announce(rollout(6), "shop")) == rollout(6), "the same one, as after a reconnection"
+
+
+def test_one_that_is_not_signed_by_it_is_forged(home, server):
+    get(home, server)
+    genuine = server.announce(rollout(), "shop")
+    (keyid,) = genuine.signatures
+    for forged in (
+        replace(genuine, signatures={}),
+        replace(genuine, signatures={keyid: "no hex"}),
+        replace(genuine, signatures={keyid: "00" * 64}),
+        replace(genuine, rollout=encode(rollout(state=RolloutState.ABORTED))),
+        server.announce(rollout(), "shop", role="snapshot"),
+        Simulator().announce(rollout(), "shop"),
+        server.announce(rollout(), "factory"),
+        Announcement(rollout=server.files["timestamp.json"], signatures=genuine.signatures),
+    ):
+        not_believed(home, forged, "forged")
+    assert not (home / "trust" / "announced.json").exists()
+    assert told(home, genuine) == rollout()
+
+
+def test_one_that_is_older_than_the_newest_is_a_replay(home, server):
+    old = server.announce(rollout(7), "shop")
+    told(home, old)
+    told(home, server.announce(rollout(9, RolloutState.DONE), "shop"))
+    not_believed(home, old, "rollback")
+    not_believed(home, server.announce(rollout(8, RolloutState.ABORTED), "shop"), "rollback")
+
+
+def test_what_a_thief_counted_up_to_is_forgotten_with_the_key(home, server):
+    told(home, server.announce(rollout(2**53), "shop"))
+    not_believed(home, server.announce(rollout(8), "shop"), "rollback")
+    server.drop_keys("timestamp")
+    server.new_key("timestamp")
+    server.next_root()
+    assert told(home, server.announce(rollout(8), "shop")) == rollout(8)
+    not_believed(home, server.announce(rollout(7), "shop"), "rollback")
+
+
+@pytest.mark.parametrize("role", ["timestamp", "root"])
+def test_a_device_that_was_off_follows_the_roots_of_an_announcement_to_its_key(home, server, role):
+    before = server.announce(rollout(1), "shop")
+    told(home, before)
+    for _ in range(3):
+        old = server.drop_keys(role)
+        server.new_key(role)
+        server.next_root(*(old if role == "root" else ()))
+    after = server.announce(rollout(2), "shop")
+    if role == "timestamp":
+        not_believed(home, replace(after, roots={}), "forged")
+    assert told(home, after) == rollout(2)
+    assert versions(home)["root"] == 4
+    if role == "timestamp":
+        not_believed(home, replace(before, roots={}), "forged")
+
+
+def test_roots_of_somebody_else_lead_nowhere(home, server):
+    thief = Simulator()
+    thief.next_root()
+    not_believed(home, thief.announce(rollout(), "shop"), "forged")
+    assert told(home, server.announce(rollout(), "shop")) == rollout()
+
+
+def test_cut_off_wherever_it_is_an_announcement_is_believed_again(home, server, tmp_path):
+    told(home, server.announce(rollout(1), "shop"))
+    old = server.drop_keys("timestamp")
+    assert old
+    server.new_key("timestamp")
+    server.next_root()
+    change = 0
+    while True:
+        copy = shutil.copytree(home, tmp_path / f"copy{change}", symlinks=True, ignore=shutil.ignore_patterns("copy*"))
+        was_cut = in_a_process_cut_off_at(change, lambda: told(copy, server.announce(rollout(2), "shop")))  # noqa: B023
+        assert told(copy, server.announce(rollout(2), "shop")) == rollout(2)
+        not_believed(copy, server.announce(rollout(1), "shop"), "rollback")
+        if not was_cut:
+            break
+        change += 1
+    assert change > 3
 
 
 def test_a_clock_that_was_lost_cannot_tell_what_has_expired(home, server):

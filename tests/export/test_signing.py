@@ -9,6 +9,7 @@ import pytest
 from deploy.trust import Trust, install_root
 from export.signing import LIFETIMES, ROLES, Repository
 from fedge.errors import ConfigError, UpdateRejected
+from fedge.messages import MAX_ROOTS, Rollout, encode
 from tests.deploy.bundles import digest, other_gate, variant
 
 
@@ -125,6 +126,28 @@ def test_what_is_half_over_is_signed_again_and_asks_for_its_key(tmp_path, reposi
     with pytest.raises(ConfigError, match="the key of role targets"):
         repository.renew()
     assert json.loads((tmp_path / "repo" / "metadata" / "timestamp.json").read_bytes())["signed"]["version"] == 5
+
+
+def a_rollout(version):
+    return Rollout(
+        id="r", state="running", target="1/manifest.json", release=1, share=1.0, metadata={}, version=version
+    )
+
+
+def test_what_is_announced_devices_believe_through_all_rotations(tmp_path, home, repository, bundle):
+    """Also one that was off while the keys were replaced as often as one announcement can carry."""
+    assert Trust(home).rollout(repository.announce(a_rollout(1), "shop"), "shop") == a_rollout(1)
+    for version in range(MAX_ROOTS):
+        repository.rotate(ROLES[version % len(ROLES)])
+    announcement = repository.announce(a_rollout(2), "shop")
+    assert len(announcement.roots) == MAX_ROOTS
+    assert len(encode(announcement)) < 30_000, "of 60 KiB; the rest is for canaries and names of files"
+    assert Trust(home).rollout(announcement, "shop") == a_rollout(2)
+
+    for key in (tmp_path / "repo" / "keys").glob("timestamp.*"):
+        key.unlink()
+    with pytest.raises(ConfigError, match="the key of role timestamp"):
+        repository.announce(a_rollout(3), "shop")
 
 
 def test_private_keys_are_for_the_owner_alone(tmp_path, repository):

@@ -92,6 +92,12 @@ MESSAGES: list[dict[str, Any]] = [
     {"type": "ack", "order_id": "r.1.train.cam1", "device_id": "cam1", "accepted": True},
     {"type": "want", "device_id": "cam1", "digest": DIGEST, "ranges": [[0, 10]]},
     {
+        "type": "announcement",
+        "rollout": "AAAA",
+        "signatures": {"ab": "cd"},
+        "roots": {"2.root.json": "AAAA"},
+    },
+    {
         "type": "rollout",
         "id": "r5",
         "state": "running",

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +26,7 @@ from deploy.slots import state_of
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
-from fedge.messages import BlobRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
+from fedge.messages import Announcement, BlobRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
 from fedge.preprocess import apply
 from fedge.rollout import place
 from fedge.tasks import pool, task_spec
@@ -286,6 +287,20 @@ async def test_by_a_clock_that_was_ahead_and_is_set_right_nothing_has_expired(
     assert {release_of(home) for home in homes.values()} == {2}
 
 
+async def test_a_supervisor_whose_clock_was_set_back_is_heard(broker, tmp_path, monkeypatch, repo, old, new) -> None:
+    clock = Clock(monkeypatch)
+    home = prepare(tmp_path / "cam0", old, Repository(repo).root())
+    newer = variant(tmp_path / "newer", release=3)
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, {"cam0": home})
+        for number, bundle, days in ((2, new, 10), (3, newer, -10)):
+            clock.advance(days=days)
+            release, plan = plan_of(repo, bundle, id=f"r{number}", stages=(1.0,))
+            assert (await rolled_out(broker, repo, release, plan)).state is RolloutState.DONE
+
+    assert release_of(home) == 3
+
+
 async def test_an_aborted_rollout_is_taken_back(broker, tmp_path, repo, old, new) -> None:
     root = Repository(repo).root()
     homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES[:2]}
@@ -423,7 +438,10 @@ class Liar:
         self.wanted.add(want.digest)
         self._sender.want(want.digest, want.ranges, chunks=TOPICS.model_chunk(want.digest))
 
-    async def announce(self, files: dict[str, bytes], release: int, name: str, **sizes: int) -> None:
+    async def announce(
+        self, simulator: Simulator, files: dict[str, bytes], release: int, name: str, **sizes: int
+    ) -> None:
+        """With the key that signs announcements; the files may be anybody's."""
         self.blobs |= {digest_of(data): data for data in files.values()}
         refs = {n: BlobRef(digest=digest_of(d), size_bytes=sizes.get("size", len(d))) for n, d in files.items()}
         rollout = Rollout(
@@ -433,8 +451,12 @@ class Liar:
             release=release,
             share=1.0,
             metadata=refs,
+            version=int(1000 * time.time()),
         )
-        await self._transport.publish(TOPICS.rollout, encode(rollout), retain=True)
+        await self.say(simulator.announce(rollout, FEDERATION))
+
+    async def say(self, announcement: Announcement) -> None:
+        await self._transport.publish(TOPICS.rollout, encode(announcement), retain=True)
 
     async def told(self, rollout: str, *phases: Phase) -> Health:
         def found() -> Health | None:
@@ -551,7 +573,7 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
 
     async with Liar(broker).connected() as liar, device(settings(broker), home, "cam0") as answering:
         files, number, sizes = attack(simulator, bundle, liar)
-        await liar.announce(files, number, "lie", **sizes)
+        await liar.announce(simulator, files, number, "lie", **sizes)
         health = await liar.told("lie", Phase.REFUSED, Phase.FAILED, Phase.TRIAL)
         assert (health.phase, health.reason.split(":")[0], health.release) == (phase, reason, 5)
         assert answering.runtime.digest == digest(first)
@@ -567,5 +589,47 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
 
         simulator.timestamp.expires = LATER  # and the truth is believed afterwards
         number = offered(simulator, variant(tmp_path / "truth", release=7, gate=other_gate), liar)
-        await liar.announce(simulator.files, number, "truth")
+        await liar.announce(simulator, simulator.files, number, "truth")
         await until(lambda: answering.runtime.manifest.release == 7)
+
+
+async def test_who_has_no_key_neither_pauses_nor_hurries_nor_aborts_a_rollout(broker, tmp_path, repo, old, new) -> None:
+    """A device that took the release keeps it, one whose stage has not come waits, and the rollout goes on."""
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    release, plan = plan_of(repo, new, canaries=("cam1",), stages=(0.0, 1.0), soak_s=1e9)
+    thief, heard = Simulator(), []
+    ear = transport(broker, "ear")
+
+    async def on_rollout(inbound: Inbound) -> None:
+        heard.append(decode(inbound.payload, Announcement))
+
+    await ear.subscribe(TOPICS.rollout, on_rollout)
+    async with AsyncExitStack() as stack:
+        await fleet(stack, broker, homes)
+        supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
+        await stack.enter_async_context(ear)
+        await until(lambda: state_of(homes["cam1"]).trial is None and release_of(homes["cam1"]) == 2)
+        genuine = heard[-1]
+        said = decode(genuine.rollout, Rollout)
+        async with Liar(broker).connected() as liar:
+            for change in ({"state": RolloutState.ABORTED}, {"state": RolloutState.PAUSED}, {"share": 1.0}):
+                forged = msgspec.structs.replace(said, version=said.version + 10**6, **change)
+                for lie in (
+                    msgspec.structs.replace(genuine, rollout=encode(forged)),
+                    thief.announce(forged, FEDERATION),
+                    Announcement(rollout=encode(forged), signatures={}),
+                ):
+                    await liar.say(lie)
+        await until(lambda: len(heard) >= 10)
+        await asyncio.sleep(1)
+        assert {name: release_of(home) for name, home in homes.items()} == {"cam0": 1, "cam1": 2}
+        assert state_of(homes["cam1"]).refused == {}
+
+        Folder(repo).ask(Request.ABORT)  # which is signed
+        assert (await supervising).state is RolloutState.ABORTED
+        assert release_of(homes["cam1"]) == 1
+        async with Liar(broker).connected() as liar:  # who tells the fleet again what was true before
+            await liar.say(genuine)
+            await until(lambda: heard[-1] == genuine)
+            await asyncio.sleep(1)
+    assert {release_of(home) for home in homes.values()} == {1}

@@ -287,6 +287,7 @@ async def test_at_work_for_long_with_switches_in_between(broker, tmp_path, repo,
 
     parts = {f.digest for slot in "ab" for f in read(home / "slots" / slot).manifest.files.values()}
     inbox = {f"bundles/{release}" for release in range(4, last + 1, 3)}  # the agent's own
-    trust = {f"trust/{name}.json" for name in ("root", "root_history/1.root", "timestamp", "snapshot", "targets")}
+    names = ("root", "root_history/1.root", "timestamp", "snapshot", "targets", "announced")
+    trust = {f"trust/{name}.json" for name in names}
     others = {"outcome.json", "root.json", "slots.json", "slots/a", "slots/b", "slots/lock", "validation.npz"}
     assert files_of(home) == inbox | trust | others | {f"parts/{digest}" for digest in parts}

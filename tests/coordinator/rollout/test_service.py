@@ -7,12 +7,13 @@ from msgspec.structs import replace
 
 from coordinator.rollout import Plan, Progress
 from coordinator.rollout.folder import Folder, Record, Request
-from coordinator.rollout.service import Release, begin, requested
+from coordinator.rollout.service import Release, Supervisor, begin, requested
 from export.signing import Repository
 from fedge.bundle import BRANCH, INT8
 from fedge.errors import ConfigError
 from fedge.messages import RolloutState
 from fedge.tensors import digest_of
+from fedge.transport import BrokerSettings
 from tests.deploy.bundles import variant
 
 RUNNING, PAUSED, ABORTED, DONE = RolloutState
@@ -79,6 +80,16 @@ def test_a_part_that_is_gone_is_not_served(repo):
     found = release(repo)
     Repository(repo).parts.remove(found.manifest.gate.digest)
     assert found.source(found.manifest.gate.digest) is None
+
+
+async def test_without_the_key_that_signs_announcements_nothing_begins(repo):
+    for key in (repo / "keys").glob("timestamp.*"):
+        key.unlink()
+    plan = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
+    supervisor = Supervisor(Folder(repo), release(repo), plan, BrokerSettings("localhost", 1), "shop", print)
+    with pytest.raises(ConfigError, match="the key of role timestamp"):
+        await supervisor.run()
+    assert Folder(repo).read() is None
 
 
 def test_no_such_release(repo):
