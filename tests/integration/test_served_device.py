@@ -229,6 +229,12 @@ class Load:
         self.releases.add(content["parameters"]["release"])
 
 
+def settled(home: Path, release: int) -> bool:
+    """Whether this release answers for good, or something was refused."""
+    state = state_of(home)
+    return bool(state.refused) or (state.trial is None and release_of(home) == release)
+
+
 async def held_by(served: psutil.Process) -> tuple[int, int, int]:
     """Bytes of memory, files and threads; the fewest of some looks, since requests and examinations come and go."""
     looks = []
@@ -273,7 +279,8 @@ async def test_at_work_for_long_with_switches_in_between(broker, tmp_path, repo,
         async with load.going():
             for number, switch in enumerate(ROUNDS * [by_rollout, by_install, by_inbox], 2):
                 await switch(number)
-                await until(lambda n=number: state_of(home).trial is None and release_of(home) == n)
+                await until(lambda n=number: settled(home, n))
+                assert state_of(home).refused == {}
                 after.append(await held_by(served))
         assert not load.wrong, load.wrong[:3]
         child.terminate()
