@@ -91,6 +91,7 @@ class Formula:
         guard: the guard's share of the output, 0 without one.
         experts: indices of the candidates of which only the `top` best take part in a sample.
         top: see `experts`.
+        tame: where no logit has a larger absolute value, no row goes beyond `SAFE`.
     """
 
     gate: Gate
@@ -102,6 +103,7 @@ class Formula:
     guard: np.float32
     experts: NDArray[np.int64]
     top: int
+    tame: np.float32
 
 
 def formula(manifest: Manifest, numbers: Numbers) -> Formula:
@@ -135,7 +137,8 @@ def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[i
         else:
             mixed = 0
     gate = _gate(input_shape, numbers)
-    return Formula(gate, energies, tuple(rows), scale, prior, mixed, guard, np.array(experts, np.int64), top)
+    tame = np.float32((SAFE - np.abs(prior).max()) / np.abs(scale).max())
+    return Formula(gate, energies, tuple(rows), scale, prior, mixed, guard, np.array(experts, np.int64), top, tame)
 
 
 def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
@@ -238,38 +241,43 @@ def counted(how: Formula, energy: Floats) -> Floats:
 
 def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
     """Probabilities (n, C), weights (n, M) and energies (n, M) of M logits (n, C) and `gate_scores` (n, M)."""
-    n, m = gate.shape
-    with np.errstate(all="ignore"):  # what is not finite is dropped below
-        z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(n, len(how.rows), -1)
-        z *= how.scale
-        z += how.prior
-        usable = largest = None
-        scores_finite = math.isfinite(float(np.add.reduce(gate, axis=None, dtype=np.float64)))  # some are huge: ω = 0
-        if not (scores_finite and np.maximum.reduce(np.abs(z), axis=None) < SAFE):
-            usable = _usable(z[:, :m], gate)
-            z = np.where(usable[:, how.rows, None], z, _ZERO)
-            largest = np.maximum.reduce(z, axis=2)
-            z -= largest[:, :, None]
-        np.exp(z, out=z)
-        total = np.add.reduce(z, axis=2)
-        energy = np.log(total[:, :m])
-        if largest is not None:
-            energy += largest[:, :m]
-        energy -= how.energies.mean
-        energy *= how.energies.inverse_std
-        score = counted(how, energy)
-        score += gate
-        if usable is not None:
-            score = np.where(usable, score, LOWEST)
-            energy = np.where(usable, energy, _NAN)
-        if len(how.experts) > how.top:
-            _drop(score, how.experts, how.top)
-        score -= np.maximum.reduce(score, axis=1, keepdims=True)
-        alpha = np.exp(score, out=score)
-        alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
-        weights = alpha if usable is None else np.where(usable, alpha, _ZERO)
-        p = _mixed(how, z, total, alpha, usable) if how.mixed >= 0 else _mixed_logits(logits, alpha, usable)
-        return [p, weights, energy]
+    z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(len(gate), len(how.rows), -1)
+    if np.maximum.reduce(np.abs(z), axis=None) < how.tame and np.maximum.reduce(np.abs(gate), axis=None) < np.inf:
+        return _fused(how, z, logits, gate, tame=True)
+    with np.errstate(all="ignore"):  # what is not finite is dropped
+        return _fused(how, z, logits, gate, tame=False)
+
+
+def _fused(how: Formula, z: Floats, logits: Sequence[Floats], gate: Floats, *, tame: bool) -> list[Floats]:
+    """See `fuse`; `z`: (n, R, C) the logits of each row, which are overwritten."""
+    m, usable = gate.shape[1], None
+    z *= how.scale
+    z += how.prior
+    if not tame:
+        usable = _usable(z[:, :m], gate)
+        z = np.where(usable[:, how.rows, None], z, _ZERO)
+        largest = np.maximum.reduce(z, axis=2)
+        z -= largest[:, :, None]
+    np.exp(z, out=z)
+    total = np.add.reduce(z, axis=2)
+    energy = np.log(total[:, :m])
+    if not tame:
+        energy += largest[:, :m]
+    energy -= how.energies.mean
+    energy *= how.energies.inverse_std
+    score = counted(how, energy)
+    score += gate
+    if usable is not None:
+        score = np.where(usable, score, LOWEST)
+        energy = np.where(usable, energy, _NAN)
+    if len(how.experts) > how.top:
+        _drop(score, how.experts, how.top)
+    score -= np.maximum.reduce(score, axis=1, keepdims=True)
+    alpha = np.exp(score, out=score)
+    alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
+    weights = alpha if usable is None else np.where(usable, alpha, _ZERO)
+    p = _mixed(how, z, total, alpha, usable) if how.mixed >= 0 else _mixed_logits(logits, alpha, usable)
+    return [p, weights, energy]
 
 
 def _usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
@@ -287,7 +295,7 @@ def _drop(score: Floats, experts: NDArray[np.int64], top: int) -> None:
 def _mixed(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
     """The output p = (1 − g) Σ α_k exp q_k + g exp q_guard, with exp q the rows of `z` by their `total`."""
     first, last = how.mixed, how.mixed + alpha.shape[1]
-    p = ((alpha / total[:, first:last])[:, None, :] @ z[:, first:last])[:, 0]
+    p = np.add.reduce(z[:, first:last] * (alpha / total[:, first:last])[:, :, None], axis=1)
     if not how.guard:
         return np.asarray(p)
     g = how.guard if usable is None else np.where(usable[:, how.rows[-1], None], how.guard, _ZERO)
