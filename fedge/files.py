@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Final
 
 from fedge.errors import ConfigError, StoreError
 from fedge.tensors import digest_of
+
+LEFT_S: Final = 24 * 3600.0
+"""Age at which nobody fills an unfinished folder any more."""
 
 _durable = ContextVar("durable", default=True)
 
@@ -122,10 +128,16 @@ def replace_folder(folder: Path, finished: Path) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
 
+    What processes that were killed have left there is removed a day later.
+
     Raises:
         OSError: the disk is full or broken.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in (*folder.parent.glob(".unfinished-*"), *folder.parent.glob(".replaced-*")):
+        with contextlib.suppress(FileNotFoundError):  # another process finishes it at this moment
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     try:
         yield unfinished

@@ -11,7 +11,7 @@ fedge/1/{federation}/agents/{id}/health            Health, retained             
 fedge/1/{federation}/agents/{id}/release-wants     Want                             runtime -> rollout
 fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
 fedge/1/{federation}/agents/{id}/predictions       what is said of it               runtime -> sensor
-fedge/1/{federation}/rollout                       Rollout, retained                rollout -> all
+fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
 fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
 fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
 """

@@ -89,8 +89,8 @@ def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flag
       fedge rollout start releases 5/manifest.json --config fleet.toml --stages 0.05,0.25,1 --soak-s 3600 --json
 
     \b
-    Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, its signatures have expired, or another rollout is
-    under way, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
+    Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, its signatures have expired, the key of timestamp is
+    not there, or another rollout is under way, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click needs the character itself
     settings = resolve(RolloutSettings, "rollout", config, flags)
     broker = settings.at(settings.broker)

@@ -1,12 +1,14 @@
+import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from fedge.errors import StoreError
-from fedge.files import BlobFolder, replace_folder, require_writable, volatile, whole_folder, write_atomically
+from fedge.files import LEFT_S, BlobFolder, replace_folder, require_writable, volatile, whole_folder, write_atomically
 from fedge.tensors import digest_of
 
 
@@ -137,3 +139,17 @@ def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
         write("b", None)
     assert [path.name for path in folder.parent.iterdir()] == ["3"]
     assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("a", b"1")]
+
+
+def test_what_killed_processes_left_half_written_goes_after_a_day(tmp_path: Path) -> None:
+    yesterday = time.time() - LEFT_S - 60
+    for name in (".unfinished-a", ".unfinished-b", ".replaced-c", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_bytes(b"{}")
+    for name in (".unfinished-a", ".replaced-c", "2"):
+        os.utime(tmp_path / name, (yesterday, yesterday))
+
+    with whole_folder(tmp_path / "3"):
+        pass
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".unfinished-b", "2", "3"]
