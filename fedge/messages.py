@@ -21,9 +21,9 @@ from fedge.errors import ProtocolError
 
 PROTOCOL_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 60 * 1024
+"""No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
 MAX_ROOTS: Final = 12
 """Of a repository in one announcement, some 2 KB each: a device that missed more of them needs one by hand."""
-"""No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
 MAX_FEATURES: Final = 4096
 """Numbers of a mean of features, 9 bytes each."""
 MAX_POOL: Final = 400
