@@ -16,6 +16,8 @@ import aiohttp
 from .serving import body, golden
 
 X = golden()["x"]
+PATIENCE = 300
+"""Seconds for a step of the process: emulated processors are slow. Elsewhere pytest's own limit comes first."""
 
 
 @asynccontextmanager
@@ -30,11 +32,11 @@ async def process(
     assert child.stdout is not None
     assert child.stderr is not None
     try:
-        line = await asyncio.wait_for(child.stdout.readline(), 60)
+        line = await asyncio.wait_for(child.stdout.readline(), PATIENCE)
         assert line, (await child.stderr.read()).decode()
         said = json.loads(line)
         assert said["event"] == "serving"
-        async with aiohttp.ClientSession(said["url"], timeout=aiohttp.ClientTimeout(30)) as session:
+        async with aiohttp.ClientSession(said["url"], timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
             yield child, said, session
     finally:
         if child.returncode is None:

@@ -184,7 +184,7 @@ async def followed(home, until, limits=None, announced=None):
     link._rollout = announced
     running = asyncio.ensure_future(link.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not until(slots, answering):  # noqa: ASYNC110 - a thread does it
                 await asyncio.sleep(0.02)
     finally:

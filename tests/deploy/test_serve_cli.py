@@ -18,7 +18,7 @@ from fedge.config import describe
 from fedge.errors import ConfigError, TransportError, UpdateRejected
 
 from .bundles import GOLDEN, broken_gate, other_gate, variant
-from .serve_process import X, ask, process
+from .serve_process import PATIENCE, X, ask, process
 from .serving import body
 
 pytestmark = pytest.mark.torch_free
@@ -74,7 +74,7 @@ async def test_several_bundles_until_it_is_stopped(number, tmp_path):
             status, content = await ask(session, model)
             assert (status, content["parameters"]["release"]) == (200, release)
         child.send_signal(number)
-        assert await asyncio.wait_for(child.wait(), 30) == INTERRUPTED
+        assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
         assert b"Traceback" not in await child.stderr.read()
 
 
@@ -93,9 +93,9 @@ async def test_a_device_with_a_bundle_on_trial_confirms_it_by_its_work(tmp_path)
             pass
         for _ in range(2):
             assert (await ask(session, "digits"))[1]["parameters"]["release"] == 4
-        await asyncio.wait_for(asyncio.to_thread(confirmed, tmp_path / "slots.json"), 30)
+        await asyncio.wait_for(asyncio.to_thread(confirmed, tmp_path / "slots.json"), PATIENCE)
         child.terminate()
-        assert await asyncio.wait_for(child.wait(), 30) == INTERRUPTED
+        assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
     assert Slots(tmp_path).good is not None
 
 
@@ -123,13 +123,13 @@ async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_wh
             answers = asyncio.Queue()
             sensor = Transport(BrokerSettings(broker.host, broker.port), "sensor")
             await sensor.subscribe(Topics("shop").agent("cam1", "predictions"), answers.put)
-            async with sensor, asyncio.timeout(60):
+            async with sensor, asyncio.timeout(PATIENCE):
                 while answers.empty():  # until the device has found the broker
                     await sensor.publish(Topics("shop").agent("cam1", "predict"), body(X))
                     await asyncio.sleep(0.2)
                 assert "outputs" in json.loads((await answers.get()).payload)
             child.terminate()
-            assert await asyncio.wait_for(child.wait(), 30) == INTERRUPTED
+            assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
 
 
 async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_path):
@@ -144,7 +144,7 @@ async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_pa
     variant(home / "bundles" / "5", release=5, gate=other_gate)
     async with LocalBroker("auto", home=tmp_path / "broker") as broker:
         flags = ("--broker", f"{broker.host}:{broker.port}", "--federation", "shop", "--id", "cam1")
-        async with process("--home", home, *flags) as (child, _, session), asyncio.timeout(60):
+        async with process("--home", home, *flags) as (child, _, session), asyncio.timeout(PATIENCE):
             release = 4
             while release != 5:
                 status, content = await ask(session, "digits")
@@ -159,7 +159,7 @@ async def test_what_is_installed_while_it_is_served_answers(tmp_path):
     """No broker, no restart: the bundle is handed over, examined and switched to; one that is not fit is refused."""
     home = tmp_path / "home"
     run(home, variant(tmp_path / "4", release=4))
-    async with process("--home", home) as (child, _, session), asyncio.timeout(120):
+    async with process("--home", home) as (child, _, session), asyncio.timeout(PATIENCE):
         assert (await ask(session, "digits"))[1]["parameters"]["release"] == 4
         await asyncio.to_thread(run, home, variant(tmp_path / "5", release=5, gate=other_gate))
         status, content = await ask(session, "digits")
