@@ -46,7 +46,7 @@ from fedge.tensors import Model
 MOST_WEIGHTS: Final = 2**20
 """Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
 MOST_WEIGHTS_ON_GPU: Final = 2**24
-"""There memory is the bound: a measuring pass of seven `cnn_fedavg` on 32 x 32 takes some 2 GB."""
+"""There memory is the bound: by count a measuring pass of seven `cnn_fedavg` on 32 x 32 takes 2 GB."""
 MOST_MODELS: Final = 64
 THREADED: Final = (Train, Profile, Trial, FitCandidates)
 """Orders that draw from no generator of the process, so that several may run in threads."""
