@@ -19,9 +19,14 @@ The specification's figures follow in the lines marked "spec"; those have other 
 points in "cold" mean nothing. "printed, one expert": here all ten clients feed it (section 11), in the
 specification's run the five best.
 
+--metrics prints what all methods are measured by instead (worst tenth, macro F1, cost until the target, ...), of runs
+of `fedge compare`: its devices keep 40 % for testing and validation, weight decay is FedCoE's alone, and there is no
+start from a D_s model. Those that are done are kept in --out.
+
     python benchmarks/papers/fedcoe.py --data ../shared/data --quick
     python benchmarks/papers/fedcoe.py --data ../shared/data --seeds 0,1,2 --json results/fedcoe.json
     python benchmarks/papers/fedcoe.py --data ../shared/data --set cifar10
+    python benchmarks/papers/fedcoe.py --data ../shared/data --alphas 0.1 --metrics
 """
 
 from __future__ import annotations
@@ -63,6 +68,7 @@ from fedge.tensors import Layout, Model, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import cifar
+from table import add_metrics, compared, measured, write
 
 N_CLIENTS, N_NEW = 10, 3
 LOCAL_STEPS = 50  # of "+ft"
@@ -81,6 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "repaired, one expert, N_top = 10": {"n_experts": 1},
 }
 PRIOR = "repaired, profile prior"
+MEASURED = ("fedavg", "fedprox:proximal_mu=0.1")  # with --metrics, beside VARIANTS
 SPEC: dict[float, dict[str, tuple[float | None, float | None, float | None, float, int]]] = {
     0.1: {
         "D_s alone": (87.4, 85.8, None, 85.4, 81),
@@ -134,6 +141,8 @@ class Setting:
     """A data set at a size: how many images are dealt out and how many the server has; the others are the test."""
 
     name: str
+    images: str  # among the sets of `fedge compare`
+    n_images: int
     input_shape: tuple[int, ...]
     model: str
     n_dealt: int
@@ -157,9 +166,11 @@ class Setting:
         return Sgd(steps=10, batch_size=32, learning_rate=self.learning_rate, momentum=0.9, weight_decay=5e-4)
 
 
-MNIST = Setting("mnist14", (1, 14, 14), f"{Path(__file__).stem}:two_layers", 8000, 400, 0.1, "vector", 255.0)
-CIFAR = Setting("cifar8", (3, 8, 8), "cnn", 4800, 400, 0.05, "auto", 1.0)
-CIFAR_FULL = Setting("cifar32", (3, 32, 32), "resnet_moe", 50_000, 2000, 0.1, "auto", 1.0)
+MNIST = Setting(
+    "mnist14", "mnist", 10_000, (1, 14, 14), f"{Path(__file__).stem}:two_layers", 8000, 400, 0.1, "vector", 255.0
+)
+CIFAR = Setting("cifar8", "cifar10", 6000, (3, 8, 8), "cnn", 4800, 400, 0.05, "auto", 1.0)
+CIFAR_FULL = Setting("cifar32", "cifar10-32", 60_000, (3, 32, 32), "resnet_moe", 50_000, 2000, 0.1, "auto", 1.0)
 
 
 @dataclass(frozen=True)
@@ -399,6 +410,24 @@ def acceptance(runs: list[dict[str, Figures]]) -> dict[str, bool]:
     }
 
 
+def of_compare(setting: Setting, alpha: float, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The methods as `fedge compare` runs them, in what is nearest to the setting there."""
+    n_server = setting.n_images - setting.n_dealt
+    fields = {
+        "set": setting.images, "model": setting.model, "samples": setting.n_images, "alpha": alpha, "rounds": rounds,
+        "devices": N_CLIENTS + N_NEW, "newcomers": N_NEW, "global_test": n_server / setting.n_images,
+        "reserved": setting.n_reserved / n_server, "local_steps": setting.sgd.steps, "momentum": setting.sgd.momentum,
+        "batch_size": setting.sgd.batch_size, "learning_rate": setting.learning_rate,
+    }  # fmt: skip
+    variants = [
+        ":".join(f"{key}={value}" for key, value in ({"trunk": setting.trunk} | options).items())
+        for options in (*VARIANTS.values(), {"profile_prior": False})
+    ]
+    methods = [*MEASURED, *(f"fedcoe:{text}" for text in variants)]
+    label = f"{setting.name}, alpha {alpha:g}"
+    return measured(label, compared(label, methods, fields, arguments))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
@@ -410,6 +439,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, 30 rounds, alpha 0.1")
     parser.add_argument("--train-on", type=Processor, choices=list(Processor), default=Processor.CPU)
     parser.add_argument("--json", type=Path)
+    add_metrics(parser, "fedcoe", "instead of the table print what METRICS of table.py has, of `fedge compare`")
     flags = parser.parse_args()
     if flags.full and flags.set != "cifar10":
         parser.error("--full is for --set cifar10")
@@ -418,9 +448,13 @@ def main() -> None:
     rounds = 30 if flags.quick else flags.rounds or (1000 if setting is CIFAR_FULL else 100)
     torch.set_num_threads(1)
     logging.getLogger("fedge.method").setLevel(logging.ERROR)  # that "printed" collapses is in the table
+    alphas = [0.1] if flags.quick else [float(alpha) for alpha in flags.alphas.split(",")]
+    if flags.metrics:
+        write(flags, [of_compare(setting, alpha, rounds, flags) for alpha in alphas], [])
+        return
     began, results = time.monotonic(), {}
     with tempfile.TemporaryDirectory() as home:
-        for alpha in [0.1] if flags.quick else [float(alpha) for alpha in flags.alphas.split(",")]:
+        for alpha in alphas:
             runs = []
             for seed in seeds:
                 trial = Trial(setting, flags.data, alpha, seed, rounds, Path(home), flags.train_on)

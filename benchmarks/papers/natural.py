@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-from table import chosen, claim, compared, parser_of, show_metrics, write
+from table import chosen, claim, compared, measured, parser_of, show_metrics, write
 
 from coordinator.simulation.compare import Comparison
 from coordinator.simulation.settings import Hardware
@@ -73,7 +72,7 @@ def main() -> None:
         if not arguments.metrics:  # it has been shown
             show_metrics(name, found)
         claims += judge(name, found)
-        figures.append({"setting": name, "target": found.target, "methods": msgspec.to_builtins(found.methods)})
+        figures.append(measured(name, found))
     write(arguments, figures, claims)
 
 

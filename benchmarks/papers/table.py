@@ -43,10 +43,8 @@ def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder with the data sets, such as ../shared/data")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds: to see that it runs")
-    parser.add_argument("--metrics", action="store_true", help="also print what METRICS has; for it runs are done anew")
     parser.add_argument("--settings", help="some of the columns, with ; between them (default: all of the table)")
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each; 1 with cuda)")
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder that keeps the runs that are done")
+    add_metrics(parser, out, "also print what METRICS has; for it runs are done anew")
     parser.add_argument(
         "--train-on",
         choices=[processor.value for processor in Processor],
@@ -55,6 +53,13 @@ def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, help="write figures and claims to this file")
     return parser
+
+
+def add_metrics(parser: argparse.ArgumentParser, out: str, text: str) -> None:
+    """--metrics, and what `compared` needs beside the options that every script has."""
+    parser.add_argument("--metrics", action="store_true", help=text)
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each; 1 with cuda)")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder that keeps the runs that are done")
 
 
 def chosen(settings: Mapping[str, Any], arguments: argparse.Namespace) -> list[str]:
@@ -100,6 +105,11 @@ def compared(
     if arguments.metrics:
         show_metrics(label, found)
     return found
+
+
+def measured(label: str, found: Comparison) -> dict[str, Any]:
+    """A comparison as `write` takes it."""
+    return {"setting": label, "target": found.target, "methods": msgspec.to_builtins(found.methods)}
 
 
 def show_metrics(label: str, found: Comparison) -> None:
