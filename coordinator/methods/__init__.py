@@ -12,7 +12,7 @@ import difflib
 import logging
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -172,14 +172,23 @@ def make(
 OwnOptions = TypeVar("OwnOptions", bound=Struct)
 
 
+class Idle(NamedTuple):
+    """Options that change nothing where each option of `where` has one of its values, and why."""
+
+    names: tuple[str, ...]
+    where: Mapping[str, tuple[Option, ...]]
+    why: str
+
+
 def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
     """The method's own options, checked.
 
-    A class of options may say in `REFUSED`, by `NAME` or `NAME=VALUE`, why a part that other methods have is missing.
+    A class of options may say in `REFUSED`, by `NAME` or `NAME=VALUE`, why a part that other methods have is missing;
+    in `PRESETS` what each value of its option `preset` stands for; in `IDLE` what has no effect when.
 
     Raises:
-        ConfigError: an unknown name or word (the nearest right one is named), one that is refused (with the reason), or
-            a value out of range.
+        ConfigError: an unknown name or word (the nearest right one is named), one that is refused (with the reason), a
+            value out of range, or one other than the default that changes nothing.
     """
     known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind)}
     refused: Mapping[str, str] = getattr(kind, "REFUSED", {})
@@ -194,10 +203,36 @@ def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
             raise ConfigError(f"option of the method: {name} cannot be {value!r}; {nearest(value, known[name])}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
+    defaults = kind()
+    presets: Mapping[str, Mapping[str, object]] = getattr(kind, "PRESETS", {})
+    preset = presets.get(str(settings.options.get("preset", getattr(defaults, "preset", ""))), {})
     try:
-        return msgspec.convert(settings.options, type=kind, strict=False)
+        options = msgspec.convert({**preset, **settings.options}, type=kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"option of the method: {error}") from error
+    refuse_idle([n for n in settings.options if getattr(options, n) != getattr(defaults, n)], options)
+    return options
+
+
+def refuse_idle(given: Sequence[str], options: Struct) -> None:
+    """Refuse what was set and would be ignored: a number that was asked for and changes nothing misleads.
+
+    Raises:
+        ConfigError: an option of those names is idle; the text names those that make it so.
+    """
+    rules: Sequence[Idle] = getattr(options, "IDLE", ())
+    for names, where, why in rules:
+        idle = [name for name in given if name in names]
+        if idle and all(getattr(options, name) in values for name, values in where.items()):
+            so = " and ".join(f"{name}={as_typed(getattr(options, name))}" for name in where)
+            raise ConfigError(
+                f"option of the method: {idle[0]} changes nothing with {so}: {why}; leave one of them out"
+            )
+
+
+def as_typed(value: object) -> str:
+    """A value as it is written in an option: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def words_of(hint: object) -> list[str]:

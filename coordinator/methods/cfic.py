@@ -25,6 +25,7 @@ from coordinator.clustering import Clustering, aidc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
+    Idle,
     MethodSettings,
     accepted,
     counted,
@@ -47,7 +48,6 @@ from coordinator.methods.grouping import (
 )
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import Selection, ccmab, choose, cohort_size, stratified, uniform
-from fedge.errors import ConfigError
 from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profiled, Start, Train, Trained
 from fedge.tensors import Layout, Model, unflatten
 
@@ -67,6 +67,21 @@ class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     FedEPC's deadline.
     """
 
+    IDLE: ClassVar[tuple[Idle, ...]] = (
+        Idle(("alpha", "beta", "norm", "scale"), {"correction": (False,)}, "they make the correction"),
+        Idle(("alpha", "norm", "scale"), {"beta": (0,)}, "the correction has no length"),
+        Idle(
+            ("psi", "epsilon"),
+            {"clustering": ("aidc", "mctc", "k-means", "agglomerative")},
+            "nobody is asked for a label feature",
+        ),
+        Idle(("n_clusters",), {"clustering": ("labels", "aidc")}, "it finds their number by itself"),
+        Idle(
+            ("psi", "epsilon", "clustering", "n_clusters", "registration"),
+            {"selection": ("uniform",), "correction": (False,)},
+            "nothing needs a cluster",
+        ),
+    )
     alpha: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta: Annotated[float, Meta(ge=0)] | None = None
     psi: Literal["signed", "abs"] = "signed"
@@ -124,8 +139,6 @@ class Cfic:
         self.settings = settings
         self.options = options_of(settings, CficOptions)
         self._by_label = self.options.clustering == "labels"
-        if self.options.epsilon is not None and not self._by_label:
-            raise ConfigError("option of the method: epsilon protects label features; leave it out, or clustering")
         self._unknown = 0 if self._by_label else settings.rounds // 3  # rounds in which no device has a cluster
         self._bandit = bandit_of(settings)
 

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, options_of
+from coordinator.methods import Idle, MethodSettings, options_of
 from coordinator.methods.fedavg import FedAvgOptions
 from coordinator.methods.keeping import Keeping, KeepingState
 from fedge.errors import ConfigError
@@ -26,6 +26,7 @@ from fedge.tensors import Layout
 class DbeOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`feature_momentum`: m, of the running mean of the features; `kappa`: weight of the regulariser."""
 
+    IDLE: ClassVar[tuple[Idle, ...]] = (Idle(("feature_momentum",), {"kappa": (0,)}, "there is no regulariser"),)
     feature_momentum: Annotated[float, Meta(gt=0, le=1)] = 1.0
     kappa: Annotated[float, Meta(ge=0)] = 1.0
 

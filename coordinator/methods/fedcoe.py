@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import correlation
 from coordinator.fleet import Fleet
 from coordinator.methods import (
+    Idle,
     MethodSettings,
     Option,
     Samples,
@@ -67,6 +68,18 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
         "selection=stratified": NOT_STRATIFIED,
     }
+    PRESETS: ClassVar[dict[str, dict[str, Option]]] = {"printed": PRINTED}
+    IDLE: ClassVar[tuple[Idle, ...]] = (
+        Idle(("refresh_epochs",), {"refresh_every": (0,)}, "the gate is never trained again"),
+        Idle(
+            ("suitability_temperature", "refresh_every", "refresh_epochs"),
+            {"gate": ("uniform",)},
+            "there is no gate to train",
+        ),
+        Idle(("n_top", "ranking"), {"n_experts": (1,)}, "all clients feed the one expert"),
+        Idle(("delta",), {"profile_prior": (False,)}, "it is a part of the prior"),
+        Idle(("top",), {"gate": ("uniform",), "assemble": ("parameters",)}, "all experts count"),
+    )
     preset: Literal["repaired", "printed"] = "repaired"
     n_experts: AtLeastOne = 5  # K
     n_top: Annotated[int, Meta(ge=0)] = 0  # N_top; 0: half of the clients of a round, rounded up
@@ -121,10 +134,8 @@ class FedCoE:
     Options = Options
 
     def __init__(self, settings: MethodSettings, task: TaskSpec, reserved: Samples | None) -> None:
-        printed = settings.options.get("preset") == "printed"
-        given = PRINTED | settings.options if printed else settings.options
         self.settings = settings
-        self.options = options_of(msgspec.structs.replace(settings, options=given), Options)
+        self.options = options_of(settings, Options)
         if reserved is None:
             raise ConfigError(
                 "fedcoe needs labelled samples on the server: name them with --reserved (an .npz or a folder of "

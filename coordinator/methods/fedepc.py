@@ -23,7 +23,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from coordinator.clustering import Clustering, Features, Labels, Profiles, aidc,
 from coordinator.clustering.aidc import Clusters, Place
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
+    Idle,
     MethodSettings,
     Samples,
     accepted,
@@ -77,6 +78,18 @@ GONE_AFTER: Final = 10  # rounds without being there after which a device has le
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be exchanged or set (section 7). `participation` of the settings is the quota rho_c."""
 
+    IDLE: ClassVar[tuple[Idle, ...]] = (
+        Idle(
+            ("search", "budget"), {"selection": ("uniform", "fastest", "stratified")}, "they are of the bandit, ccmab"
+        ),
+        Idle(("n_clusters",), {"clustering": ("aidc", "labels")}, "it finds their number by itself"),
+        Idle(("eta",), {"clustering": ("agglomerative",)}, "AIDC alone looks at densities"),
+        Idle(
+            ("extractor", "sigma_dp", "unit", "gamma", "eta", "theta_merge", "theta_split"),
+            {"clustering": ("labels", "mctc")},
+            "it is of profiles, and nobody is asked for one",
+        ),
+    )
     warm_up: Annotated[int, Meta(ge=0)] | None = None  # R_w, shared rounds before the clusters; None: a third of all
     clustering: Clustering = "aidc"  # of profiles; labels: of label features; mctc: of updates of the common model
     extractor: Literal["shared", "proxy"] = "shared"  # W_ext: the warm-up's model, or trained on the server's samples
@@ -152,16 +165,9 @@ class FedEpc:
     def __init__(self, settings: MethodSettings, task: TaskSpec | None = None, reserved: Samples | None = None) -> None:
         self.settings = settings
         self.options = options = options_of(settings, Options)
-        if options.clustering in {"labels", "mctc"} and (options.extractor != "shared" or options.sigma_dp):
-            raise ConfigError(
-                f"option of the method: extractor and sigma_dp are of profiles, and clustering={options.clustering} "
-                "asks for none: leave them out, or take aidc, k-means or agglomerative"
-            )
         self._proxy = proxy_of(options, task, reserved)
         if options.sigma_dp and self._proxy is None and options.unit is None:
             raise ConfigError("option of the method: with sigma_dp nobody tells halves: set extractor=proxy, or unit")
-        if options.budget is not None and options.selection != "ccmab":
-            raise ConfigError("option of the method: a budget is for selection=ccmab")
         try:
             self._thresholds = aidc.Thresholds(merge=options.theta_merge, split=options.theta_split)
         except ValueError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from coordinator.aggregation.trial import trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
+    Idle,
     MethodSettings,
     accepted,
     counted,
@@ -99,6 +100,14 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prior, T as it is pooled; `local` never, always: in the mixture, whatever the pool says; `energy` false: beta = 0.
     """
 
+    IDLE: ClassVar[tuple[Idle, ...]] = (
+        Idle(
+            ("final_fit", "guard", "local_pilot", "shrinkage", "prior", "local", "energy"),
+            {"mode": ("shift",)},
+            "no mixture is made",
+        ),
+        Idle(("local_pilot",), {"local": ("never",)}, "there is no local model to try"),
+    )
     selection: Selection = "ccmab"
     clustering: Clustering = "mctc"
     split: Literal["trial", "never", "always"] = "trial"

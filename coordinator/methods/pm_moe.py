@@ -8,13 +8,13 @@ other device, under a number that is drawn anew for the run (section 9, docs/pri
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, State, install, make, options_of, round_rng
+from coordinator.methods import Idle, MethodSettings, State, install, make, options_of, round_rng
 from coordinator.methods.dbe import DbeOptions
 from coordinator.methods.fedrep import FedRepOptions
 from coordinator.methods.keeping import Keeping, KeepingState
@@ -29,6 +29,10 @@ class Options(DbeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True)
     `top` None: half of the pool, rounded up. `denoise` 0: all of the pool. `clip`, `noise`: of a module that is sent.
     """
 
+    IDLE: ClassVar[tuple[Idle, ...]] = (
+        Idle(("temperature",), {"denoise": (0,)}, "all of the pool stays"),
+        Idle(("gate_batch_size", "gate_learning_rate", "dropout"), {"gate_epochs": (0,)}, "the gate is not trained"),
+    )
     base: Literal["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"] = "fedper"
     head_steps: Annotated[int, Meta(ge=1)] = 10
     preset: Literal["anchored", "paper"] = "anchored"
@@ -57,6 +61,8 @@ class PmMoe:
             raise ConfigError("pm-moe ends in a gate over what the devices kept: leave out +ft")
         if self.options.top == 1 and self.options.preset == "anchored":
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more, or preset = paper")
+        if self.options.noise and self.options.clip is None:
+            raise ConfigError("option of the method: noise is measured in clips: give clip, too")
         of_bases = {field.name for field in msgspec.structs.fields(FedRepOptions) + msgspec.structs.fields(DbeOptions)}
         passed = {name: value for name, value in settings.options.items() if name in of_bases}
         try:

@@ -21,6 +21,7 @@ from coordinator.aggregation import cluster_averages
 from coordinator.clustering import Directions, Features, Labels, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.methods import (
+    Idle,
     MethodSettings,
     accepted,
     counted,
@@ -41,51 +42,6 @@ log = logging.getLogger("fedge.method")
 STALE = 5  # rounds after which a stored direction says nothing any more, section 9
 PATIENCE = 10  # rounds without progress, section 8
 PROGRESS = 1e-3  # of the mean validation accuracy, section 8
-
-
-class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round.
-
-    Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one,
-    or `n_clusters`, which of MCTC is the most there may be;
-    labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
-    `alone`: without gate and private model, the experts averaged, or the best on validation samples;
-    `gate` uniform: the mean of all outputs; `energy` false: without energy;
-    `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
-    `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
-    cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
-    """
-
-    REFUSED: ClassVar[dict[str, str]] = {
-        "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
-        "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
-        "selection=stratified": "clusters overlap, so a device would be drawn for several; "
-        "fedepc:clustering=mctc:selection=stratified draws from clusters of updates that do not",
-    }
-    preset: Literal["default", "paper"] = "default"
-    clustering: Literal["mctc", "k-means", "agglomerative", "labels"] = "mctc"
-    selection: Choice = "uniform"
-    n_clusters: Annotated[int, Meta(ge=1)] | None = None
-    tau: Annotated[float, Meta(ge=-1, le=1)] | Literal["otsu"] | None = None
-    distinct: bool | None = None
-    centres_join: bool | None = None
-    update: Literal["sequential", "batch"] | None = None
-    reference: Literal["initial", "round"] | None = None
-    freeze_after: Annotated[int, Meta(ge=0)] | None = None
-    private_data: Literal["all", "sensitive"] | None = None
-    private_start: Literal["best", "initial"] | None = None
-    private_steps: Annotated[int, Meta(ge=0)] | None = None
-    gate: Literal["validation", "training", "uniform"] | None = None
-    n_components: Annotated[int, Meta(ge=1)] | None = None
-    component_energy: Annotated[float, Meta(gt=0, le=1)] | None = None
-    centred: bool = False
-    theta: Annotated[float, Meta(ge=-1, le=1)] = 0.9
-    energy: bool = True
-    energy_offset: Literal["never", "untrained", "always"] | None = None
-    alone: Literal["average", "best"] | None = None
-    top: Annotated[int, Meta(ge=1, le=64)] = 2
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
-    space: Literal["prob", "logit"] = "prob"
 
 
 PRESETS: Final[dict[str, dict[str, object]]] = {
@@ -118,6 +74,72 @@ PRESETS: Final[dict[str, dict[str, object]]] = {
         "energy_offset": "never",
     },
 }
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round.
+
+    Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one,
+    or `n_clusters`, which of MCTC is the most there may be;
+    labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
+    `alone`: without gate and private model, the experts averaged, or the best on validation samples;
+    `gate` uniform: the mean of all outputs; `energy` false: without energy;
+    `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
+    `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
+    cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
+    """
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
+        "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
+        "selection=stratified": "clusters overlap, so a device would be drawn for several; "
+        "fedepc:clustering=mctc:selection=stratified draws from clusters of updates that do not",
+    }
+    PRESETS: ClassVar[dict[str, dict[str, object]]] = PRESETS
+    IDLE: ClassVar[tuple[Idle, ...]] = (
+        Idle(
+            ("n_clusters", "tau", "distinct", "centres_join", "update", "theta"),
+            {"clustering": ("labels",)},
+            "label features alone make the clusters",
+        ),
+        Idle(
+            ("gate", "top", "energy", "energy_offset", "temperature", "space"),
+            {"alone": ("average", "best")},
+            "one model is all that there is",
+        ),
+        Idle(
+            ("private_data", "private_start", "private_steps"),
+            {"alone": ("average", "best")},
+            "there is no private model",
+        ),
+        Idle(("energy", "energy_offset", "temperature"), {"gate": ("uniform",)}, "all outputs count the same"),
+        Idle(("energy_offset", "temperature"), {"energy": (False,)}, "there are no energies"),
+        Idle(("private_data",), {"private_steps": (0,)}, "nothing is learnt from them"),
+    )
+    preset: Literal["default", "paper"] = "default"
+    clustering: Literal["mctc", "k-means", "agglomerative", "labels"] = "mctc"
+    selection: Choice = "uniform"
+    n_clusters: Annotated[int, Meta(ge=1)] | None = None
+    tau: Annotated[float, Meta(ge=-1, le=1)] | Literal["otsu"] | None = None
+    distinct: bool | None = None
+    centres_join: bool | None = None
+    update: Literal["sequential", "batch"] | None = None
+    reference: Literal["initial", "round"] | None = None
+    freeze_after: Annotated[int, Meta(ge=0)] | None = None
+    private_data: Literal["all", "sensitive"] | None = None
+    private_start: Literal["best", "initial"] | None = None
+    private_steps: Annotated[int, Meta(ge=0)] | None = None
+    gate: Literal["validation", "training", "uniform"] | None = None
+    n_components: Annotated[int, Meta(ge=1)] | None = None
+    component_energy: Annotated[float, Meta(gt=0, le=1)] | None = None
+    centred: bool = False
+    theta: Annotated[float, Meta(ge=-1, le=1)] = 0.9
+    energy: bool = True
+    energy_offset: Literal["never", "untrained", "always"] | None = None
+    alone: Literal["average", "best"] | None = None
+    top: Annotated[int, Meta(ge=1, le=64)] = 2
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    space: Literal["prob", "logit"] = "prob"
 
 
 class Clusters(Struct, frozen=True, kw_only=True):
@@ -158,12 +180,11 @@ class ScmoePfl:
 
     def __init__(self, settings: MethodSettings) -> None:
         self.settings = settings
-        given = options_of(settings, Options)
+        self.options = options_of(settings, Options)
         if settings.fine_tune:
             raise ConfigError("scmoe-pfl ends in mixtures with a fine-tuned private model: leave out +ft")
-        chosen = {k: v for k, v in PRESETS[given.preset].items() if getattr(given, k) is None}
-        self.options = msgspec.structs.replace(given, **chosen)
-        self._rivals_clusters = given.n_clusters  # a preset's number is of MCTC
+        own = "n_clusters" in settings.options  # a preset's number is of MCTC
+        self._rivals_clusters = self.options.n_clusters if own else None
 
     def initial(self, layout: Layout, model: BlobRef) -> ScmoeState:
         """The state before round 1."""

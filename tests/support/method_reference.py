@@ -11,7 +11,7 @@ import typing
 import click
 import msgspec
 
-from coordinator.methods import METHODS
+from coordinator.methods import METHODS, Idle
 from fedge.loading import load_object
 
 HEAD = """# The methods
@@ -63,17 +63,28 @@ def options(kind: type[msgspec.Struct]) -> list[str]:
     """What the docstring says of the options, the table, and what is refused; no table where there are none."""
     fields = msgspec.structs.fields(kind)
     if not fields:
-        return refused(kind)
+        return [*refused(kind), *idle(kind)]
     rows = ["| option | values | default |", "|---|---|---|"]
     hints = typing.get_type_hints(kind, include_extras=True)
     rows += [f"| `{f.name}` | {values(hints[f.name])} | `{shown(f.default)}` |" for f in fields]
-    return [inspect.getdoc(kind) or "", "\n".join(rows), *refused(kind)]
+    return [inspect.getdoc(kind) or "", "\n".join(rows), *refused(kind), *idle(kind)]
 
 
 def refused(kind: type[msgspec.Struct]) -> list[str]:
     """Parts that other methods have and this one has not, with the reason."""
     reasons: dict[str, str] = getattr(kind, "REFUSED", {})
     return ["\n".join(["Refused:", "", *(f"- `{name}`: {why}." for name, why in reasons.items())])] if reasons else []
+
+
+def idle(kind: type[msgspec.Struct]) -> list[str]:
+    """Options that are refused beside others, since they would change nothing."""
+    rules: tuple[Idle, ...] = getattr(kind, "IDLE", ())
+    found = [
+        f"- {', '.join(f'`{name}`' for name in names)} with "
+        f"{' and '.join(' or '.join(f'`{o}={shown(v)}`' for v in of) for o, of in where.items())}: {why}."
+        for names, where, why in rules
+    ]
+    return ["\n".join(["Refused, since it would change nothing:", "", *found])] if found else []
 
 
 def values(hint: object) -> str:

@@ -548,5 +548,5 @@ async def test_directions_of_the_warm_ups_model_place_newcomers_and_devices_with
 @pytest.mark.parametrize("option", [{"extractor": "proxy"}, {"sigma_dp": 0.05}])
 def test_noise_and_extractor_are_of_profiles(clustering, option) -> None:
     """Whoever asks for noise must not believe that it covers an update or a label feature."""
-    with pytest.raises(ConfigError, match=f"clustering={clustering} asks for none"):
+    with pytest.raises(ConfigError, match=f"changes nothing with clustering={clustering}"):
         method(clustering=clustering, **option)

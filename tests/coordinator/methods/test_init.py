@@ -11,13 +11,14 @@ import pytest
 import deploy
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import run
-from coordinator.methods import MethodSettings, dump, equip, load, make, mean_loss, round_rng
+from coordinator.methods import METHODS, MethodSettings, dump, equip, load, make, mean_loss, options_of, round_rng
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.moving import Moving
-from coordinator.options import method_and_options
+from coordinator.options import check, method_and_options
 from coordinator.selection import ccmab
 from edge_agent.cold_start import InferenceWorker
 from fedge.errors import ConfigError
+from fedge.loading import load_object
 from fedge.messages import Action, BlobRef, InstallBundle, Sgd, Trained, blobs_of
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
@@ -189,3 +190,65 @@ async def test_a_network_that_cannot_be_a_bundle_leaves_them_without_and_ends_no
     assert after == before
     assert caplog.text.count("event=no_bundle") == 1
     assert "no_such_package" in caplog.text
+
+
+ANOTHER = {
+    "alpha": 0.3, "beta": 0.3, "norm": "tensor", "scale": "relative", "psi": "abs", "epsilon": 1.0,
+    "registration": "lazy", "clustering": "k-means", "n_clusters": 3, "search": "batch", "budget": 2.0,
+    "extractor": "proxy", "sigma_dp": 0.1, "unit": 1.0, "gamma": 2.0, "eta": 3.0, "theta_merge": 0.1,
+    "theta_split": 0.3, "final_fit": False, "guard": False, "local_pilot": True, "shrinkage": 5.0,
+    "prior": "fixed", "local": "always", "energy": False, "refresh_epochs": 7, "refresh_every": 3,
+    "suitability_temperature": 2.0, "n_top": 4, "ranking": "raw", "delta": 0.1, "top": 3, "tau": 0.1,
+    "distinct": False, "centres_join": False, "update": "batch", "theta": 0.5, "gate": "training",
+    "energy_offset": "always", "temperature": 2.0, "space": "logit", "private_data": "sensitive",
+    "private_start": "initial", "private_steps": 3, "gate_batch_size": 8, "gate_learning_rate": 0.2,
+    "dropout": 0.5, "feature_momentum": 0.5,
+}  # fmt: skip
+"""Of each option that is idle somewhere a value that is not the default."""
+NEEDED = {"n_clusters": {"clustering": "k-means"}, "refresh_epochs": {"refresh_every": 2}}
+"""What some of them need to have an effect."""
+IDLE = [
+    (method, name, {other: value})
+    for method in METHODS
+    for names, where, _ in getattr(load_object(METHODS[method]).Options, "IDLE", ())
+    if len(where) == 1
+    for name in names
+    for other, values in where.items()
+    for value in values
+] + [
+    ("cfic", "registration", {"selection": "uniform", "correction": False}),
+    ("cfic", "clustering", {"selection": "uniform", "correction": False}),
+    ("fedcoe", "top", {"gate": "uniform", "assemble": "parameters"}),
+]
+
+
+def chosen(method, options):
+    return options_of(MethodSettings(options=options), load_object(METHODS[method]).Options)
+
+
+@pytest.mark.parametrize(("method", "name", "others"), IDLE, ids=str)
+def test_an_option_that_would_change_nothing_is_refused_with_the_reason(method, name, others) -> None:
+    """Only then, and only where it was set to something else than the default."""
+    defaults = load_object(METHODS[method]).Options()
+    with pytest.raises(ConfigError, match=f"{name} changes nothing with .*: .*; leave one"):
+        chosen(method, others | {name: ANOTHER[name]})
+    chosen(method, others)
+    assert getattr(chosen(method, NEEDED.get(name, {}) | {name: ANOTHER[name]}), name) == ANOTHER[name]
+    if (default := getattr(defaults, name)) is not None:
+        assert getattr(chosen(method, others | {name: default}), name) == default
+
+
+def test_an_option_is_not_refused_while_one_of_two_others_needs_it() -> None:
+    for needs in ({"selection": "uniform"}, {"correction": False}):
+        assert chosen("cfic", needs | {"clustering": "mctc", "n_clusters": 2}).n_clusters == 2
+
+
+def test_what_a_preset_says_is_not_refused_and_what_it_makes_idle_is() -> None:
+    check("fedcoe", {"preset": "printed", "gate": "uniform"})  # of the preset are a temperature and refreshes
+    check("fedcoe", {"preset": "printed", "refresh_epochs": 7})  # which only the preset gives a use
+    with pytest.raises(ConfigError, match="refresh_epochs changes nothing with refresh_every=0"):
+        check("fedcoe", {"refresh_epochs": 7})
+    check("scmoe-pfl", {"preset": "paper", "clustering": "labels"})
+    assert chosen("scmoe-pfl", {"preset": "paper", "tau": 0.3}).tau == 0.3
+    with pytest.raises(ConfigError, match="delta changes nothing with profile_prior=false"):
+        check("fedcoe", {"preset": "printed", "delta": 0.1})
