@@ -54,22 +54,6 @@ async def broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
         yield running
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    Repository.create(tmp_path / "repo")
-    return tmp_path / "repo"
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    return variant(tmp_path / "old", release=1)
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Path:
-    return variant(tmp_path / "new", release=2, gate=other_gate)
-
-
 async def fleet(stack: AsyncExitStack, broker: LocalBroker, homes: dict[str, Path]) -> None:
     for name, home in homes.items():
         await stack.enter_async_context(device(settings(broker), home, name))

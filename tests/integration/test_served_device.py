@@ -40,22 +40,6 @@ async def broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
 
 
 @pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    Repository.create(tmp_path / "repo")
-    return tmp_path / "repo"
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    return variant(tmp_path / "old", release=1)
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Path:
-    return variant(tmp_path / "new", release=2, gate=other_gate)
-
-
-@pytest.fixture
 def home(tmp_path: Path, repo: Path, old: Path) -> Path:
     return prepare(tmp_path / "home", old, Repository(repo).root())
 
