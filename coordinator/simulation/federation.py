@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from fedge.models import initial
 from fedge.models.training import torch_device
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, partition, pool, set_apart, share_data
+from fedge.tasks.dealing import Milder
 from fedge.tensors import Layout, Model, unflatten
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -36,6 +37,7 @@ class Federation:
 
     shares: what each device has, by id. global_test: model inputs and labels, of all devices' distributions together,
     or None. reserved: those that the server may learn from, or None. newcomers: ids of the devices that come late.
+    milder: what minimum sizes took.
     """
 
     task: TaskSpec
@@ -45,6 +47,7 @@ class Federation:
     layout: Layout
     first: Model
     newcomers: frozenset[str] = frozenset()
+    milder: Milder = field(default_factory=Milder)
 
 
 def deal(scenario: Scenario, seed: int) -> Federation:
@@ -61,6 +64,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
     rest, apart = set_apart(samples, scenario.global_test, seed=seed, turns=scenario.n_groups if turned else 1)
     tested, reserved = set_apart(apart, scenario.reserved, seed=seed)
     n_devices = scenario.devices or _natural(scenario, rest)
+    milder = Milder()
     shares = partition(
         rest,
         n_devices,
@@ -75,6 +79,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         sizes=scenario.sizes.value,
         size_spread=scenario.size_spread,
         marks=scenario.marks.value,
+        milder=milder,
     )
     width = len(str(n_devices - 1))
     layout, first = initial(samples.spec, seed)
@@ -89,6 +94,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         layout=layout,
         first=first,
         newcomers=frozenset(f"device-{i:0{width}}" for i in late),
+        milder=milder,
     )
 
 

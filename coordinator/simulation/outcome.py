@@ -65,7 +65,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     bundle in ONNX Runtime. `cold_start`: the same accuracy over the newcomers, whom all other figures leave out.
     `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
-    such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that measuring took.
+    such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that measuring took. `draws` of
+    the partition, and samples `moved` after the last, until each device had enough; None: of a run that did not say.
     """
 
     method: str
@@ -93,6 +94,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     evaluation_s: float
     details: dict[str, float] = {}
     cold_start: float | None = None
+    draws: int | None = None
+    moved: int | None = None
 
 
 def score(predicted: Ints, y: Ints) -> Score:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -71,7 +72,20 @@ def lead(comparison: Comparison) -> str:
         f"sensitive; seeds {', '.join(map(str, comparison.seeds))}. Accuracies are of the installed bundles, run by "
         "ONNX Runtime on each device's own test samples, which no choice has seen. "
         f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
+        f" {milder(comparison.runs)}".rstrip()
     )
+
+
+def milder(runs: Sequence[RunOutcome]) -> str:
+    """By seed how often the partition was drawn and how many samples were moved; empty if neither, or not known."""
+    found = {}
+    for run in runs:
+        if (run.draws or 1) > 1 or run.moved:
+            found[run.seed] = f"{run.draws} draws, {run.moved} samples moved"
+    if not found:
+        return ""
+    by_seed = "; ".join(f"seed {seed}: {text}" for seed, text in sorted(found.items()))
+    return f"Devices differ less than was asked for, so that each has samples enough: {by_seed}."
 
 
 def headings(comparison: Comparison) -> tuple[str, ...]:
@@ -174,6 +188,8 @@ def legend_of(comparison: Comparison) -> str:
     ]
     if comparison.scenario.newcomers:
         lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
+    if told := milder(comparison.runs):
+        lines.append(told)
     return "\n".join(lines)
 
 

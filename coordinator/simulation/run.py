@@ -111,6 +111,8 @@ async def _run(
         evaluation_s=round(evaluation.seconds, 3),
         details={name: value for name, value in summary.items() if isinstance(value, float)},
         cold_start=float(np.mean(cold)) if cold else None,
+        draws=federation.milder.draws,
+        moved=federation.milder.moved,
     )
 
 

@@ -60,8 +60,22 @@ def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Gen
     return relative
 
 
+@dataclass(slots=True)
+class Milder:
+    """What it took that each device has its 20 samples: draws of the partition, and samples moved after the last."""
+
+    draws: int = 1
+    moved: int = 0
+
+
 def by_label(
-    units: Units, portions: Floats, group_of: Ints, weights: Floats, alpha: float, rng: np.random.Generator
+    units: Units,
+    portions: Floats,
+    group_of: Ints,
+    weights: Floats,
+    alpha: float,
+    rng: np.random.Generator,
+    milder: Milder | None = None,
 ) -> Ints:
     """Label skew: of each class a device gets a share drawn from Dirichlet(alpha w) within its group.
 
@@ -72,6 +86,7 @@ def by_label(
         weights: (N,) relative sizes w; with all of them 1 this is Dirichlet(alpha).
         alpha: > 0; the smaller, the more differ the devices' classes.
         rng: of the draw.
+        milder: is told what minimum sizes took.
 
     Returns:
         (U,) device of each unit. A draw that leaves a device with fewer than 20 samples is repeated; if 100 draws did
@@ -89,24 +104,32 @@ def by_label(
                     owners[own] = device
         return owners
 
+    milder = milder or Milder()
     for number in range(1, _REDRAWS + 1):
-        owners = draw()
+        owners, milder.draws = draw(), number
         if _sizes(units, owners, len(group_of)).min() >= MIN_SAMPLES:
             if number > 1:
                 log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, MIN_SAMPLES, _MILDER)
             return owners
-    return filled_up(units, owners, group_of, rng, own_classes=bool((portions == 0).any()))
+    return filled_up(units, owners, group_of, rng, milder, own_classes=bool((portions == 0).any()))
 
 
-def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
+def evenly(units: Units, weights: Floats, rng: np.random.Generator, milder: Milder | None = None) -> Ints:
     """No skew of labels: a random order of all units, cut in proportion to the weights (N,)."""
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
-    return filled_up(units, owners, np.zeros(len(weights), np.int64), rng)
+    return filled_up(units, owners, np.zeros(len(weights), np.int64), rng, milder)
 
 
-def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator) -> Ints:
+def shards(
+    units: Units,
+    n_devices: int,
+    per_device: int,
+    iid_share: float,
+    rng: np.random.Generator,
+    milder: Milder | None = None,
+) -> Ints:
     """Pathological skew: units sorted by label, cut into equal shards, so many shards for each device.
 
     `iid_share` of the units, drawn at random, are dealt evenly before: PM-MoE's S = 0 and S = 20 %.
@@ -129,7 +152,7 @@ def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng:
     of_shard = rng.permutation(np.repeat(np.arange(n_devices), per_device))
     for device, own in zip(of_shard, np.array_split(in_order, len(of_shard)), strict=True):
         owners[own] = device
-    return filled_up(units, owners, np.zeros(n_devices, np.int64), rng)
+    return filled_up(units, owners, np.zeros(n_devices, np.int64), rng, milder)
 
 
 def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
@@ -151,12 +174,18 @@ def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
 
 
 def filled_up(
-    units: Units, owners: Ints, group_of: Ints, rng: np.random.Generator, *, own_classes: bool = False
+    units: Units,
+    owners: Ints,
+    group_of: Ints,
+    rng: np.random.Generator,
+    milder: Milder | None = None,
+    *,
+    own_classes: bool = False,
 ) -> Ints:
     """Move random units, one at a time, from the largest to the smallest device until each has 20 samples.
 
     `group_of`: (N,) group of each device; units stay in their group, unless the group as a whole is short of them and
-    groups do not have classes of their own.
+    groups do not have classes of their own. `milder` is told how many samples moved.
 
     Raises:
         ConfigError: units are so large that moving them does not help, or a group has none.
@@ -176,6 +205,8 @@ def filled_up(
         owners[unit] = smallest
         sizes[[largest, smallest]] += (-units.size[unit], units.size[unit])
         moved += int(units.size[unit])
+    if milder is not None:
+        milder.moved = moved
     if moved:
         log.warning(
             "event=partition_adjusted moved=%d of=%d min_samples=%d %s", moved, sizes.sum(), MIN_SAMPLES, _MILDER

@@ -19,7 +19,7 @@ from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import arrays, dealing, images
 from fedge.tasks.data import DeviceData
-from fedge.tasks.dealing import MIN_SAMPLES, Ints, Sizes, Units, units_of
+from fedge.tasks.dealing import MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
 from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
@@ -61,6 +61,7 @@ def partition(
     sizes: Sizes = "equal",
     size_spread: float = 1.0,
     marks: Marks = "samples",
+    milder: Milder | None = None,
 ) -> list[Share]:
     """Deal samples out to devices; equal arguments give equal shares.
 
@@ -86,6 +87,7 @@ def partition(
         sizes: quantity skew (`dealing.relative_sizes`), for dirichlet, groups and iid.
         size_spread: its strength, in [0, 5].
         marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
+        milder: is told how often was drawn, and how many samples were moved.
 
     Raises:
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
@@ -112,12 +114,12 @@ def partition(
     else:
         weights = dealing.relative_sizes(n_devices, sizes, size_spread, rng)
         if how == "shards":
-            dealt = dealing.shards(units, n_devices, shards, iid_share, rng)
+            dealt = dealing.shards(units, n_devices, shards, iid_share, rng, milder)
         elif how == "iid":
-            dealt = dealing.evenly(units, weights, rng)
+            dealt = dealing.evenly(units, weights, rng, milder)
         else:
             portions = _portions(group_of, weights, pool.spec.n_classes, groups)
-            dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng)
+            dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng, milder)
         owners = dealt[units.of_sample]
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
     dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]

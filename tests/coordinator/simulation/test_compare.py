@@ -116,6 +116,23 @@ def test_a_folder_from_before_a_setting_was_there_is_gone_on_with() -> None:
         assert module._Run(scenario=other, method="fedavg", seed=0).name != "fedavg-0-b58f2dc3"
 
 
+def test_a_resumed_comparison_knows_what_minimum_sizes_took_unless_its_folder_is_older(tmp_path: Path) -> None:
+    """100 draws did not give each of 9 devices 20 of 182 samples."""
+    skewed = {"methods": "local", "seeds": "0", "devices": 9, "global_test": 0.09, "alpha": 0.1, "rounds": 0}
+    first, _ = run_again(tmp_path, **skewed)
+    (run,) = first.runs
+    assert run.draws == 100
+    assert (run.moved or 0) > 0
+    again, _ = run_again(tmp_path, **skewed)
+    assert again == first
+    (file,) = (tmp_path / "runs").iterdir()
+    older = {name: value for name, value in json.loads(file.read_bytes()).items() if name not in {"draws", "moved"}}
+    file.write_text(json.dumps(older))
+    (read,) = run_again(tmp_path, **skewed)[0].runs
+    assert (read.draws, read.moved) == (None, None)
+    assert read.accuracy == run.accuracy
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     run_again(tmp_path, methods="local")
     (file,) = (tmp_path / "runs").iterdir()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, task_spec, write_share
-from fedge.tasks.dealing import Sizes
+from fedge.tasks.dealing import Milder, Sizes
 from fedge.tasks.partition import MIN_SAMPLES, How
 
 
@@ -218,13 +218,17 @@ def test_samples_are_moved_only_when_draws_do_not_help_and_both_is_said(
 ) -> None:
     deal(numbered(4000), 5, alpha=1.0)
     assert not warnings_logged.records
-    deal(numbered(400), 8, alpha=0.5)
-    assert "event=partition_redrawn draws=" in warnings_logged.text
+    told = Milder()
+    deal(numbered(400), 8, alpha=0.5, milder=told)
+    assert f"event=partition_redrawn draws={told.draws} " in warnings_logged.text
+    assert told.draws > 1
+    assert told.moved == 0
     assert "event=partition_adjusted" not in warnings_logged.text
     warnings_logged.clear()
-    shares = deal(numbered(200, n_classes=2), 10, alpha=0.05)  # 10 x 20 samples: each gets exactly 20
+    shares = deal(numbered(200, n_classes=2), 10, alpha=0.05, milder=told)  # 10 x 20 samples: each gets exactly 20
     assert [len(labels(share)) for share in shares] == [20] * 10
-    assert "event=partition_adjusted" in warnings_logged.text
+    assert f"event=partition_adjusted moved={told.moved} " in warnings_logged.text
+    assert told.draws == 100
 
 
 @pytest.mark.parametrize(
