@@ -54,7 +54,7 @@ class WeightedSums:
         if weight == 0 or not clusters:
             return
 
-        def add(start: int, end: int, scratch: NDArray[np.float64]) -> None:
+        def add_share(start: int, end: int, scratch: NDArray[np.float64]) -> None:
             for first in range(start, end, BLOCK):
                 block = vector[first : min(first + BLOCK, end)]
                 scaled = scratch[: len(block)]
@@ -67,8 +67,8 @@ class WeightedSums:
                     else:
                         target[...] = scaled
 
-        others = [_threads().submit(add, *share) for share in self._shares[1:]]
-        add(*self._shares[0])
+        others = [_threads().submit(add_share, *share) for share in self._shares[1:]]
+        add_share(*self._shares[0])
         for other in others:
             other.result()
         for k in clusters:

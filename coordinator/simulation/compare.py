@@ -94,11 +94,9 @@ class _Run(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Names its file: two runs of different settings never share one."""
         settings = msgspec.to_builtins(self, enc_hook=str)
-        for name in ("newcomers", "marks"):  # folders from before there were any go on being of use
+        for name in ("newcomers", "marks", "train_on"):  # folders from before there were any go on being of use
             if getattr(self.scenario, name) == getattr(Scenario(), name):
                 del settings["scenario"][name]
-        if self.scenario.train_on is Processor.CPU:
-            del settings["scenario"]["train_on"]  # likewise
         digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
 
