@@ -16,7 +16,8 @@ from edge_agent.mixture import PLAIN, Array
 from edge_agent.outcome import FailedError, Fetch, Stop, installed
 from edge_agent.private_model import Samples
 from export import Candidate, GateWeights, Mixture
-from fedge.messages import FitMixture, Installed, Order, Role
+from fedge.messages import FitMixture, GateData, Installed, Order, Role
+from fedge.tasks import DeviceData
 from fedge.tensors import Model
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ def fit_mixture(worker: Worker, action: FitMixture, fetch: Fetch, order: Order, 
     experts = [worker.model(start.model, fetch) for start in action.experts]
     if action.near_best:
         experts = near_best(worker, experts)
-    if action.alone and experts:
+    if action.alone in {"average", "best"} and experts:
         one = averaged(experts) if action.alone == "average" else best(worker, experts)
         return _write(worker, action, [one], (Role.EXPERT,), None, np.zeros(1))
     private = fit_private(worker, action, experts, fetch, order, stop)
+    if action.alone == "private" and private:
+        return _write(worker, action, [private], (Role.PRIVATE,), None, np.zeros(1))
     models = [*([private] if private else []), *experts]
     if not models:
         raise FailedError("no expert and no training sample: nothing to predict with")
@@ -93,10 +96,8 @@ def fit_gate(
 ) -> tuple[GateWeights, Array]:
     """Section 11.5: gate over the candidates, and the energy offsets mu, (M,), which are 0 where they are off."""
     data = worker.data
-    x, y = worker.validation
-    if action.gate == "training":
-        x, y = data.x_train, data.y_train
-    trained = action.gate != "uniform" and len(y) >= gate.MIN_SAMPLES
+    x, y = gate_data(data, action.gate)
+    trained = len(y) >= gate.MIN_SAMPLES
     offsets = np.zeros(len(models))
     if action.energy_offset == "always" or (action.energy_offset == "untrained" and not trained):
         seen = data.x_val if len(data.y_val) else data.x_train
@@ -116,6 +117,19 @@ def fit_gate(
         x, log_p, scores, seed=seed, decay=DECAY, experts=experts, top=action.top, fused_logits=fusion
     )
     return fitted, offsets
+
+
+def gate_data(data: DeviceData, what: GateData) -> Samples:
+    """Section 11.5: what the gate learns from, inputs (m, *input_shape) and labels (m,); untrained: none."""
+    match what:
+        case "validation":
+            return data.x_val, data.y_val
+        case "training":
+            return data.x_train, data.y_train
+        case "training+validation":
+            return data.labelled
+        case "untrained" | "uniform":
+            return data.x_val[:0], data.y_val[:0]
 
 
 def _write(

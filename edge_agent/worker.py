@@ -564,11 +564,7 @@ class Worker:
         """Section 10: the private and the local model also learn from the validation samples, once all is chosen."""
         if not len(self.data.y_val):
             return list(found.models)
-        kept, network = self._kept(), self.network
-        everything = (
-            np.concatenate([self.data.x_train, self.data.x_val]),
-            np.concatenate([self.data.y_train, self.data.y_val]),
-        )
+        kept, network, everything = self._kept(), self.network, self.data.labelled
         final = []
         for role, model in zip(found.roles, found.models, strict=True):
             match role:

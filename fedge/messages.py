@@ -286,6 +286,12 @@ class Install(_Message, frozen=True, kw_only=True, tag="install"):
     fine_tune: FineTune | None = None
 
 
+GateData = Literal["validation", "training", "training+validation", "untrained", "uniform"]
+"""What SCMoE-PFL's gate learns from; untrained: nothing, the energies decide; uniform: nor they, all count the same."""
+Alone = Literal["average", "best", "private"]
+"""One model in place of SCMoE-PFL's mixture: the mean of the experts, the best of them, or the private model."""
+
+
 class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
     """SCMoE-PFL sections 10 and 11 in one order: private model, gate over it and the experts, bundle."""
 
@@ -294,10 +300,10 @@ class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
     sgd: Sgd  # of the private model; `steps` are its steps
     private_data: Literal["sensitive", "all"] = "all"
     private_start: Literal["initial", "best"] = "best"
-    gate: Literal["validation", "training", "uniform"] = "validation"  # data it learns from; uniform: no gate
+    gate: GateData = "validation"
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] = "untrained"
-    alone: Literal["average", "best"] | None = None  # experts without gate and private model: averaged, or the best
+    alone: Alone | None = None
     near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
     space: Literal["prob", "logit"] = "prob"  # what is mixed, 11.3

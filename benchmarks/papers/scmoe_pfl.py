@@ -19,6 +19,14 @@ label skew, or four groups of turned cameras with alpha = 1. A cell is the accur
 validation samples, without gate and private model, and the mean number of clusters. Rows with k-means differ from the
 default in nothing but the clustering.
 
+`--table gate` is that of section 17.3: what the private model learns from, where it starts, what the gate over it and
+the experts learns from, and whether energies count ("energy": with offsets only where a gate is untrained for want of
+samples); settings as in the first table. A cell is the accuracy and the mean weight of the private model, over the
+devices and seeds; in brackets the specification's. Its rows whose prior starts from validation losses are missing: no
+option does that.
+
+Rows with "all data" have no sensitive samples; "local, also on validation samples" is missing: no option does that.
+
 Runs that are done are kept in --out; the same command goes on where it was.
 
 Examples:
@@ -26,6 +34,7 @@ Examples:
     python benchmarks/papers/scmoe_pfl.py --settings "digits 1.0; digits 0.5; digits 0.1; digits turned"
     python benchmarks/papers/scmoe_pfl.py --data ../shared/data --seeds 0,1,2,3,4 --json scmoe-pfl.json
     python benchmarks/papers/scmoe_pfl.py --data ../shared/data --table clustering --seeds 0,1,2,3,4
+    python benchmarks/papers/scmoe_pfl.py --table gate --settings "digits 1.0; digits turned"
     python benchmarks/papers/scmoe_pfl.py --data ../shared/data --full --train-on cuda --out scmoe-pfl-full
 """
 
@@ -35,6 +44,7 @@ import argparse
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
 from torch import nn
 
@@ -44,12 +54,17 @@ from fedge.task import TaskSpec
 
 PRINTED = "scmoe-pfl:preset=paper"
 PRINTED_GATE = "private_data=sensitive:private_start=initial:private_steps=300:gate=training:energy_offset=never"
+PRIVATE_ALONE = "scmoe-pfl:alone=private:private_data=sensitive:private_start=initial:private_steps=300"
 METHODS = {
     "local": "local",
     "FedAvg": "fedavg",
     "FedAvg + FT": "fedavg+ft",
     "FedProx 0.1": "fedprox:proximal_mu=0.1",
     "Ditto 0.1": "ditto",
+    "PFMoE-style": f"{PRINTED}:n_clusters=1:energy=false",
+    "private model alone, sensitive samples": PRIVATE_ALONE,
+    "best expert, paper clusters": f"{PRINTED}:alone=best",
+    "best expert, default clusters": "scmoe-pfl:alone=best",
     "SCMoE paper": PRINTED,
     "default clusters, paper private and gate": f"scmoe-pfl:{PRINTED_GATE}",
     "**SCMoE default**": "scmoe-pfl",
@@ -59,6 +74,9 @@ METHODS = {
     "uniform mean of outputs, default": "scmoe-pfl:gate=uniform",
     "no energy, default": "scmoe-pfl:energy=false",
 }
+ON_ALL_DATA = {"FedAvg, all data": "fedavg", "FedAvg + FT, all data": "fedavg+ft"}
+"""Section 14: baselines whose uploads may learn from every training sample."""
+ALL_DATA = {"sensitive": 0.0, "marks": Marks.SAMPLES}
 OURS = "**SCMoE default**"
 BUDGET = {"rounds": 15, "local_steps": 20, "sensitive": 0.3}
 DIGITS = BUDGET | {"set": "digits", "devices": 10}
@@ -85,6 +103,10 @@ SPEC: dict[str, tuple[float, ...]] = {
     "FedAvg + FT": (93.7, 96.1, 97.6, 90.0, 90.7, 93.8, 95.6),
     "FedProx 0.1": (94.8, 95.4, 93.7, 78.0, 89.5, 85.2, 94.9),
     "Ditto 0.1": (95.0, 96.2, 97.4, 89.1, 92.5, 94.2, 96.2),
+    "PFMoE-style": (93.6, 93.9, 96.3, 83.5, 89.0, 91.5, 94.8),
+    "private model alone, sensitive samples": (78.6, 82.8, 93.7, 78.3, 75.9, 88.1, 28.3),
+    "best expert, paper clusters": (94.8, 95.2, 93.1, 79.9, 89.2, 86.9, 92.6),
+    "best expert, default clusters": (94.2, 94.4, 95.1, 88.0, 88.9, 87.4, 92.7),
     "SCMoE paper": (94.2, 96.0, 96.7, 87.2, 89.5, 91.6, 93.1),
     "default clusters, paper private and gate": (93.6, 94.8, 96.9, 91.5, 90.1, 91.8, 94.8),
     "**SCMoE default**": (93.9, 95.6, 97.6, 91.8, 90.8, 94.3, 95.6),
@@ -93,6 +115,8 @@ SPEC: dict[str, tuple[float, ...]] = {
     "mean of experts, default": (94.2, 94.5, 95.1, 88.0, 88.9, 87.4, 92.7),
     "uniform mean of outputs, default": (94.5, 95.9, 97.3, 92.0, 91.3, 93.1, 95.5),
     "no energy, default": (93.6, 95.2, 97.7, 91.6, 90.8, 94.4, 95.4),
+    "FedAvg, all data": (95.6, 96.2, 95.0, 81.6, 90.3, 86.0, 96.2),
+    "FedAvg + FT, all data": (94.4, 96.5, 98.1, 90.3, 91.5, 94.4, 96.5),
 }
 CLUSTERED = {"**SCMoE default**": "0.14-0.20", "SCMoE paper": "0.00-0.09", "k-means each round, paper": "0.14-0.34"}
 """Whose silhouette is told, and the specification's on digits."""
@@ -131,6 +155,70 @@ CLUSTERING_SPEC = (
     (87.3, 84.7, 83.6),
 )
 
+PRIVATE = {
+    "D_H, from w0": "private_data=sensitive:private_start=initial:private_steps=300",
+    "D_H, from best expert": "private_data=sensitive",
+    "all train, from w0": "private_start=initial:private_steps=300",
+    "all train, from best expert": "",
+}
+"""Section 17.3: the samples that the private model learns from (D_H: the sensitive ones), and its start."""
+GATE = {
+    "private alone": "alone=private",
+    "uniform mean": "gate=uniform",
+    "gate on train, energy": "gate=training",
+    "gate on train, no energy": "gate=training:energy=false",
+    "gate on train, offset": "gate=training:energy_offset=always",
+    "gate on train, energy, logit fusion": "gate=training:space=logit",
+    "gate on val, energy": "",
+    "gate on val, no energy": "energy=false",
+    "gate on val, offset": "energy_offset=always",
+    "gate on val, offset, logit fusion": "energy_offset=always:space=logit",
+    "gate on train+val, offset": "gate=training+validation:energy_offset=always",
+    "untrained gate, energy": "gate=untrained:energy_offset=never",
+    "untrained gate, offset": "gate=untrained",
+}
+GATE_SPEC = {
+    "D_H, from w0": {
+        "uniform mean": "91.8 94.0 95.5 90.0 87.8 91.0 76.2",
+        "gate on train, energy": "93.6/0.34 94.8/0.38 96.9/0.73 91.5/0.44 90.1/0.39 91.8/0.66 94.8/0.07",
+        "gate on train, no energy": "93.6/0.22 94.2/0.28 97.4/0.64 89.8/0.42 88.6/0.37 91.3/0.63 94.1/0.10",
+        "gate on train, offset": "93.9/0.32 95.1/0.35 96.7/0.69 91.3/0.44 90.2/0.38 92.9/0.68 95.1/0.19",
+        "gate on train, energy, logit fusion": "93.8/0.30 94.5/0.33 96.7/0.66 91.0/0.36 89.8/0.30 91.8/0.61 91.8/0.03",
+        "gate on val, energy": "92.6/0.35 94.8/0.38 96.3/0.77 90.2/0.46 89.5/0.44 91.0/0.77 94.5/0.06",
+        "gate on val, no energy": "92.3/0.26 93.8/0.33 96.3/0.75 87.9/0.42 88.5/0.34 91.5/0.73 93.2/0.11",
+        "gate on val, offset": "92.9/0.33 95.1/0.40 96.5/0.73 89.8/0.46 89.9/0.42 91.3/0.63 94.4/0.20",
+        "gate on val, offset, logit fusion": "92.4/0.33 94.4/0.40 96.9/0.61 89.9/0.45 90.0/0.38 92.1/0.52 94.3/0.06",
+        "gate on train+val, offset": "94.1/0.34 95.4/0.36 97.0/0.67 91.7/0.41 90.6/0.39 91.9/0.62 95.3/0.19",
+        "untrained gate, energy": "90.3/0.62 90.8/0.72 93.6/0.95 87.8/0.68 85.5/0.73 89.6/0.94 44.7/0.84",
+        "untrained gate, offset": "91.7/0.49 94.4/0.46 95.6/0.51 88.8/0.51 88.5/0.49 90.0/0.48 78.6/0.45",
+    },
+    "D_H, from best expert": {
+        "private alone": "90.8 92.8 95.7 89.0 84.3 93.2 50.9",
+        "uniform mean": "93.8 95.3 96.7 91.2 89.8 93.4 83.8",
+        "gate on train, energy": "94.5/0.57 95.2/0.63 96.9/0.84 91.3/0.63 90.6/0.51 93.9/0.78 94.9/0.15",
+        "gate on val, energy": "93.4/0.59 95.2/0.59 97.3/0.78 91.6/0.68 90.3/0.52 94.2/0.77 93.6/0.18",
+        "gate on val, no energy": "93.0/0.58 94.9/0.54 96.8/0.79 91.1/0.61 89.9/0.50 94.3/0.76 92.8/0.15",
+        "gate on val, offset": "93.5/0.58 95.1/0.58 97.3/0.76 91.6/0.64 90.1/0.53 93.8/0.74 94.2/0.24",
+    },
+    "all train, from w0": {
+        "uniform mean": "93.2 95.1 97.0 92.0 90.6 92.7 95.5",
+        "gate on train, energy": "90.6/0.93 93.0/0.96 97.3/0.98 89.9/0.96 87.9/0.95 92.5/0.99 93.3/0.96",
+        "gate on val, offset": "93.9/0.59 94.4/0.62 97.2/0.85 91.4/0.73 90.7/0.63 93.4/0.73 94.8/0.75",
+    },
+    "all train, from best expert": {
+        "private alone": "93.3 94.7 97.3 91.9 89.6 94.1 95.2",
+        "uniform mean": "94.5 95.9 97.3 92.0 91.3 93.1 95.5",
+        "gate on train, energy": "93.5/0.93 95.2/0.94 97.3/0.98 92.0/0.97 90.1/0.92 94.1/0.95 95.4/0.93",
+        "gate on val, energy": "93.9/0.65 95.6/0.67 97.6/0.88 91.8/0.72 90.8/0.68 94.3/0.83 95.6/0.78",
+        "gate on val, no energy": "93.6/0.64 95.2/0.67 97.7/0.88 91.6/0.70 90.8/0.66 94.4/0.84 95.4/0.77",
+        "gate on val, offset": "93.9/0.64 95.9/0.67 97.7/0.86 91.7/0.70 90.7/0.66 93.8/0.81 95.8/0.78",
+    },
+}
+"""Rows of the table: the specification's accuracy / mean weight of the private model, by column."""
+GATE_SETTINGS = {column: SETTINGS[column] for column in list(SETTINGS)[:7]}
+GateFigures = dict[tuple[tuple[str, str], str], NDArray[np.float64]]
+"""Of each row and column a figure for each seed."""
+
 
 def hidden_24(task: TaskSpec) -> nn.Module:
     """The perceptron of the MNIST columns."""
@@ -163,12 +251,21 @@ def silhouette(runs: list[RunOutcome]) -> str:
     return f"{seen.mean():.2f} ({seen.min():.2f} to {seen.max():.2f})"
 
 
+def rows_of(column: str, fields: dict[str, Any], arguments: argparse.Namespace) -> Runs:
+    """The runs of the first table, by row."""
+    found = measure(column, list(METHODS.values()), fields, arguments)
+    on_all = measure(f"{column}, all data", list(ON_ALL_DATA.values()), fields | ALL_DATA, arguments)
+    return {row: found[method] for row, method in METHODS.items()} | {
+        row: on_all[method] for row, method in ON_ALL_DATA.items()
+    }
+
+
 def judge(found: dict[str, Runs]) -> list[dict[str, Any]]:
     """The claims of section 17 that these columns can show, and the paper's."""
     gain = {  # (column, row) -> points by which the default preset is ahead
-        (column, row): float((over_seeds(runs[METHODS[OURS]], points) - over_seeds(runs[method], points)).mean())
+        (column, row): float((over_seeds(runs[OURS], points) - over_seeds(own, points)).mean())
         for column, runs in found.items()
-        for row, method in METHODS.items()
+        for row, own in runs.items()
     }
 
     def seen(row: str, columns: list[str]) -> str:
@@ -215,9 +312,7 @@ def judge(found: dict[str, Runs]) -> list[dict[str, Any]]:
         claim("paper: the energies help (by more than 1 point, on average)", energy > NOISE, f"{energy:+.2f}")
     )
     overlapping, kmeans = (
-        np.mean(
-            [over_seeds(runs[METHODS[row]], lambda run: run.details["silhouette"]).mean() for runs in found.values()]
-        )
+        np.mean([over_seeds(runs[row], lambda run: run.details["silhouette"]).mean() for runs in found.values()])
         for row in ("SCMoE paper", "k-means each round, paper")
     )
     claims.append(
@@ -291,43 +386,180 @@ def clustering_table(arguments: argparse.Namespace) -> None:
     write(arguments, figures, claims)
 
 
+def gate_method(private: str, gate: str) -> str:
+    return ":".join(["scmoe-pfl", *filter(None, (PRIVATE[private], GATE[gate]))])
+
+
+def private_weight(run: RunOutcome) -> float:
+    """Of the private model, mean over the devices; NaN of a run from before outcomes had it."""
+    return float(
+        np.mean([np.nan if device.private_weight is None else device.private_weight for device in run.devices])
+    )
+
+
+def gate_table(arguments: argparse.Namespace) -> None:
+    """Section 17.3, and what it says about its rows."""
+    columns = chosen(GATE_SETTINGS, arguments)
+    rows = [(private, gate) for private, gates in GATE_SPEC.items() for gate in gates]
+    methods = {row: gate_method(*row) for row in rows}
+    found = {column: measure(column, list(methods.values()), GATE_SETTINGS[column], arguments) for column in columns}
+    accuracy = {(row, c): over_seeds(found[c][methods[row]], points) for row in rows for c in columns}
+    weight = {(row, c): over_seeds(found[c][methods[row]], private_weight) for row in rows for c in columns}
+    spec = {
+        ((private, gate), column): figures
+        for private, gates in GATE_SPEC.items()
+        for gate, told in gates.items()
+        for column, figures in zip(GATE_SETTINGS, told.split(), strict=True)
+    }
+
+    def gate_cell(row: tuple[str, str], column: str) -> str:
+        told = spec[row, column].replace("/", " / ")
+        return f"{accuracy[row, column].mean():.1f} / {weight[row, column].mean():.2f} ({told})"
+
+    show(
+        "Accuracy / mean weight of the private model (the specification's)",
+        columns,
+        {": ".join(row): [gate_cell(row, column) for column in columns] for row in rows},
+    )
+    figures = [
+        {
+            "setting": column,
+            "private": row[0],
+            "gate": row[1],
+            "accuracy": accuracy[row, column].tolist(),
+            "private_weight": weight[row, column].tolist(),
+            "spec": spec[row, column],
+        }
+        for column in columns
+        for row in rows
+    ]
+    write(arguments, figures, judge_gates(columns, accuracy, weight))
+
+
+def judge_gates(columns: list[str], accuracy: GateFigures, weight: GateFigures) -> list[dict[str, Any]]:
+    """What section 17.3 reads from its table."""
+    sensitive, warm, own, ours = PRIVATE  # D_H from w0, D_H from the best expert, all from w0, all from the best expert
+
+    def gains(row: tuple[str, str], other: tuple[str, str]) -> NDArray[np.float64]:
+        """By how many points a row is ahead of another, by column."""
+        return np.array([(accuracy[row, c] - accuracy[other, c]).mean() for c in columns])
+
+    def told(figures: NDArray[np.float64]) -> str:
+        return ", ".join(f"{column} {figure:+.1f}" for column, figure in zip(columns, figures, strict=True))
+
+    def mostly(text: str, figures: NDArray[np.float64]) -> dict[str, Any]:
+        """A claim that a difference is positive in six columns of seven."""
+        held = np.count_nonzero(figures > 0) >= len(columns) * 6 / 7
+        return claim(text, bool(held), told(figures))
+
+    seen_all = np.array(
+        [weight[(private, "gate on train, energy"), c].mean() for private in (own, ours) for c in columns]
+    )
+    split = [column for column in columns if column.endswith("classes")]
+    claims = [
+        mostly(
+            "default private model and gate are better than the printed ones (in six columns of seven)",
+            gains((ours, "gate on val, energy"), (sensitive, "gate on train, energy")),
+        ),
+        claim(
+            "a gate that learns from what the private model has seen whole gives it 0.9 and more",
+            bool(seen_all.min() >= 0.9),
+            f"{seen_all.min():.2f} to {seen_all.max():.2f}",
+        ),
+        mostly(
+            "so that validation samples serve it better (all train, from w0; in six of seven)",
+            gains((own, "gate on val, offset"), (own, "gate on train, energy")),
+        ),
+        mostly(
+            "with a private model of sensitive samples alone training samples serve it better than validation samples",
+            gains((sensitive, "gate on train, offset"), (sensitive, "gate on val, offset")),
+        ),
+        mostly(
+            "and both together better than either",
+            np.minimum(
+                gains((sensitive, "gate on train+val, offset"), (sensitive, "gate on train, offset")),
+                gains((sensitive, "gate on train+val, offset"), (sensitive, "gate on val, offset")),
+            ),
+        ),
+    ]
+    for private, gate, expected, near in (
+        (sensitive, "gate on train", 0.65, False),
+        (sensitive, "gate on val", 0.65, False),
+        (warm, "gate on val", 0.3, True),
+        (ours, "gate on val", 0.1, True),
+    ):
+        energy = gains((private, f"{gate}, energy"), (private, f"{gate}, no energy"))
+        text = (
+            f"the energies {'change little' if near else 'help'} on average ({private}, {gate}; there {expected:+.2g})"
+        )
+        held = abs(energy.mean()) <= 0.5 if near else energy.mean() > 0
+        claims.append(claim(text, bool(held), f"{energy.mean():+.2f}: {told(energy)}"))
+    offsets = gains((sensitive, "untrained gate, offset"), (sensitive, "untrained gate, energy"))
+    claims.append(mostly("offsets help an untrained gate (there +0.4 to +3.5, classes +34)", offsets))
+    trained = gains((ours, "gate on val, offset"), (ours, "gate on val, energy"))
+    text = f"offsets change a trained gate by less than {NOISE:.0f} point (all train, from best expert)"
+    claims.append(claim(text, bool(np.abs(trained).max() < NOISE), told(trained)))
+    logits = gains((sensitive, "gate on train, energy, logit fusion"), (sensitive, "gate on train, energy"))
+    claims.append(
+        claim(
+            f"fused logits are within {NOISE:.0f} point of fused probabilities, but for classes (there -3.0)",
+            all(abs(gain) <= NOISE for gain, column in zip(logits, columns, strict=True) if column not in split),
+            told(logits),
+        )
+    )
+    for column in split:
+        row = (sensitive, "untrained gate, energy")
+        lost = (accuracy[row, column] - accuracy[(sensitive, "uniform mean"), column]).mean()
+        text = f"{column}: energies alone trust a private model that knows other classes (weight 0.84, 31 points lost)"
+        claims.append(
+            claim(
+                text, bool(lost < -NOISE), f"weight {weight[row, column].mean():.2f}, {lost:+.1f} to the uniform mean"
+            )
+        )
+    return claims
+
+
+TABLES = {"clustering": clustering_table, "gate": gate_table}
+
+
 def main() -> None:
     parser = parser_of(__doc__, "scmoe-pfl")
-    parser.add_argument("--table", choices=["methods", "clustering"], default="methods", help="17.1 (default) or 17.2")
+    parser.add_argument("--table", choices=["methods", *TABLES], default="methods", help="17.1 (default), 17.2 or 17.3")
     parser.add_argument("--full", action="store_true", help="17.1: CIFAR-10 in the paper's size")
     arguments = parser.parse_args()
-    if arguments.full and arguments.table == "clustering":
-        parser.error("--full is for --table methods: section 17.2 has one size")
-    if arguments.table == "clustering":
-        clustering_table(arguments)
+    if arguments.full and arguments.table in TABLES:
+        parser.error("--full is for --table methods: sections 17.2 and 17.3 have one size")
+    if arguments.table in TABLES:
+        TABLES[arguments.table](arguments)
         return
     settings = FULL if arguments.full else SETTINGS
     columns = chosen(settings, arguments)
-    found = {column: measure(column, list(METHODS.values()), settings[column], arguments) for column in columns}
-    spec = {(row, column): figure for row in METHODS for column, figure in zip(SETTINGS, SPEC[row], strict=False)}
+    found = {column: rows_of(column, settings[column], arguments) for column in columns}
+    rows = [*METHODS, *ON_ALL_DATA]
+    spec = {(row, column): figure for row in rows for column, figure in zip(SETTINGS, SPEC[row], strict=False)}
     show(
         "Accuracy / macro F1 / standard deviation over the devices (the specification's accuracy)",
         columns,
-        {row: [cell(found[c][METHODS[row]], spec.get((row, c))) for c in columns] for row in METHODS},
+        {row: [cell(found[c][row], spec.get((row, c))) for c in columns] for row in rows},
     )
     show(
         "Silhouette of the clusters (range over the seeds)",
         [*columns, "specification, digits"],
-        {row: [*(silhouette(found[c][METHODS[row]]) for c in columns), told] for row, told in CLUSTERED.items()},
+        {row: [*(silhouette(found[c][row]) for c in columns), told] for row, told in CLUSTERED.items()},
     )
     claims = judge(found)
     figures = [
         {
             "setting": column,
             "method": row,
-            "accuracy": over_seeds(found[column][method], points).tolist(),
-            "macro_f1": over_seeds(found[column][method], lambda run: 100 * run.macro_f1).tolist(),
-            "std": over_seeds(found[column][method], lambda run: 100 * run.std).tolist(),
-            "silhouette": [run.details.get("silhouette") for run in found[column][method]],
+            "accuracy": over_seeds(found[column][row], points).tolist(),
+            "macro_f1": over_seeds(found[column][row], lambda run: 100 * run.macro_f1).tolist(),
+            "std": over_seeds(found[column][row], lambda run: 100 * run.std).tolist(),
+            "silhouette": [run.details.get("silhouette") for run in found[column][row]],
             "spec": spec.get((row, column)),
         }
         for column in columns
-        for row, method in METHODS.items()
+        for row in rows
     ]
     write(arguments, figures, claims)
 

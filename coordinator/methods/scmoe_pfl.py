@@ -34,7 +34,18 @@ from coordinator.methods import (
 from coordinator.methods.cohort import Choice, ChoosingState, drawn, learned
 from coordinator.methods.silence import results
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, DescribeLabels, FitMixture, Installed, LabelsDescribed, Start, Train, Trained
+from fedge.messages import (
+    Alone,
+    BlobRef,
+    DescribeLabels,
+    FitMixture,
+    GateData,
+    Installed,
+    LabelsDescribed,
+    Start,
+    Train,
+    Trained,
+)
 from fedge.tensors import Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -82,9 +93,11 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one,
     or `n_clusters`, which of MCTC is the most there may be;
     labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
-    `alone`: without gate and private model, the experts averaged, or the best on validation samples;
-    `gate` uniform: the mean of all outputs; `energy` false: without energy;
-    `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all; n_clusters=1 with energy=false: PFMoE-style.
+    `alone`: without gate and private model, the experts averaged, or the best on validation samples; or without gate
+    and experts, the private model, where a device has one;
+    `gate`: the samples it learns from; untrained: equal priors, energies alone decide; uniform: the mean of all
+    outputs; `energy` false: without energy; `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all;
+    n_clusters=1 with energy=false: PFMoE-style.
     `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
     cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
     """
@@ -104,7 +117,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
         Idle(
             ("gate", "top", "energy", "energy_offset", "temperature", "space"),
-            {"alone": ("average", "best")},
+            {"alone": ("average", "best", "private")},
             "one model is all that there is",
         ),
         Idle(
@@ -129,14 +142,14 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     private_data: Literal["all", "sensitive"] | None = None
     private_start: Literal["best", "initial"] | None = None
     private_steps: Annotated[int, Meta(ge=0)] | None = None
-    gate: Literal["validation", "training", "uniform"] | None = None
+    gate: GateData | None = None
     n_components: Annotated[int, Meta(ge=1)] | None = None
     component_energy: Annotated[float, Meta(gt=0, le=1)] | None = None
     centred: bool = False
     theta: Annotated[float, Meta(ge=-1, le=1)] = 0.9
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] | None = None
-    alone: Literal["average", "best"] | None = None
+    alone: Alone | None = None
     top: Annotated[int, Meta(ge=1, le=64)] = 2
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     space: Literal["prob", "logit"] = "prob"

@@ -21,6 +21,7 @@ from coordinator.simulation.federation import Federation, Samples
 from coordinator.simulation.outcome import Score, score
 from edge_agent.worker import Worker
 from fedge import bundle, preprocess
+from fedge.messages import Role
 from fedge.models.training import CPU, Network
 from fedge.tensors import Model
 
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The end of a device's run: its score, and whether it is of an installed bundle."""
+    """The end of a device's run: its score, whether it is of an installed bundle, its private model's mean weight."""
 
     score: Score
     bundle: bool
+    private_weight: float | None = None
 
 
 class Evaluation:
@@ -89,8 +91,11 @@ class Evaluation:
                 if folder is None:
                     without.append(i)
                     continue
-                predicted = deploy.load(folder).predict(share.x_test).class_index
-                found[i] = Final(score(predicted, share.y_test), bundle=True)
+                runtime = deploy.load(folder)
+                said = runtime.predict(share.x_test)
+                private = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
+                weight = float(said.weights[:, private].mean()) if any(private) else None
+                found[i] = Final(score(said.class_index, share.y_test), bundle=True, private_weight=weight)
         if without:
             served = self.now(method, state, fleet)
             found |= {i: Final(served[i], bundle=False) for i in without}

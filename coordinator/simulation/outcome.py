@@ -24,7 +24,8 @@ class Score(Struct, frozen=True, kw_only=True):
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
     """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
 
-    `newcomer`: it came when training was over.
+    `newcomer`: it came when training was over. `private_weight`: of the private model in the bundle, mean over
+    the test samples; None: there is none, or the run did not say.
     """
 
     id: str
@@ -34,6 +35,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     trained: int
     bundle: bool
     newcomer: bool = False
+    private_weight: float | None = None
 
 
 class Point(Struct, frozen=True, kw_only=True):

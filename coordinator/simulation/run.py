@@ -126,6 +126,7 @@ def _devices(federation: Federation, state: State, final: dict[str, Final]) -> t
             trained=state.participations.get(i, 0),
             bundle=final[i].bundle,
             newcomer=i in federation.newcomers,
+            private_weight=final[i].private_weight,
         )
         for i, share in federation.shares.items()
     )

@@ -61,6 +61,11 @@ class DeviceData:
         """D_iL: inputs and labels of the training samples that are not sensitive."""
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
 
+    @property
+    def labelled(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Inputs and labels of the training samples, then of the validation samples."""
+        return np.concatenate([self.x_train, self.x_val]), np.concatenate([self.y_train, self.y_val])
+
     def class_counts(self, n_classes: int, *, with_validation: bool = False) -> NDArray[np.int64]:
         """c_i: how many training samples, or training and validation samples, there are of each class, (C,)."""
         labels = np.concatenate([self.y_train, self.y_val]) if with_validation else self.y_train

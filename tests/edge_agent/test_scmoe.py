@@ -130,6 +130,39 @@ def test_offsets_never_leaves_raw_energies(tmp_path, blobs) -> None:
     np.testing.assert_allclose(runtime.predict(data.x_val).energies.T, raw, atol=1e-4)
 
 
+def test_an_untrained_gate_leaves_all_to_the_energies(tmp_path, blobs) -> None:
+    """17.3: equal priors, however many samples there are; with offsets where an untrained gate has them (11.4)."""
+    worker, _, runtime = fitted(tmp_path, blobs, gate="untrained", energy_offset="never")
+    x = worker.data.x_val
+    assert (gate_scores(tmp_path, x) == 0).all()
+    expected = printed_formula(np.zeros((len(x), 4)), logits_of_candidates(worker, tmp_path, x))
+    np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
+    _, _, levelled = fitted(tmp_path / "offset", blobs, gate="untrained")
+    np.testing.assert_allclose(levelled.predict(x).energies.mean(axis=0), 0, atol=1e-5)
+
+
+def test_the_gate_learns_from_what_the_order_says(tmp_path, blobs) -> None:
+    """Other validation or other training labels change the gates that learn from them, and no others."""
+    data = make_data()
+    others = {
+        "validation": replace(data, y_val=(data.y_val + 1) % 3),
+        "training": replace(data, y_train=(data.y_train + 1) % 3),
+    }
+    for gate_data, learns in [
+        ("validation", {"validation"}),
+        ("training", {"training"}),
+        ("training+validation", {"validation", "training"}),
+        ("untrained", set()),
+    ]:
+        found = {}
+        for name, d in {"as it is": data, **others}.items():
+            folder = tmp_path / gate_data / name
+            one = (Start(model=blobs.model(10, 4.0)), Start(model=blobs.model(11, 4.0)))
+            fitted(folder, blobs, d, experts=one, gate=gate_data, sgd=Sgd(steps=0), private_start="initial")
+            found[name] = read(folder / "bundles" / "1").manifest.gate.digest
+        assert {name for name in others if found[name] != found["as it is"]} == learns
+
+
 def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
     worker, _, runtime = fitted(tmp_path, blobs, experts=2, gate="uniform")
     logits = logits_of_candidates(worker, tmp_path, worker.data.x_val)
@@ -156,6 +189,18 @@ def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> No
     logits = worker.logits(models[ranks.index(max(ranks))], worker.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, expected, atol=1e-5)
+
+
+def test_the_private_model_can_serve_alone(tmp_path, blobs) -> None:
+    """Section 17.1: the same that the mixture has; a device without one mixes its experts."""
+    worker, result, runtime = fitted(tmp_path / "alone", blobs, alone="private")
+    assert result.roles == (Role.PRIVATE,)
+    fitted(tmp_path / "mixed", blobs)
+    alone, mixed = (read(tmp_path / name / "bundles" / "1").manifest.candidates[0] for name in ("alone", "mixed"))
+    assert alone.part == mixed.part
+    np.testing.assert_allclose(runtime.predict(worker.data.x_val).weights, 1)
+    _, without, _ = fitted(tmp_path / "without", blobs, make_data(0, 0), alone="private")
+    assert set(without.roles) == {Role.EXPERT}
 
 
 def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> None:

@@ -169,7 +169,8 @@ async def test_the_best_experts_come_back_with_the_clusters_that_devices_were_at
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"preset": "paper"}, {"clustering": "k-means"}, {"alone": "average"}, {"alone": "best"}]
+    "options",
+    [{}, {"preset": "paper"}, {"clustering": "k-means"}, {"alone": "average"}, {"alone": "best"}, {"alone": "private"}],
 )
 async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
@@ -178,8 +179,9 @@ async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     assert load(dump(state), ScmoeState) == state
     assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
     for device_id, result in state.installed.items():
-        expected = Role.EXPERT if options.get("alone") else Role.PRIVATE
+        expected = Role.EXPERT if options.get("alone") in {"average", "best"} else Role.PRIVATE
         assert result.roles[0] is expected
+        assert (len(result.roles) == 1) == ("alone" in options)
         assert result.max_abs_diff < 1e-4
         prediction = load_bundle(tmp_path / device_id / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32))
         np.testing.assert_allclose(prediction.probabilities.sum(axis=1), 1, atol=1e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.simulated import run
-from coordinator.methods import make
+from coordinator.methods import Option, make
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.settings import Scenario
@@ -18,9 +18,9 @@ from fedge.tensors import flatten, from_bytes
 SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
 
 
-async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO):
+async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):
     federation = deal(scenario, 0)
-    method = make(name, scenario.for_method(0, {}), task=federation.task, reserved=federation.reserved)
+    method = make(name, scenario.for_method(0, options or {}), task=federation.task, reserved=federation.reserved)
     fleet, first, workers = gather(federation, scenario, 0, tmp_path)
     state = await run(method, method.initial(federation.layout, first), fleet)
     return federation, method, fleet, workers, state
@@ -62,6 +62,17 @@ async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
         (candidate,) = bundle.read(folder).manifest.candidates
         model = flatten(from_bytes((folder / candidate.part.file_name).read_bytes()), federation.layout)
         assert end.score.accuracy == pytest.approx(accuracy(federation, i, model))
+
+
+async def test_the_end_tells_what_the_private_model_weighs(tmp_path: Path) -> None:
+    options = {"gate": "uniform"}
+    federation, method, fleet, workers, state = await finished(tmp_path / "a", "scmoe-pfl", options=options)
+    for i, end in Evaluation(federation, workers).finally_(method, state, fleet).items():
+        assert end.private_weight == pytest.approx(1 / len(state.installed[i].roles))
+    federation, method, fleet, workers, state = await finished(tmp_path / "b", "fedavg")
+    assert {end.private_weight for end in Evaluation(federation, workers).finally_(method, state, fleet).values()} == {
+        None
+    }
 
 
 async def test_a_device_without_bundle_is_judged_by_what_it_is_served_and_marked(tmp_path: Path) -> None:

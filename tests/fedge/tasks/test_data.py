@@ -26,6 +26,12 @@ def test_shared_samples_are_those_that_are_not_sensitive() -> None:
     assert (data().n_train, data().n_shared) == (4, 2)
 
 
+def test_labelled_samples_are_those_for_training_and_then_those_for_validation() -> None:
+    x, y = data().labelled
+    assert x.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 0], [0, 0]]
+    assert y.tolist() == [0, 2, 2, 1, 0, 0]
+
+
 def test_class_counts() -> None:
     assert data().class_counts(4).tolist() == [1, 1, 2, 0]
     assert data().class_counts(4, with_validation=True).tolist() == [3, 1, 2, 0]
