@@ -116,7 +116,7 @@ class ReservedSet:
                 continue
             n = int(own.sum())
             steps = epochs * -(-n // min(sgd.batch_size, n))
-            plain = msgspec.structs.replace(sgd, steps=steps, proximal_mu=0.0)
+            plain = msgspec.structs.replace(sgd, steps=steps, epochs=0, proximal_mu=0.0)
             with seeded(seed, self._network.processor):
                 self._network.load(start)
                 rng = np.random.default_rng((seed, j))

@@ -88,6 +88,10 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
     seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
     local_steps: Annotated[int, Meta(ge=1, description="SGD steps per participation.")] = 10
+    local_epochs: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Passes over a device's own samples per participation, instead of the steps."),
+    ] = None
     batch_size: Annotated[int, Meta(ge=1, description="Samples per step.")] = 32
     learning_rate: Annotated[float, Meta(gt=0, description="Of the devices' SGD.")] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9

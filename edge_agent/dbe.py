@@ -97,7 +97,7 @@ def learn(
     g = tensor(goal, network.processor)
     head = models.head_of(network.module, network.layout)
     with MeanRegularised(head, offset, g, momentum=keep.momentum, kappa=keep.kappa) as loss:
-        Trainer(network, *shared, sgd, rng, loss=loss).run(sgd.steps, stop)
+        Trainer(network, *shared, sgd, rng, loss=loss).run(sgd.steps_for(len(shared[1])), stop)
     return network.dump(), {OFFSET: offset.detach().cpu().numpy()}
 
 

@@ -46,9 +46,9 @@ def learn(
         ProtocolError: `not-finite`, training diverged.
     """
     network.load(w)
-    Trainer(network, *shared, sgd, rngs[0]).run(sgd.steps, stop)
+    Trainer(network, *shared, sgd, rngs[0]).run(sgd.steps_for(len(shared[1])), stop)
     trained = network.dump()
     network.load(w if mine is None else flatten(mine, network.layout))
     drawn = msgspec.structs.replace(sgd, proximal_mu=keep.proximal_lambda)
-    Trainer(network, *training, drawn, rngs[1], anchor=w.params).run(sgd.steps, stop)
+    Trainer(network, *training, drawn, rngs[1], anchor=w.params).run(sgd.steps_for(len(training[1])), stop)
     return trained, unflatten(network.dump(), network.layout)

@@ -71,7 +71,7 @@ def learn(
     counts = tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
     trainer = Trainer(network, *shared, sgd, rngs[0], loss=balanced_softmax(counts.log()))
     x, y = (tensor(each, network.processor) for each in training)
-    for _, batch in zip(range(sgd.steps), batches(len(y), sgd.batch_size, rngs[1]), strict=False):
+    for _, batch in zip(range(sgd.steps_for(len(shared[1]))), batches(len(y), sgd.batch_size, rngs[1]), strict=False):
         trainer.run(1, stop)
         with torch.no_grad():
             f, logits = models.features_and_logits(network.module, x[batch], network.layout)

@@ -36,12 +36,13 @@ def learn(
         ProtocolError: `not-finite`, training diverged.
         ConfigError: the network has no head.
     """
+    steps = sgd.steps_for(len(shared[1]))
     network.load(start)
     if keep.head_steps:
         Trainer(network, *shared, sgd, rng, moves=Part.HEAD).run(keep.head_steps, stop)
-        Trainer(network, *shared, sgd, rng, moves=Part.BASE).run(sgd.steps, stop)
+        Trainer(network, *shared, sgd, rng, moves=Part.BASE).run(steps, stop)
     else:
-        Trainer(network, *shared, sgd, rng).run(sgd.steps, stop)
+        Trainer(network, *shared, sgd, rng).run(steps, stop)
     trained = network.dump()
     tensors = unflatten(trained, network.layout)
     return trained, {info.name: tensors[info.name] for info in network.layout.part(keep.private).tensors}

@@ -121,9 +121,11 @@ def _is_plain(action: Train) -> bool:
 
 def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
     """Jobs that can share a stack: same network, same training, same measurements; alike in samples, so few pads."""
-    alike: dict[tuple[str, Sgd, bool], list[_Ready]] = defaultdict(list)
+    alike: dict[tuple[str, Sgd, int, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
-        alike[one.worker.fingerprint, one.action.sgd, one.action.measure].append(one)
+        sgd = one.action.sgd
+        steps = sgd.steps_for(one.worker.data.n_shared)
+        alike[one.worker.fingerprint, sgd, steps, one.action.measure].append(one)
     for members in alike.values():
         most = MOST_WEIGHTS if members[0].worker.processor == CPU else MOST_WEIGHTS_ON_GPU
         n = int(np.clip(most // len(members[0].start.params), 1, MOST_MODELS))
@@ -153,7 +155,7 @@ def _train(group: Sequence[_Ready]) -> dict[int, Outcome]:
     x, y = joined(samples)
     rngs = [np.random.default_rng(one.job.order.seed) for one in group]
     drawn = side_by_side([len(own) for _, own in samples], action.sgd.batch_size, rngs)
-    Trainer(stack, x, y, action.sgd, drawn).run(action.sgd.steps)
+    Trainer(stack, x, y, action.sgd, drawn).run(action.sgd.steps_for(len(samples[0][1])))
     if everything:
         losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
     updates = stack.changes([one.start for one in group])

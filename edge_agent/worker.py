@@ -274,7 +274,8 @@ class Worker:
         start, chosen = self.best_start(action.starts, fetch, action.choose)
         before = self.look(start, measure=action.measure)
         x, y = self.data.shared
-        Trainer(self.network, x, y, action.sgd, np.random.default_rng(order.seed)).run(action.sgd.steps, stop)
+        rng = np.random.default_rng(order.seed)
+        Trainer(self.network, x, y, action.sgd, rng).run(action.sgd.steps_for(len(y)), stop)
         update = self.network.change(start)
         loss_after = mean_loss(self.network, x, y) if action.measure else None
         return self.trained(order, action, chosen, before, loss_after, update)

@@ -129,11 +129,16 @@ class Sgd(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Local training: SGD with momentum (buffer reset at the start), mean cross-entropy."""
 
     steps: Annotated[int, Meta(ge=0, le=10**7)] = 10
+    epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # > 0: as many passes over the samples, instead of `steps`
     batch_size: Annotated[int, Meta(ge=1, le=2**20)] = 32
     learning_rate: Annotated[float, Meta(gt=0, le=100)] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     proximal_mu: NonNegative = 0.0  # FedProx; 0 is plain SGD
     weight_decay: Share = 0.0  # times the weights, added to the gradient as in torch.optim.SGD
+
+    def steps_for(self, n: int) -> int:
+        """How many steps a model takes that learns from n samples: `steps`, or as many as `epochs` passes need."""
+        return -(-self.epochs * n // max(1, min(self.batch_size, n))) if self.epochs else self.steps
 
 
 class Start(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,8 +1,8 @@
 """FedEPC's tables on real digits: planted groups, accuracy, simulated time to a target.
 
 The settings are those of fedepc.md section 8: 8x8 digits, a fifth for testing, 200 images as the proxy set, the rest on
-the devices; a 64-64-10 perceptron, plain SGD with batches of 16 and 10 steps a round (5 epochs over about 31 samples),
-20 % of the devices in a round, 60 rounds. "Personal" is the accuracy on the test images, weighted by each device's own
+the devices, at least 5 each; a 64-64-10 perceptron, plain SGD with batches of 16, 5 epochs a round, 20 % of the devices
+in a round, 60 rounds. "Personal" is the accuracy on the test images, weighted by each device's own
 label shares, mean over devices. Figures in brackets are the specification's; a dash: it has none.
 
   8.1  adjusted Rand index of the clusters against the planted groups, [mean number of clusters]: profiles by a small
@@ -10,8 +10,8 @@ label shares, mean over devices. Figures in brackets are the specification's; a 
   8.2  personal accuracy and models uploaded: FedAvg, FedProx, FedEPC with warm-ups of several lengths, CFIC. "proxy"
        rows have the same extractor and unit as 8.1; "no proxy" is the method as it is without a labelled set
   8.3  simulated time to a personal accuracy, as a share of what random selection without a deadline needs; 4 true
-       groups of 10 devices with 8 to 70 images, log-normal clocks (sigma 0.6), 5 epochs a round, no warm-up:
-       selection alone differs. A round lasts as long as its slowest device (a perceptron takes milliseconds)
+       groups of 10 devices with 8 to 70 images, log-normal clocks (sigma 0.6), no warm-up: selection alone differs. A
+       round lasts as long as its slowest device (a perceptron takes milliseconds)
 
 --metrics prints of the rows of 8.2 what all methods are measured by instead (worst tenth, macro F1, cost until the
 target, ...), of runs of `fedge compare`: there a device keeps 40 % of its images for testing and validation, and trains
@@ -63,7 +63,7 @@ from fedge.tasks import DeviceData, partition, pool
 from fedge.tensors import unflatten
 
 N_PROXY, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
-STEPS, BATCH = 10, 16
+EPOCHS, BATCH, FEWEST = 5, 16, 5
 PI_4_GHZ = 1.8
 TARGETS = (0.95, 0.97, 0.98)
 
@@ -220,7 +220,7 @@ class Federation:
         between: tuple[int, int] | None = None,
     ) -> None:
         self.digits = digits
-        shares = partition(digits.rest, N_DEVICES, sensitive=0.0, seed=seed, **how)
+        shares = partition(digits.rest, N_DEVICES, sensitive=0.0, min_samples=FEWEST, seed=seed, **how)
         self.ids = [f"d{i:03d}" for i in range(N_DEVICES)]
         self.group = {i: share.group for i, share in zip(self.ids, shares, strict=True)}
         rotated = how["how"] == "groups" and how.get("groups") != "labels"
@@ -304,7 +304,7 @@ async def learn(
 
 
 def settings_of(seed: int, rounds: int, rate: float, **options: Any) -> MethodSettings:
-    sgd = Sgd(steps=STEPS, batch_size=BATCH, learning_rate=rate, momentum=0.0)
+    sgd = Sgd(epochs=EPOCHS, batch_size=BATCH, learning_rate=rate, momentum=0.0)
     return MethodSettings(rounds=rounds, participation=0.2, seed=seed, sgd=sgd, codec=Codec.FLOAT32, options=options)
 
 
@@ -344,8 +344,8 @@ def of_compare(rounds: int, arguments: argparse.Namespace) -> list[dict[str, Any
     for setting, (how, rate) in SETTINGS.items():
         fields = {"partition" if key == "how" else key: value for key, value in how.items()} | {
             "set": "digits", "model": f"{Path(__file__).stem}:perceptron", "devices": N_DEVICES, "participation": 0.2,
-            "rounds": rounds, "local_steps": STEPS, "batch_size": BATCH, "momentum": 0.0, "learning_rate": rate,
-            "global_test": TEST_SHARE, "reserved": 0.5,
+            "rounds": rounds, "local_epochs": EPOCHS, "min_samples": FEWEST, "batch_size": BATCH, "momentum": 0.0,
+            "learning_rate": rate, "global_test": TEST_SHARE, "reserved": 0.5,
         }  # fmt: skip
         methods = []
         for row in ACCURACY:
@@ -413,7 +413,7 @@ async def times(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
         for row, (options, _) in SELECTIONS.items():
             with tempfile.TemporaryDirectory() as home:
                 federation = Federation(digits, seed, GROUPED, Path(home), between=(8, 70))
-                settings = settings_of(seed, rounds, 0.01, warm_up=0, clustering="labels", local_epochs=5, **options)
+                settings = settings_of(seed, rounds, 0.01, warm_up=0, clustering="labels", **options)
                 curve, state = await learn(federation, "fedepc", settings, federation.descriptions(labels=True))
             never = 1 - len(state.participations) / N_DEVICES
             found.setdefault(row, []).append(([time_to(curve, t) for t in TARGETS], never, curve[-1][0]))

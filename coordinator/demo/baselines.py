@@ -62,7 +62,7 @@ async def learn(
     shared, alone = fleet("fedavg"), fleet("local")
     method = make("fedavg+ft", settings)
     state = await run(method, method.initial(layout, shared.put(unflatten(first, layout))), shared)
-    steps = {i: settings.sgd.steps * participations.get(i, 0) for i in data}
+    steps = {i: settings.sgd.steps_for(own.n_shared) * participations.get(i, 0) for i, own in data.items()}
     local = await learn_alone(alone, alone.put(unflatten(first, layout)), settings.sgd, steps)
     return Baselines(
         fedavg=shared.get(state.model, layout),

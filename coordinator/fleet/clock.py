@@ -55,7 +55,7 @@ def passes(  # noqa: PLR0911 - a table
             looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(action.starts) - 1) * (n_val or n_shared)
             models = 2 if isinstance(action.keep, KeepModel | KeepHead) else 1
             heads = action.keep.head_steps if isinstance(action.keep, KeepPart) else 0
-            return looks + models * _training(action.sgd, action.sgd.steps + heads, n_shared)
+            return looks + models * _training(action.sgd, action.sgd.steps_for(n_shared) + heads, n_shared)
         case Profile():
             return n_shared
         case Trial():
@@ -71,7 +71,7 @@ def passes(  # noqa: PLR0911 - a table
             tuning = action.fine_tune
             return n_val + (_training(tuning.sgd, max(tuning.checkpoints), n_train) if tuning else 0)
         case FitMixture():
-            return (2 + len(action.experts)) * n_all + _training(action.sgd, action.sgd.steps, n_train)
+            return (2 + len(action.experts)) * n_all + _training(action.sgd, action.sgd.steps_for(n_train), n_train)
         case FitPool():
             return n_all * (1 + action.epochs)
         case _:

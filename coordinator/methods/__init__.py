@@ -63,11 +63,17 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:
-    """The settings of a command as a method's: rounds, learning and codec, under equal names."""
+    """The settings of a command as a method's: rounds, learning and codec, under equal names.
+
+    Raises:
+        ConfigError: both steps and epochs are given.
+    """
     found = msgspec.structs.asdict(given)
     learning = {name: found[name] for name in ("batch_size", "learning_rate", "momentum")}
     own = {name: found[name] for name in ("rounds", "participation", "min_reports", "codec", "train_on")}
-    sgd = Sgd(steps=found["local_steps"], **learning)
+    if found["local_epochs"] and found["local_steps"] != Sgd().steps:
+        raise ConfigError("--local-steps changes nothing with --local-epochs: give one of them")
+    sgd = Sgd(steps=found["local_steps"], epochs=found["local_epochs"] or 0, **learning)
     return MethodSettings(seed=seed, sgd=sgd, options=dict(options), **own)
 
 

@@ -4,8 +4,8 @@ Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Fede
 Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; section numbers are those of our specification of it.
 Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
 use labelled samples of its own (extractor=proxy, and --reserved), the warm-up's model is the extractor of the profiles,
-and D_ref comes from the devices' split halves (4.1). Local work is counted in SGD steps, equal for all devices; section
-8 counts epochs (local_epochs=5), so that time and progress grow with a device's samples. Silent devices rest
+and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs 5`), so
+that time and progress grow with a device's samples; by default all take equally many steps. Silent devices rest
 (`coordinator.methods.silence`). The stop rule of section 6 is off unless asked for: the specification's table 8.2 is
 without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop
 early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower
@@ -62,7 +62,7 @@ from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.proxy import check_samples, trained_extractor
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, LabelsDescribed, Profiled, Sgd, Start, Train, Trained
+from fedge.messages import BlobRef, LabelsDescribed, Profiled, Start, Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
 
@@ -102,7 +102,6 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fairness: bool = True  # overdue devices are asked whatever their time (5.5)
     weighted: bool = False  # means by n_i instead of (15)
     stop: bool = False  # a cluster whose loss falls no more is left as it is (6)
-    local_epochs: Annotated[int, Meta(ge=1)] | None = None  # E; None: everybody does the federation's local steps
     proximal_mu: Annotated[float, Meta(ge=0)] = 0.01  # mu of the local step, (13)
     unit: Annotated[float, Meta(gt=0)] | None = None  # D_ref; None: from the proxy set's classes, or split halves
     gamma: Annotated[float, Meta(ge=0)] = 1.0
@@ -209,7 +208,7 @@ class FedEpc:
         present = awake(state, fleet, r)
         size = cohort_size(len(present), self.settings.participation)
         cohort = uniform(list(present), size, round_rng(self.settings, r))
-        state, answers = await ask(state, fleet, r, "train", {i: self._order(present[i], state.shared) for i in cohort})
+        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, self._order(state.shared)))
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
@@ -218,16 +217,9 @@ class FedEpc:
             shared = moved(Moving(model=shared), mean, state.layout, fleet, gamma=0.0).model
         return self._after(msgspec.structs.replace(state, shared=shared), len(cohort), updates)
 
-    def _order(self, device: Device, model: BlobRef, cluster: int = -1) -> Train:
+    def _order(self, model: BlobRef, cluster: int = -1) -> Train:
         start = Start(model=model, cluster=cluster)
-        return Train(starts=(start,), sgd=self._local(device), codec=self.settings.codec, measure=cluster >= 0)
-
-    def _local(self, device: Device) -> Sgd:
-        """Local work: the federation's steps, or E passes over the device's samples."""
-        epochs, batch = self.options.local_epochs, min(self._sgd.batch_size, max(device.n_samples, 1))
-        if epochs is None:
-            return self._sgd
-        return msgspec.structs.replace(self._sgd, steps=max(1, -(-epochs * device.n_samples // batch)))
+        return Train(starts=(start,), sgd=self._sgd, codec=self.settings.codec, measure=cluster >= 0)
 
     def _after(self, state: FedEpcState, asked: int, updates: dict[str, Trained]) -> FedEpcState:
         r = state.round + 1
@@ -398,7 +390,7 @@ class FedEpc:
         """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
         present = awake(state, fleet, r)
         chosen = self._select(state, present, r)
-        orders = {i: self._order(present[i], state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
+        orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
         ids = list(updates)
@@ -429,7 +421,7 @@ class FedEpc:
     ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
         """Section 5 in each open cluster, by its number; every cluster has random numbers of its own."""
         arms = {
-            k: [arm(present[i], self._local(present[i])) for i in cluster.members if i in present]
+            k: [arm(present[i], self._sgd) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }

@@ -550,11 +550,12 @@ async def personalise(
     work was for nothing.
     """
     asked = awake(state, fleet, r).keys() | state.participations.keys()
-    present = [device.id for device in fleet.devices() if device.id in asked]
+    devices = {device.id: device for device in fleet.devices() if device.id in asked}
+    present = list(devices)
     pilots = drawn(present, round_rng(settings, r)) if options.local_pilot else present
     if options.local == "never":
         pilots = []
-    fits = {i: candidates(state, i, settings, local=i in pilots) for i in present}
+    fits = {i: candidates(state, device, settings, local=i in pilots) for i, device in devices.items()}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     fitted = results(answers, CandidatesFitted)
     if not fitted:
@@ -594,7 +595,8 @@ async def personalise(
         calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
     )
     if pool.local and (late := [i for i in fitted if i not in pilots]):
-        state, _ = await ask(state, fleet, r, "local", {i: candidates(state, i, settings, local=True) for i in late})
+        fits = {i: candidates(state, devices[i], settings, local=True) for i in late}
+        state, _ = await ask(state, fleet, r, "local", fits)
     finish = mixture_of(pool, settings, options)
     state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(fitted, finish))
     return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
@@ -609,9 +611,9 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     pool = state.pool
     assert pool is not None
     state = await seen_anew(state, fleet, r)
-    new = [device.id for device in fleet.devices() if device.id not in state.installed or device.drift]
+    new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
     local = pool.local or (options.local == "pooled" and not options.local_pilot)
-    fits = {i: candidates(state, i, settings, local=local) for i in new}
+    fits = {device.id: candidates(state, device, settings, local=local) for device in new}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     finish = {
         i: mixture_of(pool, settings, options, release=r if i in state.installed else 1)
@@ -647,18 +649,19 @@ def drawn(ids: Sequence[str], rng: np.random.Generator) -> list[str]:
     return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), rng)
 
 
-def candidates(state: FedgeState, device_id: str, settings: MethodSettings, *, local: bool) -> FitCandidates:
+def candidates(state: FedgeState, device: Device, settings: MethodSettings, *, local: bool) -> FitCandidates:
     """What a device fits its candidates from; one that never trained fits as long as is typical.
 
     `local`: whether it fits a local model, too.
     """
     typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
+    rounds = state.participations.get(device.id, typical)
     return FitCandidates(
         global_model=state.shared.model,
-        experts=offered(state, device_id) if state.experts else (),
+        experts=offered(state, device.id) if state.experts else (),
         initial_model=state.initial_model,
         sgd=settings.sgd,
-        local_steps=settings.sgd.steps * state.participations.get(device_id, typical) if local else 0,
+        local_steps=settings.sgd.steps_for(device.n_samples) * rounds if local else 0,
     )
 
 

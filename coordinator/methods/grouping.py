@@ -114,7 +114,7 @@ def arm(device: Device, sgd: Sgd) -> ccmab.Arm:
     return ccmab.Arm(
         id=device.id,
         n_samples=device.n_samples,
-        work=sgd.steps * min(sgd.batch_size, max(device.n_samples, 1)),
+        work=sgd.steps_for(device.n_samples) * min(sgd.batch_size, max(device.n_samples, 1)),
         cpu_ghz=context.cpu_ghz,
         free_ram_gb=context.free_ram_gb,
     )

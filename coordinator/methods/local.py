@@ -58,8 +58,9 @@ class Local:
     async def round(self, state: LocalState, fleet: Fleet) -> LocalState:
         """All devices, once."""
         settings = self.settings
-        steps = max(1, round(settings.rounds * settings.sgd.steps * settings.participation))
-        installed = await learn_alone(fleet, state.model, settings.sgd, {d.id: steps for d in fleet.devices()})
+        rounds = settings.rounds * settings.participation
+        steps = {d.id: max(1, round(rounds * settings.sgd.steps_for(d.n_samples))) for d in fleet.devices()}
+        installed = await learn_alone(fleet, state.model, settings.sgd, steps)
         return msgspec.structs.replace(state, round=1, installed=installed)
 
     def serves(self, state: LocalState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same

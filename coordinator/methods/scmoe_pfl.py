@@ -359,7 +359,7 @@ class ScmoePfl:
     async def _install(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Sections 10 and 11, on every device."""
         o, sgd = self.options, self.settings.sgd
-        sgd = msgspec.structs.replace(sgd, steps=o.private_steps or 0)
+        sgd = msgspec.structs.replace(sgd, steps=o.private_steps or 0, epochs=0)
         orders = {
             device.id: FitMixture(
                 experts=starts(state, device.id),

@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -35,6 +36,10 @@ SHARE_OF_THE_BEST = 0.95
 
 Watch = Callable[[int, int, RunOutcome], None]
 """Is told of every run: how many are done, of how many, and the last one's outcome."""
+
+
+LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples")
+"""Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -94,7 +99,7 @@ class _Run(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Names its file: two runs of different settings never share one."""
         settings = msgspec.to_builtins(self, enc_hook=str)
-        for name in ("newcomers", "marks", "train_on"):  # folders from before there were any go on being of use
+        for name in LATER:
             if getattr(self.scenario, name) == getattr(Scenario(), name):
                 del settings["scenario"][name]
         digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()

@@ -79,6 +79,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         sizes=scenario.sizes.value,
         size_spread=scenario.size_spread,
         marks=scenario.marks.value,
+        min_samples=scenario.min_samples,
         milder=milder,
     )
     width = len(str(n_devices - 1))

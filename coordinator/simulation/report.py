@@ -67,13 +67,19 @@ def lead(comparison: Comparison) -> str:
     scenario = comparison.scenario
     n_devices = len(comparison.runs[0].devices)
     return (
-        f"{n_devices} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of {scenario.local_steps} "
-        f"steps, participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the training samples marked "
+        f"{n_devices} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of {work_of(scenario)}, "
+        f"participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the training samples marked "
         f"sensitive; seeds {', '.join(map(str, comparison.seeds))}. Accuracies are of the installed bundles, run by "
         "ONNX Runtime on each device's own test samples, which no choice has seen. "
         f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
         f" {milder(comparison.runs)}".rstrip()
     )
+
+
+def work_of(scenario: Scenario) -> str:
+    """What a device does in a round."""
+    epochs = scenario.local_epochs
+    return f"{scenario.local_steps} steps" if epochs is None else f"{epochs} epoch{'s' * (epochs > 1)}"
 
 
 def milder(runs: Sequence[RunOutcome]) -> str:

@@ -86,6 +86,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
     iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples dealt evenly before shards.")] = 0.0
     sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = Sizes.EQUAL
     size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
+    min_samples: Annotated[
+        int, Meta(ge=4, description="That each device has, whatever the skew: drawn again or moved if need be.")
+    ] = 20
     samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
     sensitive: Annotated[
         float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
@@ -107,6 +110,10 @@ class Scenario(Struct, frozen=True, kw_only=True):
     ] = 0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
     local_steps: Annotated[int, Meta(ge=1, description="SGD steps per participation.")] = 10
+    local_epochs: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Passes over a device's own samples per participation, instead of the steps."),
+    ] = None
     batch_size: Annotated[int, Meta(ge=1, description="Samples per step.")] = 32
     learning_rate: Annotated[float, Meta(gt=0, description="Of the devices' SGD.")] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9

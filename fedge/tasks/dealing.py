@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 
-MIN_SAMPLES: Final = 20  # per device: enough for a training, a validation and a test part
+MIN_SAMPLES: Final = 20
+"""Of a device, unless other is said: enough for a training, a validation and a test part."""
+FEWEST: Final = 4  # of which two are trained on, one is held out, one is for testing
 _REDRAWS: Final = 100
 _MILDER: Final = "so the devices differ less than was asked for; fewer devices, or more samples, would be better"
 
@@ -62,7 +64,7 @@ def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Gen
 
 @dataclass(slots=True)
 class Milder:
-    """What it took that each device has its 20 samples: draws of the partition, and samples moved after the last."""
+    """What it took that each device has samples enough: draws of the partition, and samples moved after the last."""
 
     draws: int = 1
     moved: int = 0
@@ -76,6 +78,8 @@ def by_label(
     alpha: float,
     rng: np.random.Generator,
     milder: Milder | None = None,
+    *,
+    least: int = MIN_SAMPLES,
 ) -> Ints:
     """Label skew: of each class a device gets a share drawn from Dirichlet(alpha w) within its group.
 
@@ -87,9 +91,10 @@ def by_label(
         alpha: > 0; the smaller, the more differ the devices' classes.
         rng: of the draw.
         milder: is told what minimum sizes took.
+        least: samples that each device has.
 
     Returns:
-        (U,) device of each unit. A draw that leaves a device with fewer than 20 samples is repeated; if 100 draws did
+        (U,) device of each unit. A draw that leaves a device with fewer samples is repeated; if 100 draws did
         not help, units are moved from the largest device; both with a line in the log, since both change the skew.
     """
 
@@ -107,19 +112,26 @@ def by_label(
     milder = milder or Milder()
     for number in range(1, _REDRAWS + 1):
         owners, milder.draws = draw(), number
-        if _sizes(units, owners, len(group_of)).min() >= MIN_SAMPLES:
+        if _sizes(units, owners, len(group_of)).min() >= least:
             if number > 1:
-                log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, MIN_SAMPLES, _MILDER)
+                log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, least, _MILDER)
             return owners
-    return filled_up(units, owners, group_of, rng, milder, own_classes=bool((portions == 0).any()))
+    return filled_up(units, owners, group_of, rng, milder, own_classes=bool((portions == 0).any()), least=least)
 
 
-def evenly(units: Units, weights: Floats, rng: np.random.Generator, milder: Milder | None = None) -> Ints:
+def evenly(
+    units: Units,
+    weights: Floats,
+    rng: np.random.Generator,
+    milder: Milder | None = None,
+    *,
+    least: int = MIN_SAMPLES,
+) -> Ints:
     """No skew of labels: a random order of all units, cut in proportion to the weights (N,)."""
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
-    return filled_up(units, owners, np.zeros(len(weights), np.int64), rng, milder)
+    return filled_up(units, owners, np.zeros(len(weights), np.int64), rng, milder, least=least)
 
 
 def shards(
@@ -129,6 +141,8 @@ def shards(
     iid_share: float,
     rng: np.random.Generator,
     milder: Milder | None = None,
+    *,
+    least: int = MIN_SAMPLES,
 ) -> Ints:
     """Pathological skew: units sorted by label, cut into equal shards, so many shards for each device.
 
@@ -152,22 +166,22 @@ def shards(
     of_shard = rng.permutation(np.repeat(np.arange(n_devices), per_device))
     for device, own in zip(of_shard, np.array_split(in_order, len(of_shard)), strict=True):
         owners[own] = device
-    return filled_up(units, owners, np.zeros(n_devices, np.int64), rng, milder)
+    return filled_up(units, owners, np.zeros(n_devices, np.int64), rng, milder, least=least)
 
 
-def by_user(user: Ints, n_devices: int, rng: np.random.Generator) -> Ints:
+def by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int = MIN_SAMPLES) -> Ints:
     """Natural: a device is a person, and all samples are of that person, (n,); -1 where the person was not drawn.
 
     Raises:
-        ConfigError: there are fewer people, or one has fewer than 20 samples.
+        ConfigError: there are fewer people, or one has fewer than `least` samples.
     """
     n_users = int(user.max()) + 1
     if n_devices > n_users:
         raise ConfigError(f"there are {n_users} people: at most so many devices can be had from them")
     chosen = np.sort(rng.permutation(n_users)[:n_devices])
     counts = np.bincount(user, minlength=n_users)[chosen]
-    if counts.min() < MIN_SAMPLES:
-        raise ConfigError(f"person {chosen[counts.argmin()]} has {counts.min()} samples, a device needs {MIN_SAMPLES}")
+    if counts.min() < least:
+        raise ConfigError(f"person {chosen[counts.argmin()]} has {counts.min()} samples, a device needs {least}")
     owners = np.full(n_users, -1, dtype=np.int64)
     owners[chosen] = np.arange(n_devices)
     return owners[user]
@@ -181,8 +195,9 @@ def filled_up(
     milder: Milder | None = None,
     *,
     own_classes: bool = False,
+    least: int = MIN_SAMPLES,
 ) -> Ints:
-    """Move random units, one at a time, from the largest to the smallest device until each has 20 samples.
+    """Move random units, one at a time, from the largest to the smallest device until each has `least` samples.
 
     `group_of`: (N,) group of each device; units stay in their group, unless the group as a whole is short of them and
     groups do not have classes of their own. `milder` is told how many samples moved.
@@ -192,10 +207,10 @@ def filled_up(
     """
     owners, moved = owners.copy(), 0
     sizes = _sizes(units, owners, len(group_of))
-    while sizes.min() < MIN_SAMPLES:
+    while sizes.min() < least:
         smallest = int(sizes.argmin())
         group = group_of == group_of[smallest]
-        short = not own_classes and sizes[group].sum() < MIN_SAMPLES * group.sum()
+        short = not own_classes and sizes[group].sum() < least * group.sum()
         largest = int(np.where(group | short, sizes, -1).argmax())
         if not sizes[largest]:
             raise ConfigError("a group gets no sample: use a smaller spread of sizes, or fewer groups")
@@ -208,9 +223,7 @@ def filled_up(
     if milder is not None:
         milder.moved = moved
     if moved:
-        log.warning(
-            "event=partition_adjusted moved=%d of=%d min_samples=%d %s", moved, sizes.sum(), MIN_SAMPLES, _MILDER
-        )
+        log.warning("event=partition_adjusted moved=%d of=%d min_samples=%d %s", moved, sizes.sum(), least, _MILDER)
     return owners
 
 

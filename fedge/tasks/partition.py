@@ -19,7 +19,7 @@ from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import arrays, dealing, images
 from fedge.tasks.data import DeviceData
-from fedge.tasks.dealing import MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
+from fedge.tasks.dealing import FEWEST, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
 from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
@@ -61,6 +61,7 @@ def partition(
     sizes: Sizes = "equal",
     size_spread: float = 1.0,
     marks: Marks = "samples",
+    min_samples: int = MIN_SAMPLES,
     milder: Milder | None = None,
 ) -> list[Share]:
     """Deal samples out to devices; equal arguments give equal shares.
@@ -70,7 +71,7 @@ def partition(
     ("rotation"), or it gets its own classes alone ("labels"), or each device of the first group names the classes in an
     order of its own, so that devices contradict each other ("codes"); within a group Dirichlet(alpha). "shards": sorted
     by label, `shards` pieces each, but for `iid_share` of the samples. "natural": a device is a person. "iid": no skew.
-    Each device has at least 20 samples: draws are repeated, then samples are moved, with a line in the log.
+    Each device has at least `min_samples`: draws are repeated, then samples are moved, with a line in the log.
 
     Args:
         pool: the samples; rotation needs square images, natural people.
@@ -87,14 +88,17 @@ def partition(
         sizes: quantity skew (`dealing.relative_sizes`), for dirichlet, groups and iid.
         size_spread: its strength, in [0, 5].
         marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
+        min_samples: of a device, >= 4; fewer than 20 give most of them one to three test samples.
         milder: is told how often was drawn, and how many samples were moved.
 
     Raises:
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
             range.
     """
-    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1:
-        raise ConfigError("a partition needs devices >= 1, alpha > 0 and sensitive in [0, 1]")
+    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or min_samples < FEWEST:
+        raise ConfigError(
+            f"a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and {FEWEST} samples a device or more"
+        )
     most = _most_groups(pool, groups, n_devices)
     if how == "groups" and not 1 <= n_groups <= most:
         raise ConfigError(f"{n_devices} devices can be in 1 to {most} groups by {groups}, not in {n_groups}")
@@ -102,24 +106,24 @@ def partition(
         raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1], a spread of sizes in [0, 5]")
     if sizes != "equal" and how in {"shards", "natural"}:
         raise ConfigError(f"the sizes of {how} devices are given: quantity skew is for dirichlet, groups and iid")
-    if len(pool.y) < MIN_SAMPLES * n_devices:
-        raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {MIN_SAMPLES}")
+    if len(pool.y) < min_samples * n_devices:
+        raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {min_samples}")
     rng = np.random.default_rng(seed)
     units = units_of(pool.y, pool.block)
     group_of = np.arange(n_devices) % n_groups if how == "groups" else np.zeros(n_devices, np.int64)
     if how == "natural":
         if pool.user is None:
             raise ConfigError(f"the samples of {pool.spec.name} do not say which person they come from")
-        owners = dealing.by_user(pool.user, n_devices, rng)
+        owners = dealing.by_user(pool.user, n_devices, rng, least=min_samples)
     else:
         weights = dealing.relative_sizes(n_devices, sizes, size_spread, rng)
         if how == "shards":
-            dealt = dealing.shards(units, n_devices, shards, iid_share, rng, milder)
+            dealt = dealing.shards(units, n_devices, shards, iid_share, rng, milder, least=min_samples)
         elif how == "iid":
-            dealt = dealing.evenly(units, weights, rng, milder)
+            dealt = dealing.evenly(units, weights, rng, milder, least=min_samples)
         else:
             portions = _portions(group_of, weights, pool.spec.n_classes, groups)
-            dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng, milder)
+            dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng, milder, least=min_samples)
         owners = dealt[units.of_sample]
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
     dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]

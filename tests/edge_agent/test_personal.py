@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,16 @@ def test_an_order_done_again_gives_the_same_bytes_and_leaves_the_same_files(
         assert store_of(tmp_path) == files
     assert set(files) == {"r/2", "r/3"}
     assert files["r/2"] != files["r/3"]
+
+
+@every
+def test_epochs_are_passes_over_the_samples_that_an_update_learns_from(tmp_path: Path, blobs: Blobs, name: str) -> None:
+    n = worker(tmp_path).data.n_shared
+    passes = train(name, blobs, sgd=Sgd(epochs=3, batch_size=8))
+    steps = train(name, blobs, sgd=Sgd(steps=math.ceil(3 * n / 8), batch_size=8))
+    one, other = (worker(tmp_path / str(k)).execute(order(a, 1), blobs) for k, a in enumerate((passes, steps)))
+    part, _ = KEEPS[name]
+    np.testing.assert_array_equal(update_of(one, part).params, update_of(other, part).params)
 
 
 @every

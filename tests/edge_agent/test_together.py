@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from dataclasses import replace
@@ -203,6 +204,17 @@ def test_different_starts_and_trainings_do_not_mix(tmp_path):
     ]
     for job, outcome in zip(jobs, execute(jobs), strict=True):
         assert here.update(outcome) == pytest.approx(here.update(job.alone()), rel=1e-3, abs=1e-5)
+
+
+def test_epochs_are_passes_over_each_devices_own_samples(tmp_path, alone):
+    here = Federation(MLP, tmp_path)
+    found = execute(here.jobs(here.train(sgd=Sgd(epochs=2, batch_size=8))))
+    assert alone == ["d6"]
+    for number, job in enumerate(here.jobs(here.train())[:6]):
+        n = job.worker.data.n_shared
+        steps = math.ceil(2 * n / min(8, n))
+        own = here.job(number, here.train(sgd=Sgd(steps=steps, batch_size=8))).alone()
+        assert here.update(found[number]) == pytest.approx(here.update(own), rel=1e-3, abs=1e-5)
 
 
 def test_the_best_of_several_starts_is_chosen_by_each(tmp_path):

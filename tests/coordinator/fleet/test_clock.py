@@ -50,6 +50,7 @@ def test_no_hardware_takes_no_time():
         (train(keep=KeepModel(proximal_lambda=1.0)), 4 * 30 + 10 + 2 * 3 * 7 * 20),
         (train(keep=KeepPart(private=Part.HEAD, head_steps=2)), 4 * 30 + 10 + 3 * 9 * 20),
         (Train(starts=(Start(model=REF),) * 3, sgd=SGD), 4 * 30 + 10 + 2 * 10 + 3 * 7 * 20),
+        (Train(starts=(Start(model=REF),), sgd=Sgd(epochs=3, batch_size=20)), 4 * 30 + 10 + 3 * 5 * 20),
         (Profile(extractor=REF), 30),
         (Trial(global_model=REF, expert=REF), 20),
         (FitCandidates(global_model=REF, initial_model=REF, sgd=SGD, local_steps=100), 50 + 3 * 260 * 20),

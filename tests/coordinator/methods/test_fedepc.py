@@ -256,25 +256,6 @@ async def test_a_proxy_set_that_tells_no_classes_apart_ends_the_federation_with_
         await rounds(of, of.initial(layout, first), fleet, 1)
 
 
-async def test_local_epochs_are_passes_over_the_samples_of_each_device(tmp_path) -> None:
-    fleet, layout, first, groups = four_groups(tmp_path)
-    of = method(local_epochs=5, warm_up=0, clustering="labels", selection="uniform")
-    sent = {}
-    run_ = fleet.run
-
-    async def listen(step, actions):
-        if step == "train":
-            sent.update(actions)
-        return await run_(step, actions)
-
-    fleet.run = listen
-    await rounds(of, of.initial(layout, first), fleet, 1)
-    assert set(sent) == set(groups)
-    for i, order in sent.items():
-        n = fleet.workers[i].data.n_shared
-        assert order.sgd.steps == math.ceil(5 * n / min(SGD.batch_size, n))
-
-
 async def test_a_budget_bounds_the_device_seconds_of_a_cohort(tmp_path) -> None:
     of = method(participation=0.9, budget=1e-9, fairness=False)
     _, state, _ = await clustered(tmp_path, of)  # nobody fits
@@ -463,7 +444,6 @@ def test_deadlines() -> None:
         {"deadline": -1},
         {"clusterings": "aidc"},
         {"gamma": -1},
-        {"local_epochs": 0},
         {"sigma_dp": -0.1},
         {"sigma_dp": 0.1},
         {"budget": 0},

@@ -33,6 +33,7 @@ def test_an_arm_is_the_device_with_the_work_of_one_order() -> None:
     context = Context(device_id="a", cpu_ghz=1.5, free_ram_gb=0.5)
     full = ccmab.Arm(id="a", n_samples=9, work=21, cpu_ghz=1.5, free_ram_gb=0.5)
     assert arm(Device("a", 9, context), sgd) == full
+    assert arm(Device("a", 10), Sgd(epochs=2, batch_size=3)).work == 7 * 3  # two passes over 10 in batches of 3
 
 
 def test_a_profile_of_another_length_is_left_out() -> None:

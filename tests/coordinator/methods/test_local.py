@@ -1,5 +1,7 @@
 """Devices that learn alone: budget, data, nothing sent, bundles."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,15 @@ async def test_the_budget_is_what_a_device_would_have_had(tmp_path, rounds, part
     recorder = Recorder(fleet)
     await method.round(method.initial(layout, first), recorder)
     assert {action.fine_tune.checkpoints for action in recorder.actions} == {(budget,)}
+
+
+async def test_passes_over_a_devices_own_samples_give_each_its_own_budget(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=120)
+    method = make("local", MethodSettings(rounds=4, sgd=Sgd(epochs=2, batch_size=8)))
+    recorder = Recorder(fleet)
+    await method.round(method.initial(layout, first), recorder)
+    expected = [4 * math.ceil(2 * device.n_samples / 8) for device in fleet.devices()]
+    assert [action.fine_tune.checkpoints for action in recorder.actions] == [(steps,) for steps in expected]
 
 
 async def test_every_device_installs_what_it_learned_from_all_its_samples_and_sends_nothing(tmp_path) -> None:

@@ -1,7 +1,10 @@
 from typing import get_args, get_type_hints
 
+import pytest
+
 from coordinator.simulation.settings import CompareSettings, Groups, Partition, Scenario, SimulationSettings, Sizes
 from fedge.config import describe
+from fedge.errors import ConfigError
 from fedge.messages import Sgd
 from fedge.tasks import dealing, partition
 
@@ -11,6 +14,12 @@ def test_the_method_is_told_budget_and_options() -> None:
     settings = scenario.for_method(5, {"base": "dbe"})
     assert (settings.rounds, settings.participation, settings.seed, settings.options) == (7, 0.3, 5, {"base": "dbe"})
     assert settings.sgd == Sgd(steps=4, batch_size=8, learning_rate=0.1, momentum=0.0)
+
+
+def test_passes_over_the_samples_instead_of_steps() -> None:
+    assert Scenario(local_epochs=5).for_method(0, {}).sgd.epochs == 5
+    with pytest.raises(ConfigError, match="--local-steps changes nothing with --local-epochs"):
+        Scenario(local_epochs=5, local_steps=20).for_method(0, {})
 
 
 def test_a_tenth_of_the_rounds_is_between_two_points() -> None:

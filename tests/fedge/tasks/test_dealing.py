@@ -53,24 +53,25 @@ def test_sizes_have_mean_1_and_the_shape_that_was_asked_for() -> None:
     sizes=st.sampled_from(["equal", "log-normal", "power-law"]),
     block=st.sampled_from([1, 5]),
     seed=st.integers(0, 10_000),
+    least=st.sampled_from([4, 10, MIN_SAMPLES]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_deal_gives_each_unit_to_a_device_and_each_device_enough(
-    n_devices: int, n: int, sizes: str, block: int, seed: int
+    n_devices: int, n: int, sizes: str, block: int, seed: int, least: int
 ) -> None:
     y = rng(seed).integers(0, 4, n)
     units = units_of(y, np.arange(n) // block)
     weights = relative_sizes(n_devices, sizes, 1.0, rng(seed))
     whole = np.ones((1, 4))
     for deal in (
-        lambda r: evenly(units, weights, r),
-        lambda r: shards(units, n_devices, 2, 0.2, r),
-        lambda r: by_label(units, whole, np.zeros(n_devices, np.int64), weights, 0.3, r),
+        lambda r: evenly(units, weights, r, least=least),
+        lambda r: shards(units, n_devices, 2, 0.2, r, least=least),
+        lambda r: by_label(units, whole, np.zeros(n_devices, np.int64), weights, 0.3, r, least=least),
     ):
         owners = deal(rng(seed))
         assert owners.shape == units.y.shape
         assert set(owners.tolist()) == set(range(n_devices))
-        assert np.bincount(owners, weights=units.size).min() >= MIN_SAMPLES
+        assert np.bincount(owners, weights=units.size).min() >= least
         np.testing.assert_array_equal(owners, deal(rng(seed)))
 
 
