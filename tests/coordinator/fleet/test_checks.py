@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from coordinator.fleet.checks import ANSWERS, check
@@ -68,8 +69,8 @@ def trained(**changes: object) -> Trained:
     return Trained(**(values | changes))  # type: ignore[arg-type]
 
 
-def installed(*roles: Role) -> Installed:
-    return Installed(bundle_digest="0" * 64, roles=roles, max_abs_diff=0.0)
+def installed(*roles: Role, guarded: bool = False) -> Installed:
+    return Installed(bundle_digest="0" * 64, roles=roles, max_abs_diff=0.0, guarded=guarded)
 
 
 GOOD: list[tuple[Action, Result]] = [
@@ -84,6 +85,7 @@ GOOD: list[tuple[Action, Result]] = [
     (FIT_WEIGHTS, WeightsFitted(weights=({Role.PRIVATE: 0.3, Role.GLOBAL: 0.7}, {Role.GLOBAL: 1.0}), n_validation=3)),
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0, 2.0), beta_losses=((1.0, 1.0, 1.0),) * 2, n_validation=3)),
     (FIT_GATE, installed(Role.PRIVATE, Role.GLOBAL)),
+    (FIT_GATE, installed(Role.PRIVATE, Role.GLOBAL, Role.LOCAL, guarded=True)),
     (Install(global_model=REF, release=1, method="fedavg"), installed(Role.GLOBAL)),
     (Route(gate=REF), Routed(shares=(0.5, 0.5), n_samples=3)),
     (INSTALL_BUNDLE, installed(Role.GLOBAL)),
@@ -114,6 +116,8 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0,), beta_losses=((1.0,) * 3,) * 2, n_validation=3), "wrong-result"),
     (FIT_ENERGY, EnergyFitted(pooled_losses=(1.0, 1.0), beta_losses=((1.0,) * 3,), n_validation=3), "wrong-result"),
     (FIT_GATE, installed(Role.LOCAL), "wrong-result"),
+    (FIT_GATE, installed(Role.EXPERT, Role.LOCAL, guarded=True), "wrong-result"),
+    (msgspec.structs.replace(FIT_GATE, guard=False), installed(Role.LOCAL, guarded=True), "wrong-result"),
     (INSTALL_BUNDLE, Installed(bundle_digest="1" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0), "wrong-result"),
     (SharePrivate(keep=KeepHead()), PrivateShared(module=REF), "wrong-result"),
     (DescribeLabels(), LabelsDescribed(feature=2, n_samples=3), "wrong-result"),
