@@ -27,21 +27,25 @@ def fit_private(
     sgd: Sgd,
     rng: np.random.Generator,
     stop: Callable[[], bool] = never,
+    *,
+    steps: int | None = None,
 ) -> tuple[Model, int]:
     """Fine-tune `start` on all training samples (n >= 1); the model of the chosen checkpoint and its number of steps.
 
     The training ends early when two checkpoints in a row are worse than the best before them, and without validation
-    samples after 40 steps.
+    samples after 40 steps. `steps`: that many, whatever validation says.
     """
     network.load(start)
     trainer = Trainer(network, *training, sgd, rng)
-    if not len(validation[1]):
-        trainer.run(CHECKPOINTS[BASE_CHECKPOINT], stop)
-        return network.dump(), CHECKPOINTS[BASE_CHECKPOINT]
+    if steps is None and not len(validation[1]):
+        steps = CHECKPOINTS[BASE_CHECKPOINT]
+    if steps is not None:
+        trainer.run(steps, stop)
+        return network.dump(), steps
     kept: list[Model] = []
     log_likelihoods: list[float] = []
-    for before, steps in zip((0, *CHECKPOINTS), CHECKPOINTS, strict=False):
-        trainer.run(steps - before, stop)
+    for before, after in zip((0, *CHECKPOINTS), CHECKPOINTS, strict=False):
+        trainer.run(after - before, stop)
         kept.append(network.dump())
         log_likelihoods.append(log_likelihood(network, kept[-1], validation))
         if _overfits(log_likelihoods):

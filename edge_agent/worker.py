@@ -382,11 +382,13 @@ class Worker:
             start, chosen = self.best_start(action.experts, fetch)
             models[Role.EXPERT], cluster = start, chosen.cluster
         initial = self.model(action.initial_model, fetch)
+        if action.private_start == "initial":
+            start = initial
         private_steps = 0
         if data.n_train >= 2:
-            rng = _rng(seed, _PRIVATE)
+            rng, steps = _rng(seed, _PRIVATE), action.private_steps
             models[Role.PRIVATE], private_steps = private_model.fit_private(
-                network, start, training, self.validation, action.sgd, rng, stop
+                network, start, training, self.validation, action.sgd, rng, stop, steps=steps
             )
             if action.local_steps:
                 rng = _rng(seed, _LOCAL)
@@ -503,7 +505,9 @@ class Worker:
         with np.errstate(divide="ignore"):
             scores = np.log(weights) + (beta * found.energies if beta else np.zeros_like(found.energies))
         log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
-        trained = gate.train_gate(self.data.x_val, log_p, scores, seed=seed)
+        trained = GateWeights.untrained(gate.n_features(self.task.input_shape), len(found.roles))
+        if action.gate == "validation":
+            trained = gate.train_gate(self.data.x_val, log_p, scores, seed=seed)
         fused, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
         guard = self._guard(action.calibration, fused) if action.guard else None
         final = self._final_models(found, action.sgd, seed, stop) if action.final_fit else list(found.models)

@@ -220,12 +220,17 @@ class Trial(_Message, frozen=True, kw_only=True, tag="trial"):
 
 
 class FitCandidates(_Message, frozen=True, kw_only=True, tag="fit_candidates"):
-    """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid."""
+    """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid.
+
+    `private_steps` None: as many as validation asks for. `private_start` best: the primary expert, or the global model.
+    """
 
     global_model: BlobRef
     experts: Annotated[tuple[Start, ...], Meta(max_length=64)] = ()
     initial_model: BlobRef
     sgd: Sgd
+    private_start: Literal["initial", "best"] = "best"
+    private_steps: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     local_steps: Count
 
 
@@ -263,6 +268,7 @@ class FitGate(_Message, frozen=True, kw_only=True, tag="fit_gate"):
     shrinkage: Annotated[float, Meta(gt=0)]
     beta: NonNegative
     sgd: Sgd
+    gate: Literal["validation", "untrained"] = "validation"  # section 9; untrained: r = 0
     final_fit: bool = True  # section 10
     guard: bool = True  # section 11
     release: Count

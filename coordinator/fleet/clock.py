@@ -62,7 +62,8 @@ def passes(  # noqa: PLR0911 - a table
             return 2 * n_val
         case FitCandidates():
             looks = (5 + len(action.experts)) * n_val
-            return looks + _training(action.sgd, CANDIDATE_STEPS + action.local_steps, n_train)
+            steps = (action.private_steps or CANDIDATE_STEPS) + action.local_steps
+            return looks + _training(action.sgd, steps, n_train)
         case FitWeights() | FitEnergy():
             return len(action.calibration) * len(action.pooled) * n_val
         case FitGate():

@@ -11,6 +11,7 @@ Silent devices rest (`coordinator.methods.silence`): the bandits see those alone
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
-from coordinator.aggregation.trial import trial_statistic, wants_split
+from coordinator.aggregation.trial import ETA_0, trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
@@ -81,8 +82,17 @@ KAPPAS = {  # kappa, section 7
     Role.LOCAL: (0.0, 0.3, 0.6, 1.0),
 }
 BETAS = (0.0, 0.5, 1.0)  # section 9
+MIXED = {  # what the option `candidates` leaves in the mixture
+    "all": set(Role),
+    "private+expert": {Role.PRIVATE, Role.EXPERT, Role.LOCAL},
+    "private": {Role.PRIVATE},
+    "global": {Role.GLOBAL},
+    "expert": {Role.EXPERT},
+}
+ALONE = ("private", "global", "expert")  # values of it with which one model is all that a device gets
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
 A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
+IMMOVABLE = 1e12  # shrinkage with which no device's weights move
 ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
 
 
@@ -91,26 +101,52 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `selection` within the AIDC groups: ccmab, fastest, stratified under the bandit's deadline; uniform without.
     `clustering` makes the experts: of the updates; aidc: the groups; labels: of label features (CFIC section 3).
-    `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster.
+    `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster;
+    statistic: t > 1 alone, however separable the clusters are.
     `local_pilot`: a tenth of the devices, at least
     ten, fit a local model and decide whether it comes in; others only if it does (section 14).
     Parameters of section 13: `gamma`: server momentum; `rho`: share of the rounds before the trial; `shrinkage`: a of
     the weights, in samples; a large one leaves every device the pooled weights.
-    Ablations of section 15.4: `prior` fixed: T = 1 and the whole prior, of private and local models none; none: without
-    prior, T as it is pooled; `local` never, always: in the mixture, whatever the pool says; `energy` false: beta = 0.
+    Ablations of section 15.4: `prior` fixed: T = 1 and the whole prior, of private and local models none; shared: of
+    private and local models none, else as it is pooled; none: without prior, T as it is pooled; `temperature` false:
+    T = 1; `local` never, always: in the mixture, whatever the pool says; `candidates`: what is mixed; expert: without
+    a split the global model; one alone: without the guard, too; `weights` uniform: all candidates weigh the same;
+    `energy` false: beta = 0; `gate` untrained: r = 0; `private_steps`: of the private model, whatever validation says;
+    `private_start` initial: it learns from the initial model.
     """
 
     IDLE: ClassVar[tuple[Idle, ...]] = (
         Idle(
-            ("final_fit", "guard", "local_pilot", "shrinkage", "prior", "local", "energy"),
+            (
+                *("final_fit", "guard", "local_pilot", "shrinkage", "prior", "temperature", "local"),
+                *("candidates", "weights", "energy", "gate", "private_steps", "private_start"),
+            ),
             {"mode": ("shift",)},
             "no mixture is made",
         ),
         Idle(("local_pilot",), {"local": ("never",)}, "there is no local model to try"),
+        Idle(("temperature",), {"prior": ("fixed",)}, "T = 1 is a part of it"),
+        Idle(("shrinkage",), {"weights": ("uniform",)}, "no device has weights of its own"),
+        Idle(
+            ("guard", "local_pilot", "shrinkage", "local", "weights", "energy", "gate"),
+            {"candidates": ALONE},
+            "one model is all that there is",
+        ),
+        Idle(
+            ("final_fit", "private_steps", "private_start"),
+            {"candidates": ("global", "expert")},
+            "there is no private model",
+        ),
+        Idle(("prior",), {"prior": ("shared",), "candidates": ("global", "expert")}, "there is no private model"),
+        Idle(
+            ("candidates",),
+            {"candidates": ("private+expert",), "split": ("never",)},
+            "the global model is the only expert",
+        ),
     )
     selection: Selection = "ccmab"
     clustering: Clustering = "mctc"
-    split: Literal["trial", "never", "always"] = "trial"
+    split: Literal["trial", "statistic", "never", "always"] = "trial"
     mode: Literal["mixture", "shift"] = "mixture"
     final_fit: bool = True
     guard: bool = True
@@ -118,9 +154,25 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
     rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
     shrinkage: Annotated[float, Meta(gt=0)] = 20.0
-    prior: Literal["pooled", "fixed", "none"] = "pooled"
+    prior: Literal["pooled", "fixed", "shared", "none"] = "pooled"
+    temperature: bool = True
     local: Literal["pooled", "never", "always"] = "pooled"
+    candidates: Literal["all", "private+expert", "private", "global", "expert"] = "all"
+    weights: Literal["learned", "uniform"] = "learned"
     energy: bool = True
+    gate: Literal["validation", "untrained"] = "validation"
+    private_steps: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    private_start: Literal["best", "initial"] = "best"
+
+    @property
+    def alone(self) -> bool:
+        """Whether one model is all that a device gets."""
+        return self.candidates in ALONE
+
+    @property
+    def a(self) -> float:
+        """Shrinkage of the devices' own weights, in samples (section 8)."""
+        return self.shrinkage if self.weights == "learned" else IMMOVABLE
 
 
 class LastUpdate(Struct, frozen=True, kw_only=True):
@@ -457,8 +509,8 @@ async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: 
     if len(clusters) > 1:
         state, deltas = await try_clusters(state, fleet, clusters, r)
     statistic = trial_statistic(list(deltas.values()))
-    by_trial = options.split == "trial"
-    wanted = wants_split(statistic, separability, len(ids)) if by_trial else options.split == "always"
+    by_trial = wants_split(statistic, separability if options.split == "trial" else ETA_0, len(ids))
+    wanted = {"always": True, "never": False}.get(options.split, by_trial)
     splits = len(clusters) > 1 and wanted
     trial = TrialOutcome(
         ids=ids,
@@ -553,9 +605,9 @@ async def personalise(
     devices = {device.id: device for device in fleet.devices() if device.id in asked}
     present = list(devices)
     pilots = drawn(present, round_rng(settings, r)) if options.local_pilot else present
-    if options.local == "never":
+    if options.local == "never" or options.alone:
         pilots = []
-    fits = {i: candidates(state, device, settings, local=i in pilots) for i, device in devices.items()}
+    fits = {i: candidates(state, device, settings, options, local=i in pilots) for i, device in devices.items()}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     fitted = results(answers, CandidatesFitted)
     if not fitted:
@@ -563,13 +615,18 @@ async def personalise(
     roles: list[Role] = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
     n_validation = sum(result.n_validation for result in fitted.values())
     pooling = n_validation >= ENOUGH_VALIDATION
-    calibration = {role: calibrate(role, fitted.values(), pooling=pooling, prior=options.prior) for role in roles}
+    calibration = {
+        role: calibrate(role, fitted.values(), pooling=pooling, prior=options.prior, temperature=options.temperature)
+        for role in roles
+    }
+    mixed = roles_mixed(roles, options)
+    weighing = pooling and len(mixed) > 1
 
     # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
     # Only who has a local model has a say where it is about the variant with it.
-    variants: list[list[Role]] = [[role for role in roles if role is not Role.LOCAL], roles]
+    variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
     pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
-    for turn in ("weights-1", "weights-2") if pooling else ():
+    for turn in ("weights-1", "weights-2") if weighing and options.weights == "learned" else ():
         order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
         state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.silent})
         weighed = results(answers, WeightsFitted)
@@ -580,8 +637,8 @@ async def personalise(
 
     # Sections 8 and 9: is the local model worth having; how much does the energy count.
     chosen, beta = int(options.local == "always" and Role.LOCAL in roles), 0.0
-    if pooling:
-        energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=options.shrinkage)
+    if weighing:
+        energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=options.a)
         state, answers = await ask(state, fleet, r, "energy", {i: energy for i in fitted if i not in state.silent})
         measured = results(answers, EnergyFitted)
         piloted = [m for i, m in measured.items() if i in pilots]
@@ -595,10 +652,10 @@ async def personalise(
         calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
     )
     if pool.local and (late := [i for i in fitted if i not in pilots]):
-        fits = {i: candidates(state, devices[i], settings, local=True) for i in late}
+        fits = {i: candidates(state, devices[i], settings, options, local=True) for i in late}
         state, _ = await ask(state, fleet, r, "local", fits)
-    finish = mixture_of(pool, settings, options)
-    state, answers = await ask(state, fleet, r, "gate", dict.fromkeys(fitted, finish))
+    finish = {i: mixture_of(pool, result, settings, options) for i, result in fitted.items()}
+    state, answers = await ask(state, fleet, r, "gate", finish)
     return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
 
 
@@ -612,12 +669,12 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     assert pool is not None
     state = await seen_anew(state, fleet, r)
     new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
-    local = pool.local or (options.local == "pooled" and not options.local_pilot)
-    fits = {device.id: candidates(state, device, settings, local=local) for device in new}
+    local = pool.local or (options.local == "pooled" and not (options.local_pilot or options.alone))
+    fits = {device.id: candidates(state, device, settings, options, local=local) for device in new}
     state, answers = await ask(state, fleet, r, "candidates", fits)
     finish = {
-        i: mixture_of(pool, settings, options, release=r if i in state.installed else 1)
-        for i in results(answers, CandidatesFitted)
+        i: mixture_of(pool, result, settings, options, release=r if i in state.installed else 1)
+        for i, result in results(answers, CandidatesFitted).items()
     }
     state, answers = await ask(state, fleet, r, "gate", finish)
     installed = state.installed | results(answers, Installed)
@@ -649,7 +706,9 @@ def drawn(ids: Sequence[str], rng: np.random.Generator) -> list[str]:
     return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), rng)
 
 
-def candidates(state: FedgeState, device: Device, settings: MethodSettings, *, local: bool) -> FitCandidates:
+def candidates(
+    state: FedgeState, device: Device, settings: MethodSettings, options: Options, *, local: bool
+) -> FitCandidates:
     """What a device fits its candidates from; one that never trained fits as long as is typical.
 
     `local`: whether it fits a local model, too.
@@ -661,20 +720,34 @@ def candidates(state: FedgeState, device: Device, settings: MethodSettings, *, l
         experts=offered(state, device.id) if state.experts else (),
         initial_model=state.initial_model,
         sgd=settings.sgd,
+        private_start=options.private_start,
+        private_steps=options.private_steps,
         local_steps=settings.sgd.steps_for(device.n_samples) * rounds if local else 0,
     )
 
 
-def mixture_of(pool: Pool, settings: MethodSettings, options: Options, *, release: int = 1) -> FitGate:
-    """The last step on a device, with what was pooled."""
+def roles_mixed(roles: Sequence[Role], options: Options) -> list[Role]:
+    """Those of the devices' candidates that the option `candidates` leaves in the mixture, at least one."""
+    wanted = MIXED[options.candidates]
+    if Role.EXPERT in wanted and Role.EXPERT not in roles:  # no split
+        wanted = wanted | {Role.GLOBAL}
+    return [role for role in roles if role in wanted] or [Role.GLOBAL]
+
+
+def mixture_of(
+    pool: Pool, fitted: CandidatesFitted, settings: MethodSettings, options: Options, *, release: int = 1
+) -> FitGate:
+    """The last step on a device, with what was pooled; who has none of the candidates takes the global model."""
+    weights = pool.weights if pool.weights.keys() & fitted.losses.keys() else {Role.GLOBAL: 1.0}
     return FitGate(
-        calibration={role: pool.calibration[role] for role in pool.weights},
-        pooled=pool.weights,
-        shrinkage=options.shrinkage,
+        calibration={role: pool.calibration[role] for role in weights},
+        pooled=weights,
+        shrinkage=options.a,
         beta=pool.beta,
         sgd=settings.sgd,
+        gate=options.gate,
         final_fit=options.final_fit,
-        guard=options.guard,
+        guard=options.guard and not options.alone,
         release=release,
     )
 
@@ -684,15 +757,19 @@ def calibrate(
     fitted: Iterable[CandidatesFitted],
     *,
     pooling: bool,
-    prior: Literal["pooled", "fixed", "none"] = "pooled",
+    prior: Literal["pooled", "fixed", "shared", "none"] = "pooled",
+    temperature: bool = True,
 ) -> Calibration:
-    """Section 7: the (T, kappa) with the smallest pooled loss; section 12's defaults where too few samples speak."""
-    losses = [result.losses[role] for result in fitted if role in result.losses]
-    kappas: tuple[float, ...] = KAPPAS[role]
+    """Section 7: the (T, kappa) with the smallest pooled loss; section 12's defaults where too few samples speak.
+
+    `temperature`, `prior`: what there is to choose, as the options of the method say.
+    """
+    shared = role in {Role.GLOBAL, Role.EXPERT}
     if not pooling or prior == "fixed":
-        whole = prior != "none" and role in {Role.GLOBAL, Role.EXPERT}
-        return Calibration(temperature=1.0, kappa=1.0 if whole else 0.0)
-    if prior == "none":  # the first kappa of each T
-        losses, kappas = [sums[:: len(kappas)] for sums in losses], kappas[:1]
-    best = pooled_choice(losses)
-    return Calibration(temperature=TEMPERATURES[best // len(kappas)], kappa=kappas[best % len(kappas)])
+        return Calibration(temperature=1.0, kappa=1.0 if shared and prior != "none" else 0.0)
+    corrects = prior == "pooled" or (prior == "shared" and shared)
+    grid = list(itertools.product(TEMPERATURES, KAPPAS[role]))
+    allowed = [n for n, (t, kappa) in enumerate(grid) if (temperature or t == 1) and (corrects or kappa == 0)]
+    losses = [result.losses[role] for result in fitted if role in result.losses]
+    t, kappa = grid[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]
+    return Calibration(temperature=t, kappa=kappa)

@@ -32,6 +32,14 @@ def test_without_validation_samples_it_is_the_model_after_40_steps():
     assert (model.params == fit(network, START, samples(40, 0), Sgd(), 40, rng()).params).all()
 
 
+@pytest.mark.parametrize("validation", [NONE, samples(60, 5, shift=1)])
+def test_a_given_number_of_steps_is_taken_whatever_validation_says(validation):
+    network = Network(TASK)
+    model, steps = fit_private(network, START, samples(40, 0), validation, Sgd(learning_rate=0.2), rng(), steps=33)
+    assert steps == 33
+    assert (model.params == fit(network, START, samples(40, 0), Sgd(learning_rate=0.2), 33, rng()).params).all()
+
+
 def test_a_later_checkpoint_needs_validation_to_ask_for_it():
     network, sgd = Network(TASK), Sgd(learning_rate=0.005)
     training, validation = samples(90, 0), samples(60, 5)

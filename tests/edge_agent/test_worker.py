@@ -104,9 +104,10 @@ def candidates_order(blobs, experts=2):
     )
 
 
-def gate_order(pooled=WITH_LOCAL, release=3):
+def gate_order(pooled=WITH_LOCAL, release=3, **changes):
     calibration = {role: CALIBRATION[role] for role in pooled}
-    return order(FitGate(calibration=calibration, pooled=pooled, shrinkage=20.0, beta=0.5, sgd=SGD, release=release))
+    action = FitGate(calibration=calibration, pooled=pooled, shrinkage=20.0, beta=0.5, sgd=SGD, release=release)
+    return order(msgspec.structs.replace(action, **changes))
 
 
 def shuffled(labels, chosen, seed=9):
@@ -285,6 +286,39 @@ def test_the_whole_personalisation_ends_in_a_bundle_that_predicts(tmp_path, blob
     runtime = load(tmp_path / "bundles" / "4")
     accuracy = np.mean(runtime.predict(data.x_val).class_index == data.y_val)
     assert accuracy > 0.7
+
+
+def test_the_private_model_may_start_from_the_initial_model_and_take_a_number_of_steps(tmp_path, blobs):
+    """As it would learn from the initial model if that were the global one; the final fit then takes as many steps."""
+    first = blobs.model(0)
+    plain = FitCandidates(global_model=first, initial_model=first, sgd=SGD, local_steps=0)
+    shared = FitCandidates(global_model=blobs.model(1), initial_model=first, sgd=SGD, local_steps=0)
+    losses, kept = {}, {}
+    for name, action in {
+        "best": shared,
+        "initial": msgspec.structs.replace(shared, private_start="initial"),
+        "initial, 7": msgspec.structs.replace(shared, private_start="initial", private_steps=7),
+        "plain": plain,
+        "plain, 7": msgspec.structs.replace(plain, private_steps=7),
+    }.items():
+        worker = Worker("d", TASK, make_data(), tmp_path / name)
+        losses[name] = worker.execute(order(action), blobs).result.losses[Role.PRIVATE]
+        kept[name] = worker._kept()
+    assert losses["initial"] == losses["plain"] != losses["best"]
+    assert losses["initial, 7"] == losses["plain, 7"] != losses["plain"]
+    assert kept["initial, 7"].private_steps == 7
+    assert kept["initial, 7"].private_start == kept["plain"].private_start != kept["best"].private_start
+
+
+def test_without_the_gate_the_weights_are_the_same_for_every_sample(tmp_path, blobs):
+    data = make_data()
+    worker = Worker("d", TASK, data, tmp_path)
+    worker.execute(candidates_order(blobs), blobs)
+    for release, learns in {3: "validation", 4: "untrained"}.items():
+        installed = worker.execute(gate_order(release=release, gate=learns, beta=0.0), blobs).result
+        assert isinstance(installed, Installed), installed
+        spread = np.ptp(load(tmp_path / "bundles" / str(release)).predict(data.x_val).weights, axis=0).max()
+        assert spread > 1e-3 if learns == "validation" else spread < 1e-6
 
 
 def test_the_prior_while_choosing_does_not_see_the_validation_labels(tmp_path):

@@ -28,6 +28,8 @@ SEED = 5
 ROUNDS = {"fedge": 8}
 """fedge profiles after six rounds with everybody."""
 OPTIONS: dict[str, dict[str, float | int | str]] = {
+    "fedge with one model": {"candidates": "private", "private_start": "initial", "private_steps": 60},
+    "fedge with plain weights": {"weights": "uniform", "gate": "untrained", "temperature": False, "prior": "shared"},
     "fedepc": {"warm_up": 2},
     "fedepc with a proxy set": {"warm_up": 1, "extractor": "proxy", "sigma_dp": 0.01},
     "fedcoe": {"pretraining_epochs": 5},
@@ -36,11 +38,12 @@ OPTIONS: dict[str, dict[str, float | int | str]] = {
     "pm-moe over fedrod": {"gate_epochs": 3, "base": "fedrod", "preset": "paper"},
 }
 POOLS = [case for case in OPTIONS if case.startswith("pm-moe over")]
+ABLATIONS = [case for case in OPTIONS if case.startswith("fedge with")]
 FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
-@pytest.mark.parametrize("case", [*METHODS, "fedavg+ft", "fedepc with a proxy set", *POOLS])
+@pytest.mark.parametrize("case", [*METHODS, "fedavg+ft", "fedepc with a proxy set", *POOLS, *ABLATIONS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)

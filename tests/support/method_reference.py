@@ -40,7 +40,8 @@ The other two parts are options of their methods. What is made of the updates: `
 `fedge`), `correction`, `norm` and `scale` (`cfic`), `weighted` (`fedepc`), `ranking` (`fedcoe`). What makes a model
 personal: `+ft`; `ditto`; a part that stays on the device (`fedper` and its kin), and a pool of all of them (`pm-moe`);
 a model for each cluster (`fedepc`); a mixture (`scmoe-pfl`, from which `alone` and `gate` take parts away, and `fedge`,
-from which `split`, `prior`, `local`, `energy`, `final_fit`, `guard` and `mode` do); assembled experts (`fedcoe`).
+from which `split`, `candidates`, `local`, `prior`, `temperature`, `weights`, `energy`, `gate`, `final_fit`, `guard` and
+`mode` do); assembled experts (`fedcoe`).
 
 What each of them lets out of a device: [privacy.md](privacy.md).
 """

@@ -25,10 +25,12 @@ from coordinator.methods.fedge import (
 )
 from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
+from edge_agent import mixture
 from edge_agent.labels import label_feature
 from fedge.bundle import read as read_bundle
+from fedge.errors import ConfigError
 from fedge.messages import CandidatesFitted, Codec, Profiled, Role, Sgd, Start, Train
-from tests.support.simulation import Fleet, digits
+from tests.support.simulation import Fleet, digits, predicted
 
 BOUND = 11
 """Rounds within which every reachable device is asked: F + ceil(N_k / ceil(m/4)) + 1 (FedEPC section 5.5), N_k <= 6."""
@@ -421,6 +423,20 @@ def test_without_the_prior_or_with_all_of_it_nothing_else_is_chosen() -> None:
         assert calibrate(role, found, pooling=False, prior="none").kappa == 0
 
 
+def test_a_prior_of_the_shared_models_and_no_temperature_leave_the_rest_of_the_grid() -> None:
+    """Section 15.4's nokv and notemp."""
+    losses = tuple(float(x) for x in (9, 8, 3, 8, 5, 0, 0, 0, 7, 0, 0, 0, 6, 0, 0, 0))
+    found = [CandidatesFitted(losses=dict.fromkeys(Role, losses), n_validation=40)]
+    for role in Role:
+        shared = role in {Role.GLOBAL, Role.EXPERT}
+        kept = calibrate(role, found, pooling=True, prior="shared")
+        assert (kept.temperature, kept.kappa) == (1.4, 0.5 if shared else 0.0)
+        plain = calibrate(role, found, pooling=True, temperature=False)
+        assert (plain.temperature, plain.kappa) == (1.0, 1.0 if shared else 0.6)
+        both = calibrate(role, found, pooling=True, prior="none", temperature=False)
+        assert (both.temperature, both.kappa) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.2, 0.5, 1.0])
 async def test_the_trial_is_held_after_the_share_of_the_rounds(tmp_path, rho) -> None:
     settings = MethodSettings(rounds=10, sgd=Sgd(steps=1), options={"rho": rho})
@@ -448,6 +464,82 @@ async def test_the_local_model_can_be_kept_out_or_in_and_the_energy_off(tmp_path
         manifest = read_bundle(tmp_path / i / "bundles" / "1").manifest
         for candidate in manifest.candidates:
             assert candidate.weight == pytest.approx(state.pool.weights[candidate.role], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "roles"),
+    [
+        ({"candidates": "private", "split": "always"}, (Role.PRIVATE,)),
+        ({"candidates": "global", "split": "always"}, (Role.GLOBAL,)),
+        ({"candidates": "expert", "split": "always"}, (Role.EXPERT,)),
+        ({"candidates": "expert", "split": "never"}, (Role.GLOBAL,)),
+        ({"candidates": "private+expert", "split": "always", "local": "never"}, (Role.PRIVATE, Role.EXPERT)),
+        ({"candidates": "private+expert", "rho": 0.0, "local": "never"}, (Role.PRIVATE, Role.GLOBAL)),
+    ],
+)
+async def test_candidates_may_be_left_out_of_the_mixture(tmp_path, options, roles) -> None:
+    """Section 15.4's privonly, globonly, exponly, noglobal; without a split the global model is the expert."""
+    fleet, layout, first, _ = digits(tmp_path, limit=400)
+    method = with_options(rounds=4, **options)
+    state = await run(method, method.initial(layout, first), fleet)
+    assert state.pool is not None
+    assert bool(state.experts) == (options.get("split") == "always")
+    assert {result.roles for result in state.installed.values()} == {roles}
+    assert tuple(state.pool.weights) == roles
+
+
+@pytest.mark.parametrize("which", ["private", "global"])
+async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(tmp_path, which) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    method = with_options(rounds=3, candidates=which, final_fit=which == "global")
+    state = await run(method, method.initial(layout, first), fleet)
+    assert state.pool is not None
+    for i, worker in fleet.workers.items():
+        kept, x = worker._kept(), worker.data.x_val
+        logits = worker.logits(worker._kept_model(kept.models[Role(which)]), x)
+        q = mixture.calibrated(logits, worker.final_prior(), state.pool.calibration[Role(which)])
+        np.testing.assert_allclose(predicted(worker, x), np.exp(q), atol=1e-4)
+        assert not state.installed[i].guarded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"candidates": "private+expert", "split": "never"},
+        {"candidates": "global", "prior": "shared"},
+        {"candidates": "expert", "prior": "shared"},
+    ],
+)
+def test_a_value_that_changes_nothing_beside_another_is_refused(options) -> None:
+    with pytest.raises(ConfigError, match="changes nothing with"):
+        with_options(**options)
+    for name, value in options.items():
+        assert getattr(with_options(**{name: value}).options, name) == value
+
+
+async def test_a_device_that_lacks_the_one_candidate_takes_the_global_model(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    data = fleet.data("d00")
+    one = {name: getattr(data, name)[:1] for name in ("x_train", "y_train", "sensitive")}
+    fleet.give("d00", dataclasses.replace(data, **one))
+    method = with_options(rounds=1, candidates="private")
+    state = await run(method, method.initial(layout, first), fleet)
+    roles = {i: result.roles for i, result in state.installed.items()}
+    assert roles == {"d00": (Role.GLOBAL,)} | dict.fromkeys(("d01", "d02", "d03"), (Role.PRIVATE,))
+
+
+async def test_uniform_weights_are_uniform_and_learned_ones_are_not(tmp_path) -> None:
+    weights = {}
+    for which in ("learned", "uniform"):
+        fleet, layout, first, _ = digits(tmp_path / which, limit=400)
+        method = with_options(rounds=2, weights=which)
+        state = await run(method, method.initial(layout, first), fleet)
+        steps = {step for _, step, _ in fleet.asked}
+        assert ("weights-1" in steps) == (which == "learned")
+        manifests = [read_bundle(tmp_path / which / i / "bundles" / "1").manifest for i in state.installed]
+        weights[which] = [c.weight * len(m.candidates) for m in manifests for c in m.candidates]
+    assert weights["uniform"] == pytest.approx([1.0] * len(weights["uniform"]), abs=1e-6)
+    assert max(weights["learned"]) > 1.05
 
 
 async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupted_anywhere(tmp_path) -> None:
@@ -489,6 +581,19 @@ async def test_a_split_can_be_forced_or_forbidden(tmp_path) -> None:
         state = await rounds(method, method.initial(layout, first), fleet, 4)
         assert state.trial is not None
         assert state.trial.split == bool(state.experts) == (wanted == "always")
+
+
+@pytest.mark.parametrize(("split", "slope"), [("trial", 20), ("statistic", 0)])
+async def test_the_trial_may_decide_by_its_statistic_alone(tmp_path, split, slope) -> None:
+    """Section 5's rule, and section 15.4's tsplit; these cameras are split (t = 0.9, eta = 0.72) by the first alone."""
+    fleet, layout, first, _ = digits(tmp_path, n=8, seed=1)
+    method = with_options(rounds=5, split=split)
+    state = await rounds(method, method.initial(layout, first), fleet, 2)
+    trial = state.trial
+    assert trial is not None
+    assert trial.statistic is not None
+    assert len(trial.clusters) > 1
+    assert trial.split == bool(state.experts) == (trial.statistic + slope * (trial.separability - 0.7) > 1)
 
 
 async def test_without_the_bandit_the_cohort_is_drawn_within_the_groups(tmp_path) -> None:

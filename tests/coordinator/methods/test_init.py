@@ -102,6 +102,9 @@ EXCHANGES = [
     *(f"fedge:rounds=8:clustering={how}:split=always" for how in ("k-means", "agglomerative", "aidc")),
     "fedge:gamma=0:rho=0.2:split=always:prior=none:local=always:energy=false:shrinkage=0.001",
     "fedge:prior=fixed:local=never:final_fit=false:guard=false",
+    "fedge:split=statistic:prior=shared:temperature=false:weights=uniform:gate=untrained",
+    *(f"fedge:split=always:candidates={which}" for which in ("private+expert", "private", "global", "expert")),
+    "fedge:private_steps=2:private_start=initial:rho=0.6",
     *(f"fedge:rounds=8:selection={how}" for how in ("uniform", "fastest", "stratified")),
     *(f"scmoe-pfl:clustering={how}" for how in ("k-means", "agglomerative")),
     *(f"scmoe-pfl:{o}" for o in ("alone=average", "alone=best", "gate=uniform", "energy=false", "top=1")),
@@ -202,9 +205,10 @@ ANOTHER = {
     "distinct": False, "centres_join": False, "update": "batch", "theta": 0.5, "gate": "training",
     "energy_offset": "always", "temperature": 2.0, "space": "logit", "private_data": "sensitive",
     "private_start": "initial", "private_steps": 3, "gate_batch_size": 8, "gate_learning_rate": 0.2,
-    "dropout": 0.5, "feature_momentum": 0.5,
+    "dropout": 0.5, "feature_momentum": 0.5, "candidates": "private", "weights": "uniform",
+    "fedge temperature": False, "fedge gate": "untrained",
 }  # fmt: skip
-"""Of each option that is idle somewhere a value that is not the default."""
+"""Of each option that is idle somewhere, if need be of one method, a value that is not the default."""
 NEEDED = {"n_clusters": {"clustering": "k-means"}, "refresh_epochs": {"refresh_every": 2}}
 """What some of them need to have an effect."""
 IDLE = [
@@ -230,10 +234,11 @@ def chosen(method, options):
 def test_an_option_that_would_change_nothing_is_refused_with_the_reason(method, name, others) -> None:
     """Only then, and only where it was set to something else than the default."""
     defaults = load_object(METHODS[method]).Options()
+    another = ANOTHER.get(f"{method} {name}", ANOTHER.get(name))
     with pytest.raises(ConfigError, match=f"{name} changes nothing with .*: .*; leave one"):
-        chosen(method, others | {name: ANOTHER[name]})
+        chosen(method, others | {name: another})
     chosen(method, others)
-    assert getattr(chosen(method, NEEDED.get(name, {}) | {name: ANOTHER[name]}), name) == ANOTHER[name]
+    assert getattr(chosen(method, NEEDED.get(name, {}) | {name: another}), name) == another
     if (default := getattr(defaults, name)) is not None:
         assert getattr(chosen(method, others | {name: default}), name) == default
 
