@@ -1,4 +1,4 @@
-"""The default method against the baselines, setting by setting: the tables of fedge.md sections 15.2 and 15.3 remade.
+"""The default method against the baselines, setting by setting: the tables of fedge.md sections 15.2 to 15.4 remade.
 
 Networks have one hidden layer of 32, inputs are small (digits 8x8; MNIST and Fashion-MNIST mean-pooled to 14x14;
 CIFAR-10 to 3x8x8), 20 devices, SGD 0.05 with momentum 0.9, batch 32, 10 steps per participation. Accuracy is that of
@@ -12,8 +12,13 @@ rounds with a tenth of 200 devices of 60 samples each, for those of the settings
 Fashion-MNIST; others cannot be asked for there). `--model cnn` takes a small convolutional network instead of the
 perceptron.
 
-Below the table: `fedge` against the best baseline over all settings; against each other method, the mean difference
-and in how many settings it is at least equal; and in how many runs of each setting its trial split the devices.
+`--table ablation` (15.4: as `everybody`, nine settings) has a row for each part of `fedge` that an option changes:
+accuracy and macro F1 minus those of `fedge`, in points, and the specification's differences in brackets; in the last
+column means over the settings, with the standard error of the paired differences of accuracy over settings and seeds.
+
+Below the other tables: `fedge` against the best baseline over all settings; against each other method, the mean
+difference and in how many settings it is at least equal; and in how many runs of each setting its trial split the
+devices.
 
 Runs that are done are kept in --out; the same command goes on where it was.
 
@@ -22,7 +27,8 @@ Examples:
     python benchmarks/default_method.py --data ../shared/data --table quarter --settings "digits, alpha 0.5"
     python benchmarks/default_method.py --settings "digits, 4 rotations" --model cnn --json rotations.json
     python benchmarks/default_method.py --data ../shared/data --table hundreds --settings "MNIST, 4 rotations"
-    python benchmarks/default_method.py --settings "digits, 4 rotations" --methods fedge,fedge:split=never,fedge:gamma=0
+    python benchmarks/default_method.py --data ../shared/data --table ablation
+    python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:gate=untrained
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -61,6 +67,7 @@ TABLES = {
     "everybody": {"rounds": 30, "participation": 1.0, "sensitive": 0.0},
     "quarter": {"rounds": 80, "participation": 0.25, "sensitive": 0.3},
     "hundreds": {"rounds": 100, "participation": 0.1, "sensitive": 0.0, "devices": 200, "samples": 12000},
+    "ablation": {"rounds": 30, "participation": 1.0, "sensitive": 0.0},
 }
 LABELS = {"partition": "groups", "groups": "labels", "n_groups": 4, "alpha": 1.0}
 TURNS = {"partition": "groups", "groups": "rotation", "n_groups": 4, "alpha": 1.0}
@@ -123,6 +130,69 @@ PUBLISHED = {
     },
 }  # fmt: skip
 """The specification's accuracy of fedge and its difference to the best baseline, in points."""
+ABLATED = (
+    *("digits, alpha 1", "digits, alpha 0.1", "digits, 4 rotations", "digits, own label code", "MNIST, alpha 0.5"),
+    *("MNIST, alpha 0.1", "MNIST, 4 rotations", "Fashion, alpha 0.5", "HAR, 60 windows each"),
+)
+"""The settings of the ablation."""
+ABLATION = {
+    "fedge": ("",
+        "96.8/93.5 97.6/93.4 94.2/88.8 87.8/76.2 92.5/82.2 96.1/83.3 88.3/80.6 86.6/74.3 93.5/87.4"),
+    "fedge:final_fit=false": ("norefit",
+        "-0.10/-0.0 -0.02/-0.3 -0.09/+0.1 -2.25/-3.0 -0.07/-0.1 -0.04/+0.3 -0.06/+0.1 -0.17/-0.6 +0.07/-0.3"),
+    "fedge:guard=false": ("noguard",
+        "+0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0"),
+    "fedge:local=never": ("noU",
+        "+0.00/+0.0 +0.00/+0.0 +0.00/+0.0 -1.63/-2.8 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0"),
+    "fedge:prior=none": ("noprior",
+        "+0.06/-0.1 -0.30/-1.9 +0.07/-0.8 +0.37/+0.7 -1.32/-6.6 -0.75/-5.1 +0.06/-0.9 -2.26/-5.4 +0.00/+0.0"),
+    "fedge:temperature=false": ("notemp",
+        "+0.00/+0.0 +0.10/+0.1 +0.03/+0.2 -0.76/-1.4 -0.21/-0.7 +0.07/-0.1 -0.39/-1.2 -0.56/-1.4 +0.15/+0.3"),
+    "fedge:prior=shared": ("nokv",
+        "+0.00/+0.0 -0.05/-0.0 -0.12/-0.3 +0.00/+0.0 -0.00/+0.0 -0.04/-0.9 -0.14/-0.4 -0.01/+0.0 +0.00/+0.0"),
+    "fedge:prior=fixed": ("fixedprior",
+        "+0.05/+0.0 +0.22/+0.1 -0.08/+0.1 -0.76/-1.4 -0.35/-1.5 -0.15/-2.5 -0.28/-0.9 -0.79/-2.2 -0.17/-0.1"),
+    "fedge:candidates=private+expert": ("noglobal",
+        "+0.00/+0.0 +0.00/+0.0 -0.10/-0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.51/+1.0 +0.00/+0.0 +0.00/+0.0"),
+    "fedge:candidates=private": ("privonly",
+        "-0.56/-0.7 -0.32/-1.2 -0.08/-0.2 -1.19/-2.0 -1.51/-2.5 -0.65/-3.8 +0.06/+0.0 -2.87/-5.3 -0.99/-0.9"),
+    "fedge:candidates=global": ("globonly",
+        "+0.19/+0.8 -0.28/-1.1 -9.17/-15.6 -54.64/-60.3 +0.10/+0.3 -0.31/-2.1 -17.37/-24.3 +0.60/+0.8 -3.20/-3.7"),
+    "fedge:candidates=expert": ("exponly",
+        "+0.19/+0.8 -0.28/-1.1 -0.39/-0.6 -54.64/-60.3 +0.10/+0.3 -0.31/-2.1 +0.08/-0.2 +0.60/+0.8 -3.20/-3.7"),
+    "fedge:shrinkage=0.001": ("noshrink",
+        "+0.06/+0.0 -0.03/-0.1 -0.31/-0.5 -0.66/-0.8 -0.07/-0.2 -0.07/-1.1 +0.24/+0.3 -0.07/-0.1 -0.67/-0.8"),
+    "fedge:weights=uniform": ("uniform",
+        "+0.00/+0.0 +0.00/+0.0 +0.13/+0.4 +0.27/+0.8 -0.03/+0.1 +0.01/+0.0 -0.12/-0.2 +0.04/+0.0 -0.03/-0.0"),
+    "fedge:shrinkage=1000000000": ("pooled",
+        "+0.00/+0.0 +0.00/+0.0 +0.08/+0.3 +0.38/+0.8 -0.01/+0.2 +0.01/+0.0 -0.08/-0.1 +0.01/+0.0 +0.03/+0.0"),
+    "fedge:energy=false": ("noenergy",
+        "+0.08/+0.0 +0.00/+0.2 +0.00/+0.0 +0.24/+0.6 +0.00/-0.3 +0.04/+0.3 +0.11/+0.2 -0.08/-0.4 +0.53/+0.4"),
+    "fedge:gate=untrained": ("nogate",
+        "-0.01/+0.0 +0.00/+0.0 -0.02/-0.2 +0.46/+0.9 -0.04/-0.1 -0.00/+0.6 +0.14/+0.4 -0.07/-0.4 -0.56/-1.0"),
+    "fedge:local=always": ("always U",
+        "+0.07/+0.0 -0.25/-1.5 +0.23/+0.8 +0.00/+0.0 -0.01/+0.4 +0.15/+2.2 +0.10/+0.3 -0.36/-0.8 -0.38/+0.1"),
+    "fedge:private_steps=40": ("FT40 private",
+        "+0.08/+0.2 -0.06/-0.2 -0.05/-0.3 +0.43/+0.5 -0.22/-0.3 -0.03/+0.8 +0.04/+0.4 +0.12/-0.2 +0.23/+0.5"),
+    "fedge:private_start=initial": ("private from w0",
+        "+0.13/+0.6 -0.30/-1.6 -0.19/-0.3 -0.83/-2.1 +0.10/+0.5 -0.00/+1.2 +0.14/+0.3 -0.28/-0.7 -1.50/-1.9"),
+    "fedge:gamma=0": ("nomom",
+        "-0.16/-0.1 -0.37/-0.4 -0.33/+0.1 -0.45/-0.9 -0.44/-0.3 -0.26/-0.1 -0.24/-0.4 -0.68/-1.4 -0.49/-0.5"),
+    "fedge:split=never": ("nosplit",
+        "+0.23/+0.9 -0.03/-0.1 -2.74/-5.6 -0.16/+0.2 -0.21/+0.2 +0.15/+0.8 -4.10/-8.1 -0.19/-0.3 +0.08/+0.1"),
+    "fedge:split=always": ("alwayssplit",
+        "-0.78/-1.7 -0.32/-0.1 +0.20/+0.4 -1.23/-2.6 -0.67/-1.4 -0.61/-4.1 -0.08/-0.0 -1.49/-3.1 -1.23/-0.8"),
+    "fedge:split=statistic": ("tsplit",
+        "-0.22/-0.1 +0.21/+0.5 +0.44/+0.9 +0.25/-0.3 -0.29/-0.5 -0.00/-0.2 +0.11/+0.5 -0.17/-0.2 -0.33/-0.3"),
+    "fedge:gamma=0.7": ("mom7",
+        "-0.21/-0.0 -0.52/-1.4 -0.83/-1.4 +0.33/+0.4 -0.07/+0.7 +0.19/+0.3 +0.50/+1.3 -0.01/+0.2 +0.32/+1.2"),
+    "fedge:rho=0.2": ("rho2",
+        "+0.16/+0.3 -0.03/-0.1 -0.44/-0.2 -0.10/+0.3 +0.07/+0.0 +0.06/+0.4 +0.35/+0.6 -0.13/-1.2 +0.11/+0.2"),
+    "fedge:rho=0.6": ("rho6",
+        "-0.01/-0.0 +0.31/+0.8 -1.89/-4.8 +0.31/+0.5 -0.10/+0.3 -0.10/-0.1 -0.31/-1.3 -0.21/-0.6 +0.47/+0.9"),
+}  # fmt: skip
+"""Of each row the specification's name, and its accuracy/F1 minus those of fedge in points, by setting; of fedge itself
+accuracy and F1 in %."""
 
 
 # ------------------------------------------------------------------------------------------------------- the data
@@ -189,6 +259,8 @@ def source_of(name: str, data: Path | None, out: Path) -> dict[str, object]:
 
 def settings_of(table: str) -> list[str]:
     """The settings that a table can have: a number of samples that is the setting's own stands against the table's."""
+    if table == "ablation":
+        return list(ABLATED)
     if "samples" not in TABLES[table]:
         return list(SETTINGS)
     return [name for name, fields in SETTINGS.items() if fields["set"] in LARGE and "images" not in name]
@@ -229,12 +301,74 @@ def row(name: str, found: Comparison, table: str) -> str:
     return " | ".join(["", name, *cells, gain, spec, ""]).strip()
 
 
+def together(comparisons: Mapping[str, Comparison]) -> str:
+    """What stands below the table: the default method against the best and against each other method; its splits."""
+    gains: list[tuple[float, ...]] = []
+    over: dict[str, list[float]] = {}
+    splits = []
+    for name, found in comparisons.items():
+        ours = next(m for m in found.methods if m.method == OURS)
+        assert ours.to_best_other is not None
+        gains.append(tuple(100 * d for d in ours.to_best_other.seeds))
+        for other in found.methods:
+            if other is not ours:
+                over.setdefault(other.method, []).append(100 * (ours.accuracy.mean - other.accuracy.mean))
+        split = [run.split for run in found.runs if run.method == OURS]
+        splits.append(f"{name}: {sum(split)} of {len(split)}")
+    means, runs = np.mean(gains, axis=1), np.ravel(gains)
+    each = (f"{m} {np.mean(d):+.2f} [{(np.array(d) >= 0).sum()}]" for m, d in over.items())
+    return (
+        f"\n{len(means)} settings: mean difference to the best baseline {means.mean():+.2f} points, at least equal in "
+        f"{(means >= 0).sum()}, lowest {means.min():+.2f}; {len(runs)} runs: negative in {(runs < 0).mean():.0%}\n"
+        f"{OURS} minus each other, mean [settings where at least equal]: {', '.join(each)}\n"
+        f"runs of {OURS} that split the devices: {'; '.join(splits)}"
+    )
+
+
+def ablation(comparisons: Mapping[str, Comparison]) -> str:
+    """The table of section 15.4: a row for each method, a column for each setting."""
+    found = {name: {m.method: m for m in c.methods} for name, c in comparisons.items()}
+    published = {
+        method: {s: tuple(map(float, pair.split("/"))) for s, pair in zip(ABLATED, text.split(), strict=True)}
+        for method, (_, text) in ABLATION.items()
+    }
+    lines = [f"| change | {' | '.join(found)} | mean |", "|---" * (len(found) + 2) + "|"]
+    for method in next(iter(found.values())):
+        before = {} if method == OURS else {name: methods[OURS] for name, methods in found.items()}
+        cells, pairs, ours, specs = [], [], [], []
+        for name, methods in found.items():
+            m, o = methods[method], before.get(name)
+            pair = np.array([m.accuracy.seeds, m.macro_f1.seeds]) * 100
+            pair -= 0 if o is None else np.array([o.accuracy.seeds, o.macro_f1.seeds]) * 100
+            spec = published.get(method, {}).get(name)
+            cells.append(shown(pair.mean(axis=1), spec, sign="+" if before else ""))
+            ours.append(pair.mean(axis=1))
+            pairs.extend(pair[0])
+            specs.append(spec)
+        if not before:
+            cells.append("")
+        else:
+            error = f" ± {np.std(pairs, ddof=1) / np.sqrt(len(pairs)):.2f}" if len(pairs) > 1 else ""
+            spec = None if None in specs else tuple(np.mean(specs, axis=0))
+            cells.append(shown(np.mean(ours, axis=0), spec, sign="+", error=error))
+        label = method.removeprefix(f"{OURS}:")
+        named = ABLATION.get(method, ("", ""))[0]
+        lines.append(f"| {' | '.join([f'{label} ({named})' if named else f'**{label}**', *cells])} |")
+    return "\n".join(lines)
+
+
+def shown(pair: np.ndarray, spec: tuple[float, ...] | None, *, sign: str, error: str = "") -> str:
+    """Accuracy and macro F1, and the specification's in brackets."""
+    brackets = f" ({spec[0]:{sign}.2f} / {spec[1]:{sign}.1f})" if spec else ""
+    return f"{pair[0]:{sign}.2f}{error} / {pair[1]:{sign}.1f}{brackets}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with mnist, fashion-mnist, cifar10-jpeg.zip, uci-har, fsdd")
     parser.add_argument("--table", choices=list(TABLES), default="everybody")
     parser.add_argument("--settings", help="some of them, with ; between them (default: all)")
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS), help="with commas")
+    parser.add_argument("--methods", type=lambda text: text.split(","), help="with commas (default: the table's)")
     parser.add_argument("--seeds", default="40,41,42", help="with commas (default 40,41,42)")
     parser.add_argument("--model", help="such as cnn, for all settings (default: one hidden layer of 32)")
     parser.add_argument("--out", type=Path, default=Path("default-method"), help="folder of the runs")
@@ -245,37 +379,21 @@ def main() -> None:
     names = [s.strip() for s in arguments.settings.split(";")] if arguments.settings else known
     if unknown := [name for name in names if name not in known]:
         parser.error(f"unknown settings {unknown}; there are: {'; '.join(known)}")
+    arguments.methods = arguments.methods or list(ABLATION if arguments.table == "ablation" else METHODS)
     if OURS not in arguments.methods or len(arguments.methods) < 2:
         parser.error(f"--methods needs {OURS} and something to compare it with")
     arguments.out.mkdir(parents=True, exist_ok=True)
     header = ["setting", *arguments.methods, "fedge - best other [per seed]", "specification"]
-    print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|", flush=True)
-    gains: dict[str, list[float]] = {}
-    over: dict[str, list[float]] = {}
-    splits: dict[str, str] = {}
-    results = {}
+    if arguments.table != "ablation":
+        print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|", flush=True)
+    comparisons = {}
     for name in names:
-        found = measure(name, arguments)
-        print(row(name, found, arguments.table), flush=True)
-        ours = next(m for m in found.methods if m.method == OURS)
-        results[name] = msgspec.to_builtins(found.methods, enc_hook=str)
-        assert ours.to_best_other is not None
-        gains[name] = [100 * d for d in ours.to_best_other.seeds]
-        for other in found.methods:
-            if other is not ours:
-                over.setdefault(other.method, []).append(100 * (ours.accuracy.mean - other.accuracy.mean))
-        split = [run.split for run in found.runs if run.method == OURS]
-        splits[name] = f"{sum(split)} of {len(split)}"
-    means = np.array([np.mean(g) for g in gains.values()])
-    runs = np.concatenate([np.array(g) for g in gains.values()])
-    print(
-        f"\n{len(means)} settings: mean difference to the best baseline {means.mean():+.2f} points, at least equal in "
-        f"{(means >= 0).sum()}, lowest {means.min():+.2f}; {len(runs)} runs: negative in {(runs < 0).mean():.0%}"
-    )
-    each = (f"{m} {np.mean(d):+.2f} [{(np.array(d) >= 0).sum()}]" for m, d in over.items())
-    print(f"{OURS} minus each other, mean [settings where at least equal]: {', '.join(each)}")
-    print(f"runs of {OURS} that split the devices: {'; '.join(f'{name}: {n}' for name, n in splits.items())}")
+        comparisons[name] = measure(name, arguments)
+        if arguments.table != "ablation":
+            print(row(name, comparisons[name], arguments.table), flush=True)
+    print(ablation(comparisons) if arguments.table == "ablation" else together(comparisons))
     if arguments.json:
+        results = {name: msgspec.to_builtins(found.methods, enc_hook=str) for name, found in comparisons.items()}
         document = {"table": arguments.table, "seeds": arguments.seeds, "model": arguments.model, "settings": results}
         arguments.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
 
