@@ -28,7 +28,7 @@ import msgspec
 import fedge
 from edge_agent import context
 from edge_agent.outbox import Outbox
-from edge_agent.outcome import MAX_REASON
+from edge_agent.outcome import CACHED_MODELS, MAX_REASON
 from edge_agent.session import (
     LAST_RESEND_S,
     MAX_ACKED,
@@ -85,9 +85,6 @@ WILL_DELAY_S: Final = 10
 
 GOODBYE_S: Final = 5.0
 """How long a stopping agent tries to say that it sleeps; after that the last will says that it is gone."""
-
-CACHED_MODELS: Final = 8
-"""Models kept beyond the open orders: the next order of a round often names the same ones."""
 
 
 class Works(Protocol):
@@ -402,7 +399,9 @@ class Agent:
         me = self._identity.device_id
         wants = self._topics.agent(me, "wants")
         for ref in blobs_of(order):
-            await self._receiver.fetch(ref, chunks=self._topics.model_chunk(ref.digest), wants=wants, device_id=me)
+            chunks = self._topics.model_chunk(ref.digest)
+            path = await self._receiver.fetch(ref, chunks=chunks, wants=wants, device_id=me)
+            path.touch()
 
     def _execute(self, order: Order) -> Result | None:
         """In the worker thread: do the work, make its tensors durable. None: it was stopped."""
@@ -431,7 +430,7 @@ class Agent:
         return self._models.get(ref.digest)
 
     def _forget_models(self) -> None:
-        """Delete the models that no open order names, but for the newest few."""
+        """Delete the models that no open order names, but for the few that were used last."""
         needed = {ref.digest for order in self._session.orders for ref in blobs_of(order)}
         others = sorted(set(self._models) - needed, key=lambda digest: self._models.path(digest).stat().st_mtime_ns)
         for digest in others[:-CACHED_MODELS]:

@@ -19,6 +19,8 @@ log = logging.getLogger("fedge.agent")
 
 MAX_REASON: Final = 1000
 """`Text` of a message is no longer."""
+CACHED_MODELS: Final = 8
+"""Models that a device keeps beyond its open orders, those used last: the next order often names the same ones."""
 Fetch = Callable[[BlobRef], bytes]
 Stop = Callable[[], bool]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
@@ -21,7 +20,7 @@ from coordinator.fleet.proportion import without_outliers
 from coordinator.methods import Method, S
 from edge_agent import together
 from edge_agent.cold_start import InferenceWorker
-from edge_agent.outcome import Outcome, Unpacked
+from edge_agent.outcome import CACHED_MODELS, Outcome, Unpacked
 from edge_agent.sending import in_one_process
 from edge_agent.worker import Worker
 from fedge import codec
@@ -89,6 +88,7 @@ class SimulatedFleet:
         self._arrives = dict(arrives or {})
         self._execute = execute
         self._blobs: dict[str, bytes | Unpacked] = {}
+        self._held: dict[str, list[str]] = {i: [] for i in self.workers}  # digests, that used last at the end
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
 
@@ -132,23 +132,13 @@ class SimulatedFleet:
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         require_sendable(actions.values())
-        received: Counter[str] = Counter()
-
-        def fetch_for(device_id: str) -> Callable[[BlobRef], bytes]:
-            def fetch(ref: BlobRef) -> bytes:
-                data = self._bytes(ref)
-                received[device_id] += len(data)
-                return data
-
-            return fetch
-
         present = self._present()
         reached = [i for i in sorted(actions) if i in present and not self._drops(step, i)]
         jobs = [
             together.Job(
                 self.workers[i],
                 order_for("simulation", self._seed, self.round, step, i, self.task, actions[i], deadline=0.0),
-                fetch_for(i),
+                self._bytes,
             )
             for i in reached
         ]
@@ -157,10 +147,9 @@ class SimulatedFleet:
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in outcomes:
-                answers[i] = self._answer(step, i, actions[i], outcomes.pop(i), received[i])
+                answers[i] = self._answer(step, i, actions[i], outcomes.pop(i))
             else:
                 answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
-        self.bytes_down += received.total()
         answers, refused = without_outliers(answers, actions, self._layout, self._norms)
         for i, error in refused.items():
             log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
@@ -172,8 +161,10 @@ class SimulatedFleet:
         own = self._hardware[device_id]
         return clock.dropped(own, seed=self._seed, round_number=self.round, step=step, device=device_id)
 
-    def _answer(self, step: str, device_id: str, action: Action, outcome: Outcome, bytes_down: int) -> Answer:
+    def _answer(self, step: str, device_id: str, action: Action, outcome: Outcome) -> Answer:
         """The answer as it comes in, or none if it is late; what a late device sent is not kept."""
+        bytes_down = self._downloaded(device_id, action)
+        self.bytes_down += bytes_down
         bytes_up = sum(ref.size_bytes for ref in blobs_of(outcome.result))
         self.bytes_up += bytes_up
         taken = self._seconds(step, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
@@ -182,6 +173,14 @@ class SimulatedFleet:
         self._blobs |= outcome.blobs
         self._blobs |= outcome.unpacked
         return Answer(device_id, outcome.result, taken)
+
+    def _downloaded(self, device_id: str, action: Action) -> int:
+        """Bytes of the models that an order names and its device does not have from the orders before."""
+        held, named = self._held[device_id], {ref.digest: ref.size_bytes for ref in blobs_of(action)}
+        missing = sum(size for digest, size in named.items() if digest not in held)
+        others = [digest for digest in held if digest not in named]
+        self._held[device_id] = [*others[-CACHED_MODELS:], *named]
+        return missing
 
     def _seconds(self, step: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
         worker = self.workers[device_id]

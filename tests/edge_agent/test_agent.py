@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from edge_agent.agent import Agent, Identity, Limits, Works
+from edge_agent.outcome import CACHED_MODELS
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError
 from fedge.messages import (
@@ -29,6 +30,7 @@ from fedge.messages import (
     Presence,
     Profile,
     Trained,
+    Trial,
     Tried,
     Want,
     encode,
@@ -488,7 +490,7 @@ async def test_a_disk_that_takes_no_more_ends_the_agent(one_broker: LocalBroker,
         assert (tmp_path / "home" / "outbox" / "orders" / "r.1.s.pi").exists(), "the order waits for a better day"
 
 
-async def test_old_models_are_deleted(one_broker: LocalBroker, tmp_path: Path) -> None:
+async def test_models_that_are_used_no_more_are_deleted(one_broker: LocalBroker, tmp_path: Path) -> None:
     async with (
         Peer(one_broker, tmp_path) as peer,
         running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
@@ -496,13 +498,13 @@ async def test_old_models_are_deleted(one_broker: LocalBroker, tmp_path: Path) -
         await peer.presence(Presence.ONLINE)
         models = [peer.model() for _ in range(12)]
         for n, model in enumerate(models):
-            order = order_of(Profile(extractor=model), f"r.{n}.s.pi")
+            order = order_of(Trial(global_model=models[0], expert=model), f"r.{n}.s.pi")
             await peer.send(order)
             await peer.report_of(order)
             await peer.ack(order)
         kept = [model for model in models if (tmp_path / "home" / "models" / model.digest).exists()]
-        assert models[-1] in kept
-        assert len(kept) < 12
+        assert kept == [models[0], *models[-1 - CACHED_MODELS :]]
+        assert peer.wants == {model.digest: 1 for model in models}
 
 
 def test_the_shell_needs_no_torch() -> None:

@@ -8,9 +8,12 @@ from coordinator.fleet.devices import PI_4, Hardware, mixed
 from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, one_by_one, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
+from edge_agent.outcome import CACHED_MODELS
 from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Codec, Declined, Part, Sgd, Start, Train, Trained
+from fedge.messages import Codec, Declined, Part, Sgd, Start, Train, Trained, Trial
+from fedge.models import initial
+from fedge.tensors import unflatten
 from tests.support.simulation import digits
 
 
@@ -34,6 +37,19 @@ async def test_answers_are_the_workers_and_their_updates_can_be_read(tmp_path) -
     assert fleet.bytes_down == 2 * first.size_bytes
     again = await fleet.run("train", {"d00": order})
     assert again["d00"].result == answers["d00"].result
+
+
+async def test_a_model_is_downloaded_once_while_it_is_among_those_that_a_device_used_last(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=2)
+    refs = [fleet.put(unflatten(initial(fleet.task, seed)[1], layout)) for seed in range(1, CACHED_MODELS + 4)]
+    for n_downloads, ref in enumerate(refs, 1):
+        for _ in "again", "and again":
+            await fleet.run("trial", {"d00": Trial(global_model=ref, expert=refs[0])})
+            assert fleet.bytes_down == n_downloads * first.size_bytes
+    await fleet.run("trial", {"d00": Trial(global_model=refs[2], expert=refs[-1])})
+    assert fleet.bytes_down == len(refs) * first.size_bytes
+    await fleet.run("trial", {"d00": Trial(global_model=refs[1], expert=refs[-1])})  # it was not used for longest
+    assert fleet.bytes_down == (len(refs) + 1) * first.size_bytes
 
 
 @pytest.mark.parametrize("codec_", list(Codec))
