@@ -27,6 +27,8 @@ DEVICES = tuple(f"cam{k}" for k in range(6))
 SEED = 5
 ROUNDS = {"fedge": 8}
 """fedge profiles after six rounds with everybody."""
+EPOCHS = {"cfic": 3, "fedepc": 3}
+"""Their papers count local work in epochs; the others take steps."""
 OPTIONS: dict[str, dict[str, float | int | str]] = {
     "fedge with one model": {"candidates": "private", "private_start": "initial", "private_steps": 60},
     "fedge with plain weights": {"weights": "uniform", "gate": "untrained", "temperature": False, "prior": "shared"},
@@ -58,6 +60,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         task="digits",
         method=method,
         rounds=ROUNDS.get(method, 3),
+        local_epochs=EPOCHS.get(method),
         devices=len(DEVICES),
         seed=SEED,
         reserved=tmp_path / "reserved.npz" if case in {"fedcoe", "fedepc with a proxy set"} else None,
