@@ -436,7 +436,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--alphas", default="0.1,0.5")
     parser.add_argument("--rounds", type=int, help="default: 100; with --full 1,000")
-    parser.add_argument("--quick", action="store_true", help="one seed, 30 rounds, alpha 0.1")
+    parser.add_argument("--quick", action="store_true", help="one seed, three rounds, alpha 0.1: to see that it runs")
     parser.add_argument("--train-on", type=Processor, choices=list(Processor), default=Processor.CPU)
     parser.add_argument("--json", type=Path)
     add_metrics(parser, "fedcoe", "instead of the table print what METRICS of table.py has, of `fedge compare`")
@@ -445,7 +445,7 @@ def main() -> None:
         parser.error("--full is for --set cifar10")
     seeds = [0] if flags.quick else [int(seed) for seed in flags.seeds.split(",")]
     setting = MNIST if flags.set == "mnist" else CIFAR_FULL if flags.full else CIFAR
-    rounds = 30 if flags.quick else flags.rounds or (1000 if setting is CIFAR_FULL else 100)
+    rounds = 3 if flags.quick else flags.rounds or (1000 if setting is CIFAR_FULL else 100)
     torch.set_num_threads(1)
     logging.getLogger("fedge.method").setLevel(logging.ERROR)  # that "printed" collapses is in the table
     alphas = [0.1] if flags.quick else [float(alpha) for alpha in flags.alphas.split(",")]

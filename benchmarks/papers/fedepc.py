@@ -480,7 +480,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
     parser.add_argument("--tables", default="8.1,8.2,8.3", help="which of them")
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer rounds: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one seed, six rounds: to see that it runs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     add_metrics(parser, "fedepc", "instead of the tables print what METRICS of table.py has, of `fedge compare`")
     parser.set_defaults(data=None, train_on=Processor.CPU)  # digits come with fedge, and are small
@@ -493,9 +493,9 @@ def main() -> None:
     if "8.1" in arguments.tables:
         results += planted(seeds, quick=arguments.quick)
     if "8.2" in arguments.tables:
-        results += asyncio.run(accuracies(seeds, 24 if arguments.quick else 60))
+        results += asyncio.run(accuracies(seeds, 6 if arguments.quick else 60))
     if "8.3" in arguments.tables:
-        results += asyncio.run(times(seeds, 30 if arguments.quick else 50))
+        results += asyncio.run(times(seeds, 6 if arguments.quick else 50))
     show(results)
     if arguments.json:
         arguments.json.write_text(json.dumps({"seeds": seeds, "quick": arguments.quick, "results": results}, indent=1))

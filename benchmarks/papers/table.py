@@ -42,7 +42,7 @@ def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the data sets, such as ../shared/data")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
-    parser.add_argument("--quick", action="store_true", help="one seed, three rounds: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one seed, three rounds, four devices: does it run?")
     parser.add_argument("--settings", help="some of the columns, with ; between them (default: all of the table)")
     add_metrics(parser, out, "also print what METRICS has; for it runs are done anew")
     parser.add_argument(
@@ -85,14 +85,13 @@ def compared(
     fields = dict(fields)
     arguments.out.mkdir(parents=True, exist_ok=True)
     source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
-    quick = {"seeds": "0", "rounds": 3} if arguments.quick else {}
     settings = msgspec.convert(
         {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs, "train_on": arguments.train_on}
         | {"codec": Codec.FLOAT32, "reserved": 0.0}
         | (MEASURED if arguments.metrics else BARE)
         | source
         | fields
-        | quick,
+        | (quick(fields) if arguments.quick else {}),
         CompareSettings,
         strict=False,
     )
@@ -105,6 +104,16 @@ def compared(
     if arguments.metrics:
         show_metrics(label, found)
     return found
+
+
+def quick(fields: Mapping[str, object]) -> dict[str, object]:
+    """The smallest federation that still has all that a setting has."""
+    small: dict[str, object] = {"seeds": "0", "rounds": 3, "devices": 4}
+    if "newcomers" in fields:
+        small["newcomers"] = 1
+    if fields.get("partition") != "natural":  # people have as many samples as they have
+        small["samples"] = 500 if "reserved" in fields else 240  # a server learns from some of each class
+    return small
 
 
 def measured(label: str, found: Comparison) -> dict[str, Any]:
@@ -161,7 +170,7 @@ def claim(text: str, held: bool, seen: str) -> dict[str, Any]:
 def write(arguments: argparse.Namespace, figures: list[dict[str, Any]], claims: list[dict[str, Any]]) -> None:
     """The end: the JSON file, if one was asked for."""
     if arguments.quick:
-        print("quick: one seed, three rounds; neither figures nor claims mean anything")
+        print("quick: one seed, three rounds, four devices; neither figures nor claims mean anything")
     if arguments.json:
         seeds = "0" if arguments.quick else arguments.seeds
         document = {"seeds": seeds, "quick": arguments.quick, "figures": figures, "claims": claims}

@@ -1,0 +1,131 @@
+"""Every script of `benchmarks` runs as a process on its smallest inputs: rows are named and figures are finite.
+
+What the figures say is no matter here. Scripts that take long however little they are given only print their help,
+which still needs all that they import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+DATA = ROOT.parent / "shared" / "data"
+
+
+class Script(NamedTuple):
+    """Arguments, a word of each kind that its figures must have, and the data set that it cannot do without."""
+
+    arguments: tuple[str, ...]
+    words: tuple[str, ...]
+    data: str | None = None
+
+
+QUICK = ("--quick", "--jobs", "1", "--out", "out")
+SCRIPTS = {
+    "clustering.py": Script(("--devices", "60"), ("aidc", "mctc", "rand", "memory_mb")),
+    "default_method.py": Script(
+        ("--settings", "digits, alpha 0.5", "--methods", "fedge,fedavg", "--seeds", "0", "--jobs", "1", "--out", "out"),
+        ("digits, alpha 0.5", "fedge", "fedavg", "to_best_other"),
+    ),
+    "independent.py": Script(
+        ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
+        ("fedavg, plain PyTorch", "fedper, plain PyTorch"),
+    ),
+    "round_overhead.py": Script(
+        ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")
+    ),
+    "serving.py": Script(("--requests", "16", "--rounds", "1"), ("loop", "json, 1", "binary, 16", "server_ms")),
+    "simulate.py": Script(
+        ("speed", "--model", "mlp", "--devices", "4", "--steps", "2", "--samples", "200", "--repeats", "1"),
+        ("fleet", "sequential", "idle", "plain, 1 threads"),
+    ),
+    "papers/cfic.py": Script((*QUICK, "--settings", "skew 0.1, lr 0.1"), ("FedAvg", "CFIC 0.9 / 0.2", "claim")),
+    "papers/fedcoe.py": Script((*QUICK, "--data", str(DATA)), ("FedCoE printed", "repaired", "cold"), "mnist"),
+    "papers/fedepc.py": Script((*QUICK, "--tables", "8.1,8.3"), ("8.1", "8.3", "random, no deadline", "index")),
+    "papers/fedepc_images.py": Script(
+        (*QUICK, "--data", str(DATA), "--settings", "MNIST, 0.1"), ("MNIST, 0.1", "fedavg", "fedepc", "claim"), "mnist"
+    ),
+    "papers/pm_moe.py": Script(
+        (*QUICK, "--settings", "digits, alpha 0.1"), ("fedper", "dbe+ft", "pm-moe:base=dbe:guard=false", "claim")
+    ),
+    "papers/scmoe_pfl.py": Script(
+        (*QUICK, "--settings", "digits turned"), ("**SCMoE default**", "PFMoE-style", "FedAvg, all data", "claim")
+    ),
+}
+LONG = ("aggregation.py", "engines.py", "inference.py", "transfer.py", "papers/natural.py")
+"""Their smallest inputs take 7 to 20 seconds of a processor, or minutes."""
+
+
+def run(script: str, arguments: tuple[str, ...], folder: Path) -> str:
+    """What a script prints; it is started in an empty folder."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *arguments],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def words(found: object) -> Iterator[str]:
+    """Names and texts of a JSON document."""
+    if isinstance(found, str):
+        yield found
+    elif isinstance(found, dict):
+        for name, value in found.items():
+            yield name
+            yield from words(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from words(value)
+
+
+def figures(found: object) -> Iterator[float]:
+    """Numbers of a JSON document."""
+    if isinstance(found, float | int) and not isinstance(found, bool):
+        yield found
+    elif isinstance(found, dict | list):
+        for value in found.values() if isinstance(found, dict) else found:
+            yield from figures(value)
+
+
+def test_each_script_is_run() -> None:
+    scripts = {
+        file.relative_to(BENCHMARKS).as_posix()
+        for file in BENCHMARKS.rglob("*.py")
+        if '__name__ == "__main__"' in file.read_text()
+    }
+    assert scripts == {*SCRIPTS, *LONG}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_and_its_rows_are_named_and_its_figures_finite(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    script = SCRIPTS[name]
+    if script.data and not (DATA / script.data).exists():
+        pytest.skip(f"it needs {script.data} in {DATA}")
+    if name == "round_overhead.py":
+        request.getfixturevalue("mosquitto_program")
+    printed = run(name, (*script.arguments, "--json", "figures.json"), tmp_path)
+    assert len(printed.splitlines()) >= 2
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert set(script.words) <= set(words(found))
+    seen = list(figures(found))
+    assert len(seen) >= 4
+    assert all(map(math.isfinite, seen))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_script_that_takes_long_prints_its_help(name: str, tmp_path: Path) -> None:
+    assert "usage:" in run(name, ("--help",), tmp_path)
