@@ -636,7 +636,7 @@ async def personalise(
         )
 
     # Sections 8 and 9: is the local model worth having; how much does the energy count.
-    chosen, beta = int(options.local == "always" and Role.LOCAL in roles), 0.0
+    chosen, beta = int(options.local == "always" and Role.LOCAL in mixed), 0.0
     if weighing:
         energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=options.a)
         state, answers = await ask(state, fleet, r, "energy", {i: energy for i in fitted if i not in state.silent})
