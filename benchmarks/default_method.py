@@ -28,7 +28,7 @@ Examples:
     python benchmarks/default_method.py --settings "digits, 4 rotations" --model cnn --json rotations.json
     python benchmarks/default_method.py --data ../shared/data --table hundreds --settings "MNIST, 4 rotations"
     python benchmarks/default_method.py --data ../shared/data --table ablation
-    python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:gate=untrained
+    python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:rho=0.3
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from coordinator.options import check, method_and_options
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -129,3 +132,23 @@ def test_a_script_runs_and_its_rows_are_named_and_its_figures_finite(
 @pytest.mark.parametrize("name", LONG)
 def test_a_script_that_takes_long_prints_its_help(name: str, tmp_path: Path) -> None:
     assert "usage:" in run(name, ("--help",), tmp_path)
+
+
+def test_each_row_of_the_ablation_is_a_configuration() -> None:
+    script = runpy.run_path(str(BENCHMARKS / "default_method.py"))
+    for method, (_, published) in script["ABLATION"].items():
+        check(*method_and_options(method))
+        assert len(published.split()) == len(script["ABLATED"])
+
+
+def test_the_ablation_gives_differences_to_the_default_in_points_beside_the_published_ones(tmp_path: Path) -> None:
+    chosen = ("--table", "ablation", "--settings", "digits, alpha 1", "--methods", "fedge,fedge:candidates=private")
+    printed = run("default_method.py", (*chosen, "--seeds", "0", "--jobs", "1", "--out", "out"), tmp_path)
+    runs = [json.loads(file.read_text()) for file in (tmp_path / "out" / "runs").iterdir()]
+    ours, private = sorted(runs, key=lambda found: len(found["method"]))
+    accuracy, f1 = (100 * (private[name] - ours[name]) for name in ("accuracy", "macro_f1"))
+    *_, first, second = printed.splitlines()
+    assert first.startswith(
+        f"| **fedge** | {100 * ours['accuracy']:.2f} / {100 * ours['macro_f1']:.1f} (96.80 / 93.5) |"
+    )
+    assert f"| candidates=private (privonly) | {accuracy:+.2f} / {f1:+.1f} (-0.56 / -0.7) |" in second
