@@ -450,7 +450,7 @@ def judge_gates(columns: list[str], accuracy: GateFigures, weight: GateFigures) 
     def mostly(text: str, figures: NDArray[np.float64]) -> dict[str, Any]:
         """A claim that a difference is positive in six columns of seven."""
         held = np.count_nonzero(figures > 0) >= len(columns) * 6 / 7
-        return claim(text, bool(held), told(figures))
+        return claim(f"in six of seven: {text}", bool(held), told(figures))
 
     seen_all = np.array(
         [weight[(private, "gate on train, energy"), c].mean() for private in (own, ours) for c in columns]
@@ -458,7 +458,7 @@ def judge_gates(columns: list[str], accuracy: GateFigures, weight: GateFigures) 
     split = [column for column in columns if column.endswith("classes")]
     claims = [
         mostly(
-            "default private model and gate are better than the printed ones (in six columns of seven)",
+            "default private model and gate are better than the printed ones",
             gains((ours, "gate on val, energy"), (sensitive, "gate on train, energy")),
         ),
         claim(
@@ -467,11 +467,11 @@ def judge_gates(columns: list[str], accuracy: GateFigures, weight: GateFigures) 
             f"{seen_all.min():.2f} to {seen_all.max():.2f}",
         ),
         mostly(
-            "so that validation samples serve it better (all train, from w0; in six of seven)",
+            "so that validation samples serve it better (all train, from w0)",
             gains((own, "gate on val, offset"), (own, "gate on train, energy")),
         ),
         mostly(
-            "with a private model of sensitive samples alone training samples serve it better than validation samples",
+            "training samples serve it better than validation samples, if the private model has seen D_H alone",
             gains((sensitive, "gate on train, offset"), (sensitive, "gate on val, offset")),
         ),
         mostly(
@@ -483,15 +483,13 @@ def judge_gates(columns: list[str], accuracy: GateFigures, weight: GateFigures) 
         ),
     ]
     for private, gate, expected, near in (
-        (sensitive, "gate on train", 0.65, False),
-        (sensitive, "gate on val", 0.65, False),
-        (warm, "gate on val", 0.3, True),
-        (ours, "gate on val", 0.1, True),
+        (sensitive, "gate on train", "+0.65", False),
+        (sensitive, "gate on val", "+0.65", False),
+        (warm, "gate on val", "-0.1 to +0.3", True),
+        (ours, "gate on val", "-0.1 to +0.3", True),
     ):
         energy = gains((private, f"{gate}, energy"), (private, f"{gate}, no energy"))
-        text = (
-            f"the energies {'change little' if near else 'help'} on average ({private}, {gate}; there {expected:+.2g})"
-        )
+        text = f"the energies {'change little' if near else 'help'} on average ({private}, {gate}; there {expected})"
         held = abs(energy.mean()) <= 0.5 if near else energy.mean() > 0
         claims.append(claim(text, bool(held), f"{energy.mean():+.2f}: {told(energy)}"))
     offsets = gains((sensitive, "untrained gate, offset"), (sensitive, "untrained gate, energy"))
