@@ -3,7 +3,8 @@
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction", CMC 2025, doi 10.32604/cmc.2025.064103,
 Algorithm 1; sections are those of our specification of it. Departures (section 9): the label feature is that of the
 signed deviation (`psi="abs"` is the printed form) and is told before training (`registration="lazy"`: with the first
-model, as printed). Local work is counted in SGD steps; integer buffers are averaged by maximum as everywhere.
+model, as printed). Local work is counted in SGD steps unless `--local-epochs` is given (section 8: 5 epochs); integer
+buffers are averaged by maximum as everywhere.
 The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
 off. Clusters of profiles, or of the directions of updates of the then common model, instead of label features are made
 after a third of the rounds, when the model can tell data apart (FedEPC section 9.10); until then no device has one.

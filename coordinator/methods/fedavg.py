@@ -1,7 +1,8 @@
 """FedAvg: average what the cohort learned, weighted by how many samples each client learned it from.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
-Algorithm 1. Local work is counted in SGD steps rather than epochs, so that every client of a round does the same.
+Algorithm 1. Unless `--local-epochs` is given, local work is counted in SGD steps, so that every client of a round does
+the same.
 """
 
 from __future__ import annotations

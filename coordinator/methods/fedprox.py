@@ -1,7 +1,8 @@
 """FedProx: FedAvg whose clients are drawn back to the model that they were given.
 
 Source: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2: client i minimises
-F_i(w) + (mu / 2) ||w - w_t||^2. Every client takes the same number of steps; partial work is not modelled.
+F_i(w) + (mu / 2) ||w - w_t||^2. Unless `--local-epochs` is given, every client takes the same number of steps;
+partial work is not modelled.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fedge.messages import KeepPart, Part
 
 
 class FedRepOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`head_steps`: SGD steps of the head (E_h, there in epochs), before those of the base."""
+    """`head_steps`: steps of the head before those of the base, also with `--local-epochs` (E_h, there in epochs)."""
 
     head_steps: Annotated[int, Meta(ge=1)] = 10
 
