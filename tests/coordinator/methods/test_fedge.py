@@ -25,6 +25,9 @@ from coordinator.methods.fedge import (
 )
 from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
+from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import Hardware, Partition, Scenario
 from edge_agent import mixture
 from edge_agent.labels import label_feature
 from fedge.bundle import read as read_bundle
@@ -124,6 +127,20 @@ async def test_devices_without_groups_are_not_split_whatever_their_label_skew(tm
         state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
         assert state.trial is not None
         assert not state.trial.split
+
+
+def test_on_equal_devices_it_is_the_momentum_method_with_or_without_prior(tmp_path) -> None:
+    """Section 16, property 10; 300 test samples: one standard error is about a point and a half."""
+    kind = {"partition": Partition.IID, "hardware": Hardware.NONE, "evaluate_every": 99}
+    equal = Scenario(devices=10, samples=1200, rounds=10, **kind)
+
+    def outcome(method: str, **options: str) -> RunOutcome:
+        return simulate(equal, method, options, 0, tmp_path / f"{method}{len(options)}", lambda _: None, method)
+
+    ours, plain, momentum = outcome("fedge"), outcome("fedge", prior="none"), outcome("fedavgm")
+    assert not ours.split
+    assert ours.sample_accuracy == pytest.approx(momentum.sample_accuracy, abs=0.03)
+    assert ours.sample_accuracy == pytest.approx(plain.sample_accuracy, abs=0.015)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
