@@ -6,7 +6,7 @@
   images  the paper's setting, smaller: 100 devices, 30 % of them in a round, two 5x5 convolutions, but with 8 and 16
           channels, 6,000 images mean-pooled to 14x14, 20 rounds of 10 steps with batches of 32 and learning rate 0.05.
           --full is the paper's size: all images at 28x28, 32 and 64 channels, batch 64, learning rate 0.01, 100 rounds
-          of 5 epochs; some days on two cores, never run by us.
+          of 5 epochs; some days on two cores, of which we ran one round.
           The specification has no figures of the paper's for it, only its order of the methods.
 
 Accuracy is that of the one global model on a global test set (a fifth of all samples): mean of the last five rounds,

@@ -6,7 +6,7 @@ device's samples for training, 15 % for validation, 25 % for testing; 30 % of th
 rounds of 20 steps, batch 32, SGD 0.05 with momentum 0.9. "CIFAR-10" (JPEG images, 4,000 mean-pooled to 3x8x8, 12
 devices, hidden 32) is ours: no figures to compare with. --full has the paper's budget instead (section 12: 140 rounds
 of 50 steps, batch 32, SGD 0.01 with momentum 0.9) and all 60,000 images of CIFAR-10 (JPEG) at 32x32; 12 devices and
-`cnn_fedavg` are ours, for the specification has neither of the paper's. It wants a GPU, and was never run by us. In
+`cnn_fedavg` are ours, for the specification has neither of the paper's. It wants a GPU; we ran one round on a CPU. In
 the column "classes" a third of each device's classes is sensitive as a whole.
 
 A cell is accuracy / macro F1 / standard deviation over the devices, in per cent, means over the seeds; in brackets the
