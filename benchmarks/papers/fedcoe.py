@@ -5,7 +5,7 @@
            the global test. A perceptron 196-64-32-10, the gate on the flat input
   cifar10  the paper's data, smaller: 6,000 images of CIFAR-10 at 8 x 8, 4,800 dealt, 400 in D_s, 800 to test; `cnn`,
            the gate with its convolutions, SGD 0.05. --full: all 60,000 at 32 x 32, `resnet_moe` of section 8, 2,000 in
-           D_s, 8,000 to test, 1,000 rounds: days on two cores, of which we ran one round (the paper's network is far larger)
+           D_s, 8,000 to test, 1,000 rounds: days on two cores; we ran one round (the paper's network is larger)
 
 K = 5, N_top = 5 of 10, 100 rounds of 10 steps, batch 32, SGD 0.1/0.9 with weight decay 5e-4, for every row. Columns, in
 per cent, mean over seeds:

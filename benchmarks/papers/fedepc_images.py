@@ -3,8 +3,8 @@
 The paper's setting, smaller: 4,000 images mean-pooled to 14x14, the perceptron with 32 hidden units, 40 rounds of 10
 steps with batches of 32, a fifth of the devices in a round, Raspberry Pis and Jetsons that are always there. --full is
 the paper's size: all images at 28x28, the network with two 5x5 convolutions, 100 rounds of 45 steps (a day and more on
-two cores, of which we ran one round); rounds, steps and network are ours. The specification has no accuracies of the paper's for
-it, only its order of the methods.
+two cores, of which we ran one round); rounds, steps and network are ours. The specification has no accuracies of the
+paper's for it, only its order of the methods.
 
 A cell: personal accuracy of the installed bundles (mean over devices, ± over seeds) / mean of the worst tenth of the
 devices / macro F1 / simulated seconds until 95 % of the best method's accuracy was seen. The last column has planted
