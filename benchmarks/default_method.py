@@ -16,9 +16,9 @@ perceptron.
 accuracy and macro F1 minus those of `fedge`, in points, and the specification's differences in brackets; in the last
 column means over the settings, with the standard error of the paired differences of accuracy over settings and seeds.
 
-Below the other tables: `fedge` against the best baseline over all settings; against each other method, the mean
-difference and in how many settings it is at least equal; and in how many runs of each setting its trial split the
-devices.
+Below each table: in how many runs of each setting the trial of `fedge` split the devices; below the others before that
+`fedge` against the best baseline over all settings, and against each other method the mean difference and in how many
+settings it is at least equal.
 
 Runs that are done are kept in --out; the same command goes on where it was.
 
@@ -302,27 +302,30 @@ def row(name: str, found: Comparison, table: str) -> str:
 
 
 def together(comparisons: Mapping[str, Comparison]) -> str:
-    """What stands below the table: the default method against the best and against each other method; its splits."""
+    """What stands below the table: the default method against the best and against each other method."""
     gains: list[tuple[float, ...]] = []
     over: dict[str, list[float]] = {}
-    splits = []
-    for name, found in comparisons.items():
+    for found in comparisons.values():
         ours = next(m for m in found.methods if m.method == OURS)
         assert ours.to_best_other is not None
         gains.append(tuple(100 * d for d in ours.to_best_other.seeds))
         for other in found.methods:
             if other is not ours:
                 over.setdefault(other.method, []).append(100 * (ours.accuracy.mean - other.accuracy.mean))
-        split = [run.split for run in found.runs if run.method == OURS]
-        splits.append(f"{name}: {sum(split)} of {len(split)}")
     means, runs = np.mean(gains, axis=1), np.ravel(gains)
     each = (f"{m} {np.mean(d):+.2f} [{(np.array(d) >= 0).sum()}]" for m, d in over.items())
     return (
         f"\n{len(means)} settings: mean difference to the best baseline {means.mean():+.2f} points, at least equal in "
         f"{(means >= 0).sum()}, lowest {means.min():+.2f}; {len(runs)} runs: negative in {(runs < 0).mean():.0%}\n"
-        f"{OURS} minus each other, mean [settings where at least equal]: {', '.join(each)}\n"
-        f"runs of {OURS} that split the devices: {'; '.join(splits)}"
+        f"{OURS} minus each other, mean [settings where at least equal]: {', '.join(each)}"
     )
+
+
+def splits(comparisons: Mapping[str, Comparison]) -> str:
+    """In how many of its runs the default method split the devices."""
+    of_ours = {name: [run.split for run in found.runs if run.method == OURS] for name, found in comparisons.items()}
+    counts = (f"{name}: {sum(split)} of {len(split)}" for name, split in of_ours.items())
+    return f"runs of {OURS} that split the devices: {'; '.join(counts)}"
 
 
 def ablation(comparisons: Mapping[str, Comparison]) -> str:
@@ -392,6 +395,7 @@ def main() -> None:
         if arguments.table != "ablation":
             print(row(name, comparisons[name], arguments.table), flush=True)
     print(ablation(comparisons) if arguments.table == "ablation" else together(comparisons))
+    print(splits(comparisons))
     if arguments.json:
         results = {name: msgspec.to_builtins(found.methods, enc_hook=str) for name, found in comparisons.items()}
         document = {"table": arguments.table, "seeds": arguments.seeds, "model": arguments.model, "settings": results}

@@ -147,7 +147,8 @@ def test_the_ablation_gives_differences_to_the_default_in_points_beside_the_publ
     runs = [json.loads(file.read_text()) for file in (tmp_path / "out" / "runs").iterdir()]
     ours, private = sorted(runs, key=lambda found: len(found["method"]))
     accuracy, f1 = (100 * (private[name] - ours[name]) for name in ("accuracy", "macro_f1"))
-    *_, first, second = printed.splitlines()
+    *_, first, second, split = printed.splitlines()
+    assert split == f"runs of fedge that split the devices: digits, alpha 1: {ours['split']:d} of 1"
     assert first.startswith(
         f"| **fedge** | {100 * ours['accuracy']:.2f} / {100 * ours['macro_f1']:.1f} (96.80 / 93.5) |"
     )
