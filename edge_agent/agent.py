@@ -401,7 +401,8 @@ class Agent:
         for ref in blobs_of(order):
             chunks = self._topics.model_chunk(ref.digest)
             path = await self._receiver.fetch(ref, chunks=chunks, wants=wants, device_id=me)
-            path.touch()
+            with suppress(OSError):  # not ours, or read-only: it may be deleted earlier than others, no more
+                os.utime(path)
 
     def _execute(self, order: Order) -> Result | None:
         """In the worker thread: do the work, make its tensors durable. None: it was stopped."""

@@ -5,7 +5,7 @@ Locally, Act Globally", 2020. FedRep: Collins et al., "Exploiting Shared Represe
 Learning", ICML 2021, Algorithm 1.
 
 All of it learns from D_L: the private part shapes the gradient of the shared one, so what the private part had learned
-from a sensitive sample would show in the upload. Work is counted in steps of SGD, not in epochs.
+from a sensitive sample would show in the upload. FedRep's head takes steps of SGD, not epochs.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def require_sendable(actions: Iterable[Action]) -> None:
     for action in {id(action): action for action in actions}.values():  # most of a step share one
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=Action)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, OverflowError) as error:
             raise ConfigError(
                 f"no order can say this: {error}; change the option of the method that sets it"
             ) from error

@@ -53,9 +53,13 @@ def passes(  # noqa: PLR0911 - a table
     match action:
         case Train():
             looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(action.starts) - 1) * (n_val or n_shared)
-            models = 2 if isinstance(action.keep, KeepModel | KeepHead) else 1
             heads = action.keep.head_steps if isinstance(action.keep, KeepPart) else 0
-            return looks + models * _training(action.sgd, action.sgd.steps_for(n_shared) + heads, n_shared)
+            work = _training(action.sgd, action.sgd.steps_for(n_shared) + heads, n_shared)
+            if isinstance(action.keep, KeepHead):
+                work *= 2
+            elif isinstance(action.keep, KeepModel):
+                work += _training(action.sgd, action.sgd.steps_for(n_train), n_train)
+            return looks + work
         case Profile():
             return n_shared
         case Trial():

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.assembling import bundle_in_subprocess
-from coordinator.fleet import Answer, Fleet
+from coordinator.fleet import Answer, Device, Fleet
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.messages import (
@@ -349,6 +349,14 @@ def summary_of(method: Method[S], state: S) -> dict[str, Any]:
 def round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:
     """The random numbers of one round, the same whenever it is run."""
     return np.random.default_rng((settings.seed, round_number))
+
+
+def steps_alone(device: Device, sgd: Sgd) -> int:
+    """Steps of a participation, for what a device learns alone from all of its samples, sensitive ones, too.
+
+    It tells only how many are not sensitive; of one that has none of those a pass is a batch.
+    """
+    return sgd.steps_for(device.n_samples or sgd.batch_size)
 
 
 def accepted(answers: dict[str, Answer]) -> dict[str, Trained]:

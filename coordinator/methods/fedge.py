@@ -36,6 +36,7 @@ from coordinator.methods import (
     options_of,
     round_rng,
     sizes,
+    steps_alone,
     summarise,
     summary_of,
 )
@@ -722,7 +723,7 @@ def candidates(
         sgd=settings.sgd,
         private_start=options.private_start,
         private_steps=options.private_steps,
-        local_steps=settings.sgd.steps_for(device.n_samples) * rounds if local else 0,
+        local_steps=steps_alone(device, settings.sgd) * rounds if local else 0,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, State, options_of, summary_of
+from coordinator.methods import MethodSettings, State, options_of, steps_alone, summary_of
 from coordinator.methods.silence import results
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, FineTune, Install, Installed, Sgd
@@ -59,7 +59,7 @@ class Local:
         """All devices, once."""
         settings = self.settings
         rounds = settings.rounds * settings.participation
-        steps = {d.id: max(1, round(rounds * settings.sgd.steps_for(d.n_samples))) for d in fleet.devices()}
+        steps = {d.id: max(1, round(rounds * steps_alone(d, settings.sgd))) for d in fleet.devices()}
         installed = await learn_alone(fleet, state.model, settings.sgd, steps)
         return msgspec.structs.replace(state, round=1, installed=installed)
 

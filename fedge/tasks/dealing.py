@@ -18,6 +18,7 @@ from fedge.errors import ConfigError
 MIN_SAMPLES: Final = 20
 """Of a device, unless other is said: enough for a training, a validation and a test part."""
 FEWEST: Final = 4  # of which two are trained on, one is held out, one is for testing
+FEWEST_BLOCKS: Final = 3  # of a device: one for each of the three parts
 _REDRAWS: Final = 100
 _MILDER: Final = "so the devices differ less than was asked for; fewer devices, or more samples, would be better"
 
@@ -112,7 +113,10 @@ def by_label(
     milder = milder or Milder()
     for number in range(1, _REDRAWS + 1):
         owners, milder.draws = draw(), number
-        if _sizes(units, owners, len(group_of)).min() >= least:
+        if (
+            _sizes(units, owners, len(group_of)).min() >= least
+            and _blocks(owners, len(group_of)).min() >= FEWEST_BLOCKS
+        ):
             if number > 1:
                 log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, least, _MILDER)
             return owners
@@ -199,6 +203,8 @@ def filled_up(
 ) -> Ints:
     """Move random units, one at a time, from the largest to the smallest device until each has `least` samples.
 
+    Then, where units are blocks, from who has most of them to who has fewest until each has three.
+
     `group_of`: (N,) group of each device; units stay in their group, unless the group as a whole is short of them and
     groups do not have classes of their own. `milder` is told how many samples moved.
 
@@ -207,18 +213,34 @@ def filled_up(
     """
     owners, moved = owners.copy(), 0
     sizes = _sizes(units, owners, len(group_of))
+    too_few = ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")
+
+    def giver(taker: int, amounts: Ints, need: int) -> int:
+        """Who has most of the taker's group, or of all where the group is short as a whole."""
+        group = group_of == group_of[taker]
+        short = not own_classes and amounts[group].sum() < need * group.sum()
+        return int(np.where(group | short, amounts, -1).argmax())
+
     while sizes.min() < least:
         smallest = int(sizes.argmin())
-        group = group_of == group_of[smallest]
-        short = not own_classes and sizes[group].sum() < least * group.sum()
-        largest = int(np.where(group | short, sizes, -1).argmax())
+        largest = giver(smallest, sizes, least)
         if not sizes[largest]:
             raise ConfigError("a group gets no sample: use a smaller spread of sizes, or fewer groups")
         unit = rng.choice(np.flatnonzero(owners == largest))
         if sizes[largest] - units.size[unit] <= sizes[smallest]:
-            raise ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")
+            raise too_few
         owners[unit] = smallest
         sizes[[largest, smallest]] += (-units.size[unit], units.size[unit])
+        moved += int(units.size[unit])
+    while (blocks := _blocks(owners, len(group_of))).min() < FEWEST_BLOCKS:
+        taker = int(blocks.argmin())
+        most = giver(taker, blocks, FEWEST_BLOCKS)
+        spare = np.flatnonzero((owners == most) & (sizes[most] - units.size >= least))
+        if blocks[most] <= FEWEST_BLOCKS or not len(spare):
+            raise too_few
+        unit = rng.choice(spare)
+        owners[unit] = taker
+        sizes[most] -= units.size[unit]
         moved += int(units.size[unit])
     if milder is not None:
         milder.moved = moved
@@ -229,6 +251,10 @@ def filled_up(
 
 def _sizes(units: Units, owners: Ints, n_devices: int) -> Ints:
     return np.bincount(owners, weights=units.size, minlength=n_devices).astype(np.int64)
+
+
+def _blocks(owners: Ints, n_devices: int) -> Ints:
+    return np.bincount(owners, minlength=n_devices)
 
 
 def _cut(things: Ints, shares: Floats) -> list[Ints]:

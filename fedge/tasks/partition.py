@@ -19,7 +19,7 @@ from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import arrays, dealing, images
 from fedge.tasks.data import DeviceData
-from fedge.tasks.dealing import FEWEST, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
+from fedge.tasks.dealing import FEWEST, FEWEST_BLOCKS, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
 from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
@@ -115,6 +115,7 @@ def partition(
         if pool.user is None:
             raise ConfigError(f"the samples of {pool.spec.name} do not say which person they come from")
         owners = dealing.by_user(pool.user, n_devices, rng, least=min_samples)
+        _require_blocks(units, owners, n_devices)
     else:
         weights = dealing.relative_sizes(n_devices, sizes, size_spread, rng)
         if how == "shards":
@@ -192,6 +193,15 @@ def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None
         np.savez(path, x=x, y=y, split=split, sensitive=marks)
     else:
         _write_folder(path, x, [classes[label] for label in y], split, marks)
+
+
+def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
+    """`owners`: device of each sample (n,)."""
+    fewest = min(len(np.unique(units.of_sample[owners == device])) for device in range(n_devices))
+    if fewest < FEWEST_BLOCKS:
+        raise ConfigError(
+            f"a person's samples are in {fewest} blocks, a device needs {FEWEST_BLOCKS}: use more samples"
+        )
 
 
 def _most_groups(pool: Pool, groups: Groups, n_devices: int) -> int:

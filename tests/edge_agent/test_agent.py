@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 import subprocess
@@ -488,6 +489,25 @@ async def test_a_disk_that_takes_no_more_ends_the_agent(one_broker: LocalBroker,
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert worker.done == []
         assert (tmp_path / "home" / "outbox" / "orders" / "r.1.s.pi").exists(), "the order waits for a better day"
+
+
+async def test_models_of_somebody_else_are_used_as_they_are(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch
+) -> None:
+    """An agent that ran as root has left them: who may not set their times may still read them."""
+
+    def not_ours(path: Path, *times: object) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "utime", not_ours)
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await peer.report_of(order)
 
 
 async def test_models_that_are_used_no_more_are_deleted(one_broker: LocalBroker, tmp_path: Path) -> None:

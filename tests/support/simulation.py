@@ -63,11 +63,14 @@ def digits(
     n_groups: int = 3,
     groups: Groups = "rotation",
     model: str = "mlp",
+    sensitive: float = 0.3,
     processor: torch.device = CPU,
 ) -> tuple[Fleet, Layout, BlobRef, dict[str, int]]:
     """A fleet, the layout, the initial model, and the true group of each device."""
     samples = pool("digits", seed=seed, limit=limit)
-    shares = partition(samples, n, how=how, alpha=alpha, sensitive=0.3, seed=seed, n_groups=n_groups, groups=groups)
+    shares = partition(
+        samples, n, how=how, alpha=alpha, sensitive=sensitive, seed=seed, n_groups=n_groups, groups=groups
+    )
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
     layout, first = models.initial(task, seed)
     data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}

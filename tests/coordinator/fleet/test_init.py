@@ -59,6 +59,11 @@ def test_an_order_that_no_message_can_hold_is_the_users_error_by_field(action: A
         require_sendable([TRAIN, action])
 
 
+def test_a_number_beyond_64_bits_is_the_users_error_too() -> None:
+    with pytest.raises(ConfigError, match=r"no order can say this: .*ints"):
+        require_sendable([msgspec.structs.replace(TRAIN, sgd=Sgd(steps=10**20))])
+
+
 async def test_an_option_beyond_what_a_message_can_hold_ends_a_run_and_says_so(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     method = FedAvg(MethodSettings(sgd=Sgd(learning_rate=1000.0)))

@@ -49,6 +49,16 @@ async def test_passes_over_a_devices_own_samples_give_each_its_own_budget(tmp_pa
     assert [action.fine_tune.checkpoints for action in recorder.actions] == [(steps,) for steps in expected]
 
 
+async def test_a_device_whose_samples_are_all_sensitive_takes_a_batch_in_each_pass(tmp_path) -> None:
+    """It says 0 samples; with one step alone it would be no baseline."""
+    fleet, layout, first, _ = digits(tmp_path, n=2, limit=60, sensitive=1.0)
+    method = make("local", MethodSettings(rounds=4, sgd=Sgd(epochs=2, batch_size=8)))
+    recorder = Recorder(fleet)
+    await method.round(method.initial(layout, first), recorder)
+    assert [device.n_samples for device in fleet.devices()] == [0, 0]
+    assert {action.fine_tune.checkpoints for action in recorder.actions} == {(4 * 2,)}
+
+
 async def test_every_device_installs_what_it_learned_from_all_its_samples_and_sends_nothing(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = make("local", MethodSettings(rounds=5, sgd=Sgd(steps=10)))

@@ -1,7 +1,10 @@
+from pathlib import Path
 from typing import get_args, get_type_hints
 
+import msgspec
 import pytest
 
+from coordinator.service import CoordinatorSettings
 from coordinator.simulation.settings import CompareSettings, Groups, Partition, Scenario, SimulationSettings, Sizes
 from fedge.config import describe
 from fedge.errors import ConfigError
@@ -20,6 +23,26 @@ def test_passes_over_the_samples_instead_of_steps() -> None:
     assert Scenario(local_epochs=5).for_method(0, {}).sgd.epochs == 5
     with pytest.raises(ConfigError, match="--local-steps changes nothing with --local-epochs"):
         Scenario(local_epochs=5, local_steps=20).for_method(0, {})
+
+
+@pytest.mark.parametrize("kind", [Scenario, CoordinatorSettings])
+@pytest.mark.parametrize(
+    ("name", "in_orders", "most"),
+    [
+        ("local_steps", "steps", 10**7),
+        ("local_epochs", "epochs", 10**5),
+        ("batch_size", "batch_size", 2**20),
+        ("learning_rate", "learning_rate", 100.0),
+    ],
+)
+def test_a_command_takes_no_training_that_no_order_can_say(kind, name: str, in_orders: str, most: float) -> None:
+    """Or it would be found out when the data are dealt out and devices wait."""
+    needed = {"broker": "mqtt://here", "federation": "f", "home": Path("h"), "task": "digits"}
+    given = needed if kind is CoordinatorSettings else {}
+    for of, others, field in ((kind, given, name), (Sgd, {}, in_orders)):
+        msgspec.convert(others | {field: most}, of)
+        with pytest.raises(msgspec.ValidationError, match=rf"<= .*\$\.{field}"):
+            msgspec.convert(others | {field: most + 1}, of)
 
 
 def test_a_tenth_of_the_rounds_is_between_two_points() -> None:

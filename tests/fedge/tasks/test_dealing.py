@@ -72,6 +72,7 @@ def test_every_deal_gives_each_unit_to_a_device_and_each_device_enough(
         assert owners.shape == units.y.shape
         assert set(owners.tolist()) == set(range(n_devices))
         assert np.bincount(owners, weights=units.size).min() >= least
+        assert np.bincount(owners).min() >= 3
         np.testing.assert_array_equal(owners, deal(rng(seed)))
 
 
@@ -132,6 +133,18 @@ def test_samples_stay_in_their_planted_group() -> None:
     assert (after[:70] < 2).all()
     assert (after[70:] >= 2).all()
     assert np.bincount(after).min() == 20
+
+
+def test_each_device_has_blocks_for_its_three_parts() -> None:
+    """Fewer than three blocks left nothing to test on, however many samples they had."""
+    units = units_of(np.zeros(100, np.int64), np.arange(100) // 10)
+    before = np.repeat([0, 1], [8, 2])
+    after = filled_up(units, before, np.zeros(2, np.int64), rng())
+    assert np.bincount(after).tolist() == [7, 3]
+    owners = by_label(units, np.ones((1, 1)), np.zeros(3, np.int64), np.ones(3), 0.1, rng(), least=4)
+    assert np.bincount(owners).min() == 3
+    with pytest.raises(ConfigError, match="100 samples in 10 blocks are too few for 4 devices"):
+        filled_up(units, np.repeat([0, 1, 2, 3], [4, 2, 2, 2]), np.zeros(4, np.int64), rng())
 
 
 def test_blocks_too_large_to_move_are_an_error_not_an_endless_loop() -> None:

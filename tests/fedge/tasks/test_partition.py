@@ -188,6 +188,15 @@ def test_people_are_devices() -> None:
         deal(plain, 3, how="natural")
 
 
+def test_people_need_a_block_for_each_of_the_three_parts() -> None:
+    x, y, user = np.zeros((60, 1)), np.zeros(60, np.int64), np.repeat([0, 1], 30)
+    task = TaskSpec(name="toy", classes=("a",), input_shape=(1,), model="mlp")
+    shares = deal(Pool(x, y, task, user, np.arange(60) // 10), 2, how="natural")
+    assert [(len(s.y_train), len(s.y_val), len(s.y_test)) for s in shares] == [(10, 10, 10)] * 2
+    with pytest.raises(ConfigError, match="samples are in 2 blocks, a device needs 3"):
+        deal(Pool(x, y, task, user, np.arange(60) // 15), 2, how="natural")
+
+
 @given(share=st.floats(0, 0.9), turns=st.integers(1, 4), seed=st.integers(0, 100))
 @settings(max_examples=30, deadline=None)
 def test_what_is_set_apart_is_an_even_part_of_every_class(share: float, turns: int, seed: int) -> None:
