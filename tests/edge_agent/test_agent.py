@@ -496,10 +496,18 @@ async def test_models_of_somebody_else_are_used_as_they_are(
 ) -> None:
     """An agent that ran as root has left them: who may not set their times may still read them."""
 
+    opened = os.open
+
     def not_ours(path: Path, *times: object) -> None:
         raise PermissionError(path)
 
+    def read_only(path: Path, flags: int, *rest: int, **more: int) -> int:
+        if len(Path(path).name) == 64 and flags & os.O_WRONLY:
+            raise PermissionError(path)
+        return opened(path, flags, *rest, **more)
+
     monkeypatch.setattr(os, "utime", not_ours)
+    monkeypatch.setattr(os, "open", read_only)
     async with (
         Peer(one_broker, tmp_path) as peer,
         running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
