@@ -22,8 +22,13 @@ from coordinator.fleet.mqtt import MqttFleet
 from coordinator.methods import (
     FINE_TUNED,
     METHODS,
+    BatchSize,
+    LearningRate,
+    LocalEpochs,
+    LocalSteps,
     Method,
     MethodSettings,
+    Momentum,
     Option,
     State,
     dump,
@@ -87,14 +92,11 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     deadline_s: Annotated[float, Meta(gt=0, description="Time for one step of a round.", extra={"unit": "s"})] = 60.0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
     seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
-    local_steps: Annotated[int, Meta(ge=1, le=10**7, description="SGD steps per participation.")] = 10
-    local_epochs: Annotated[
-        Annotated[int, Meta(ge=1, le=10**5)] | None,
-        Meta(description="Passes over a device's own samples per participation, instead of the steps."),
-    ] = None
-    batch_size: Annotated[int, Meta(ge=1, le=2**20, description="Samples per step.")] = 32
-    learning_rate: Annotated[float, Meta(gt=0, le=100, description="Of the devices' SGD.")] = 0.05
-    momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
+    local_steps: LocalSteps = 10
+    local_epochs: LocalEpochs = None
+    batch_size: BatchSize = 32
+    learning_rate: LearningRate = 0.05
+    momentum: Momentum = 0.9
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")

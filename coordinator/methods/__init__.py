@@ -62,6 +62,17 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
 
+LocalSteps = Annotated[int, Meta(ge=1, le=10**7, description="SGD steps per participation.")]
+LocalEpochs = Annotated[
+    Annotated[int, Meta(ge=1, le=10**5)] | None,
+    Meta(description="Passes over a device's own samples per participation, instead of the steps."),
+]
+BatchSize = Annotated[int, Meta(ge=1, le=2**20, description="Samples per step.")]
+LearningRate = Annotated[float, Meta(gt=0, le=100, description="Of the devices' SGD.")]
+Momentum = Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")]
+"""Settings of local training that the commands share, with the bounds of `Sgd`."""
+
+
 def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:
     """The settings of a command as a method's: rounds, learning and codec, under equal names.
 

@@ -8,7 +8,16 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from coordinator.methods import MethodSettings, Option, settings_of
+from coordinator.methods import (
+    BatchSize,
+    LearningRate,
+    LocalEpochs,
+    LocalSteps,
+    MethodSettings,
+    Momentum,
+    Option,
+    settings_of,
+)
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
@@ -109,14 +118,11 @@ class Scenario(Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, description="Devices that come when training is over, drawn by lot: measured apart.")
     ] = 0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
-    local_steps: Annotated[int, Meta(ge=1, le=10**7, description="SGD steps per participation.")] = 10
-    local_epochs: Annotated[
-        Annotated[int, Meta(ge=1, le=10**5)] | None,
-        Meta(description="Passes over a device's own samples per participation, instead of the steps."),
-    ] = None
-    batch_size: Annotated[int, Meta(ge=1, le=2**20, description="Samples per step.")] = 32
-    learning_rate: Annotated[float, Meta(gt=0, le=100, description="Of the devices' SGD.")] = 0.05
-    momentum: Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")] = 0.9
+    local_steps: LocalSteps = 10
+    local_epochs: LocalEpochs = None
+    batch_size: BatchSize = 32
+    learning_rate: LearningRate = 0.05
+    momentum: Momentum = 0.9
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     hardware: Annotated[
         Hardware,
