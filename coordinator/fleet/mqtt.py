@@ -23,10 +23,10 @@ from coordinator.fleet.orders import (
     Accept,
     Check,
     Checked,
-    Desk,
     DeviceAppeared,
     Event,
     Expire,
+    OrderBook,
     Reject,
     ReportReceived,
     Send,
@@ -34,7 +34,7 @@ from coordinator.fleet.orders import (
     Tick,
     verdict,
 )
-from coordinator.fleet.orders import Action as DeskAction
+from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.proportion import without_outliers
 from coordinator.registry import Registry
 from coordinator.store import Entry, Store
@@ -127,7 +127,7 @@ class MqttFleet:
         self._traffic = (0, 0)
         self._round = 0
         self._devices: tuple[Device, ...] = ()
-        self._desk = Desk(())
+        self._book = OrderBook(())
         self._something_happened = asyncio.Event()
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
@@ -223,10 +223,10 @@ class MqttFleet:
             if entry.status is OrderStatus.OPEN
         ]
         self._offered = {ref.digest for action in actions.values() for ref in blobs_of(action)}
-        self._desk = Desk(still_open)
+        self._book = OrderBook(still_open)
         self._decide(Tick())
-        while not self._desk.done:
-            await self._wait(self._desk.next_wakeup())
+        while not self._book.done:
+            await self._wait(self._book.next_wakeup())
             self._decide(Tick())
         found = [_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()]
         answers = {answer.device_id: self._of_our_network(answer) for answer in self._with_profile_length(found)}
@@ -339,7 +339,7 @@ class MqttFleet:
         report = decode(inbound.payload, Report)
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
-        phase = self._desk.phase(report.order_id)
+        phase = self._book.phase(report.order_id)
         if phase is None:
             self._answer_late(report)
         else:
@@ -370,10 +370,10 @@ class MqttFleet:
         self._something_happened.set()
 
     def _decide(self, event: Event) -> None:
-        for action in self._desk.handle(event, time.time()):
+        for action in self._book.handle(event, time.time()):
             self._perform(action)
 
-    def _perform(self, action: DeskAction) -> None:
+    def _perform(self, action: BookAction) -> None:
         match action:
             case Send(order):
                 self._send(order)

@@ -10,10 +10,16 @@ shell feeds events with the time and performs the returned actions **in order**:
 
 An order is repeated until there is a report; a report may come many times, since the device repeats it until it is
 told. A report for an order that is closed gets the same answer again and changes nothing.
+
+An event costs O(log n) for n orders: a heap holds when each is due, and an entry that is no longer true is dropped when
+it comes up.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -90,7 +96,7 @@ class DeviceAppeared:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; the shell sends one at `Desk.next_wakeup` at the latest."""
+    """Time has passed; the shell sends one at `OrderBook.next_wakeup` at the latest."""
 
 
 Event = ReportReceived | Checked | DeviceAppeared | Tick
@@ -152,18 +158,35 @@ Action = Send | Check | Accept | Reject | Expire | Tell
 @dataclass(slots=True)
 class _Held:
     order: Order
+    place: int  # in the book
     phase: Phase = Phase.WRITTEN
     report: Report | None = None
     reason: str = ""
     resend_at: float = 0.0
     resend_after_s: float = FIRST_RESEND_S
+    entered_at: float = math.nan  # the time of its entry in the heap that counts
+
+    @property
+    def due_at(self) -> float:
+        """When the next thing happens by itself; NaN: nothing will."""
+        if self.phase in CLOSED:
+            return math.nan
+        return min(self.resend_at, self.order.deadline) if self.phase in WAITING else self.order.deadline
 
 
-class Desk:
+class OrderBook:
     """The open orders of one step. `handle` is the only way to change them."""
 
     def __init__(self, orders: Iterable[Order]) -> None:
-        self._held = {order.id: _Held(order) for order in orders}
+        self._held = {order.id: _Held(order, place) for place, order in enumerate(orders)}
+        self._in_place = list(self._held.values())
+        self._of_device: defaultdict[str, list[_Held]] = defaultdict(list)
+        self._n_open = len(self._held)
+        self._due: list[tuple[float, int]] = []  # heap of (due at, place)
+        self._now = -math.inf  # of the last event
+        for held in self._in_place:
+            self._of_device[held.order.device_id].append(held)
+            self._enter(held)
 
     def phase(self, order_id: str) -> Phase | None:
         """Where an order stands; None: it is not of this step."""
@@ -173,13 +196,13 @@ class Desk:
     @property
     def done(self) -> bool:
         """Whether all orders are closed."""
-        return all(held.phase in CLOSED for held in self._held.values())
+        return self._n_open == 0
 
     def next_wakeup(self) -> float | None:
         """When the next `Tick` is due, in seconds since the epoch; None: nothing is open."""
-        times = [held.order.deadline for held in self._held.values() if held.phase not in CLOSED]
-        times += [held.resend_at for held in self._held.values() if held.phase in WAITING]
-        return min(times, default=None)
+        while self._due and self._is_stale(*self._due[0]):
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event in and say what to do, in this order.
@@ -191,6 +214,9 @@ class Desk:
         Raises:
             ProtocolError: `unknown-order` or `foreign-id`; nothing changed.
         """
+        if now < self._now:
+            self._clock_was_set_back(now)
+        self._now = now
         match event:
             case ReportReceived(report):
                 actions = self._reported(report, now)
@@ -200,30 +226,59 @@ class Desk:
                 actions = self._appeared(device_id, now)
             case Tick():
                 actions = []
-        return actions + self._expire(now) + self._due(now)
+        return actions + self._due_by(now)
 
     def _appeared(self, device_id: str, now: float) -> list[Action]:
         """Send it all its open orders at once, and go on as patiently as at first."""
         actions: list[Action] = []
-        for held in self._held.values():
-            if held.order.device_id == device_id and held.phase in WAITING and now < held.order.deadline:
+        for held in self._of_device.get(device_id, ()):
+            if held.phase in WAITING and now < held.order.deadline:
                 held.resend_after_s = FIRST_RESEND_S
                 actions.append(self._send(held, now))
         return actions
 
     def _move(self, held: _Held, cause: Cause) -> None:
         held.phase = TRANSITIONS[held.phase, cause]
+        self._n_open -= held.phase in CLOSED
+        self._enter(held)
+
+    def _enter(self, held: _Held) -> None:
+        """Put into the heap when the order is due; an earlier entry of it goes stale."""
+        if held.due_at != held.entered_at:
+            held.entered_at = held.due_at
+            if not math.isnan(held.due_at):
+                heapq.heappush(self._due, (held.due_at, held.place))
+
+    def _is_stale(self, due_at: float, place: int) -> bool:
+        return self._in_place[place].entered_at != due_at
+
+    def _clock_was_set_back(self, now: float) -> None:
+        """No order may be silent for longer than it would be from now on: the one thing that looks at all orders."""
+        for held in self._in_place:
+            held.resend_at = min(held.resend_at, now + held.resend_after_s)
+            self._enter(held)
 
     def _send(self, held: _Held, now: float) -> Action:
-        self._move(held, Cause.SENT)
         held.resend_at = now + held.resend_after_s
         held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S)
+        self._move(held, Cause.SENT)
         return Send(held.order)
 
-    def _due(self, now: float) -> list[Action]:
-        for held in self._held.values():  # a clock that was set back must not silence an order for long
-            held.resend_at = min(held.resend_at, now + held.resend_after_s)
-        return [self._send(h, now) for h in self._held.values() if h.phase in WAITING and h.resend_at <= now]
+    def _due_by(self, now: float) -> list[Action]:
+        """Close what is past its deadline, then repeat what has waited long enough; each in the book's order."""
+        places: list[int] = []
+        while (due_at := self.next_wakeup()) is not None and due_at <= now:
+            _, place = heapq.heappop(self._due)
+            self._in_place[place].entered_at = math.nan
+            places.append(place)
+        due = [self._in_place[place] for place in sorted(places)]
+        expired = [self._expire(held) for held in due if held.order.deadline <= now]
+        return expired + [self._send(held, now) for held in due if held.phase in WAITING]
+
+    def _expire(self, held: _Held) -> Action:
+        self._move(held, Cause.EXPIRED)
+        held.reason = "expired"
+        return Expire(held.order.id)
 
     def _reported(self, report: Report, now: float) -> list[Action]:
         held = self._held.get(report.order_id)
@@ -252,15 +307,6 @@ class Desk:
         self._move(held, Cause.BAD)
         held.reason = error
         return [Reject(order_id, error), Tell(verdict(held.order, accepted=False, reason=error))]
-
-    def _expire(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for held in self._held.values():
-            if held.phase not in CLOSED and held.order.deadline <= now:
-                self._move(held, Cause.EXPIRED)
-                held.reason = "expired"
-                actions.append(Expire(held.order.id))
-        return actions
 
 
 def verdict(order: Order, *, accepted: bool, reason: str = "") -> Ack:

@@ -44,6 +44,7 @@ SCRIPTS = {
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
         ("fedavg, plain PyTorch", "fedper, plain PyTorch"),
     ),
+    "order_book.py": Script(("--devices", "20", "40", "--repeats", "1"), ("order book", "growth", "us_per_device")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")
     ),
