@@ -69,6 +69,20 @@ def test_worked_mass_on_experts_that_are_right() -> None:
     assert chances @ best == pytest.approx(1 - 0.4**5), "with k = 1 it takes one that is right where there is one"
 
 
+def test_worked_way_from_outputs_to_logits() -> None:
+    """Four heads, the own one first, one sample; a dropped expert has no weight, however large its z is."""
+    outputs = np.array([[(3, 4), (4, 3), (-3, 4), (4, -3)]], float)
+    keep = denoised(confidences(outputs, 0, 1.0), 0, 0.5, np.ones(4, bool))
+    assert keep.tolist() == [True, True, True, False]
+    z = np.where(keep, [[1.0, 2.0, 0.5, 3.0]], -np.inf)
+    alpha = np.exp(z) / np.exp(z).sum()
+    np.testing.assert_allclose(alpha, [[0.231224, 0.628532, 0.140244, 0]], atol=5e-7)
+    paper, anchored = (top_weights(alpha, 2, own=own, keep=keep) for own in (None, 0))
+    np.testing.assert_allclose(paper @ outputs[0], [[3.207799, 2.810491]], atol=5e-7)
+    np.testing.assert_allclose(anchored, [[0.268941, 0.731059, 0, 0]], atol=5e-7)
+    np.testing.assert_allclose(anchored @ outputs[0], [[3.731059, 3.268941]], atol=5e-7)
+
+
 finite = st.floats(-5, 5, allow_subnormal=False)
 
 

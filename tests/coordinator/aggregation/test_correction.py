@@ -37,6 +37,16 @@ def test_worked_step() -> None:
     assert (found.w.dtype, found.h.dtype) == (np.float32, np.float32)
 
 
+def test_worked_rounds_of_one_cluster() -> None:
+    """Every round's mean change is (0.3, 0.4): the correction grows towards beta / (1 - alpha)."""
+    w, h = np.zeros(2), None
+    for model, length in [((0.42, 0.56), 0.2), ((0.948, 1.264), 0.38), ((1.5732, 2.0976), 0.542)]:
+        found = step(w, [w + np.array([0.3, 0.4])], [10], [0], h)
+        w, h = found.w, found.h
+        np.testing.assert_allclose(w, model, rtol=1e-5)
+        assert np.linalg.norm(h) == pytest.approx(length, rel=1e-5)
+
+
 def test_opposite_clusters_cancel() -> None:
     found = step((0, 0, 0), [(1, 2, 2), (-2, -4, -4)], [10, 10], [0, 1])
     np.testing.assert_allclose(found.w, [-0.5, -1, -1], atol=1e-7)
