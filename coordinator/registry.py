@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +19,6 @@ MAX_DEVICES: Final = 10_000
 class _Known:
     status: Status
     context: Context | None = None
-    births: int = 0
 
 
 class Registry:
@@ -34,11 +33,13 @@ class Registry:
         self._fingerprint = task_fingerprint
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
-        self._drifting: set[str] = set()
+        self._drifting: dict[str, str] = {}  # device -> digest of the bundle that drifts
         self._changed = asyncio.Event()
 
     def on_status(self, topic_id: str, status: Status) -> bool:
         """Take note of a birth or death; True if the device is there (again), and may lack what it was sent before.
+
+        So it may be without a new incarnation, if its connection or ours was lost.
 
         Raises:
             ProtocolError: `foreign-id`, `task-mismatch` or `too-many-devices`; nothing changed.
@@ -55,10 +56,9 @@ class Registry:
         if before and status.presence is Presence.OFFLINE and status.incarnation != before.status.incarnation:
             return False  # the last will of an earlier life
         context = before.context if before else self._contexts.get(topic_id)
-        born = status.presence is Presence.ONLINE
-        self._known[topic_id] = _Known(status, context, (before.births if before else 0) + born)
+        self._known[topic_id] = _Known(status, context)
         self._changed.set()
-        return born
+        return status.presence is Presence.ONLINE
 
     def on_context(self, topic_id: str, context: Context) -> None:
         """Take note of how a device is.
@@ -74,7 +74,7 @@ class Registry:
         self._changed.set()
 
     def on_health(self, topic_id: str, health: Health) -> None:
-        """Take note of drift. A device that begins to drift counts as born once more: it is not the one that it was.
+        """Take note of drift. A device whose bundle drifts is not the one that it was: its incarnation says so.
 
         Raises:
             ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
@@ -82,14 +82,12 @@ class Registry:
         if health.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {health.device_id}")
         if not health.drift:
-            self._drifting.discard(topic_id)
-        elif topic_id not in self._drifting:
-            if len(self._drifting) >= MAX_DEVICES:
-                raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
-            self._drifting.add(topic_id)
-            if topic_id in self._known:
-                self._known[topic_id].births += 1
-                self._changed.set()
+            self._drifting.pop(topic_id, None)
+            return
+        if topic_id not in self._drifting and len(self._drifting) >= MAX_DEVICES:
+            raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
+        self._drifting[topic_id] = health.bundle_digest or ""
+        self._changed.set()
 
     def presence(self) -> dict[str, Presence]:
         """How each known device is."""
@@ -109,19 +107,32 @@ class Registry:
 
     def _here(self, *, trains: bool) -> tuple[Device, ...]:
         return tuple(
-            Device(i, known.status.n_samples, known.context, known.births, trains, i in self._drifting)
+            Device(i, known.status.n_samples, known.context, self._incarnation(i), trains, i in self._drifting)
             for i, known in sorted(self._known.items())
             if known.status.presence is Presence.ONLINE and _trains(known.status) == trains
         )
+
+    def _incarnation(self, device_id: str) -> str:
+        own = self._known[device_id].status.incarnation
+        return f"{own}/{self._drifting[device_id]}" if device_id in self._drifting else own
 
     async def wait_for(self, n: int) -> tuple[Device, ...]:
         """Wait until `n` devices can be asked."""
         await self._until(lambda: len(self.online()) >= n)
         return self.online()
 
-    async def wait_for_newcomer(self, known: Mapping[str, int]) -> None:
-        """Wait until a device is there, training or not, whose births are others than in `known`."""
-        await self._until(lambda: any(known.get(d.id) != d.births for d in (*self.online(), *self.inference_only())))
+    async def wait_for_newcomer(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
+        """Wait until a device is there, training or not, that needs a bundle: it has none, or the one it has drifts.
+
+        tried: incarnation of each device that was asked before; it is asked again in another one.
+        equipped: ids of the devices with a bundle.
+        """
+
+        def is_new(device: Device) -> bool:
+            needs = device.id not in equipped or device.drift
+            return needs and tried.get(device.id) != device.incarnation
+
+        await self._until(lambda: any(map(is_new, (*self.online(), *self.inference_only()))))
 
     async def heard_of(self, ids: Collection[str]) -> None:
         """Wait until each of these devices has shown a status, whatever it says."""

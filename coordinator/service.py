@@ -199,18 +199,18 @@ async def welcome(
 ) -> None:
     """After the last round: a round for each time that devices without a bundle come. It never returns.
 
-    A device that declined or failed is asked again when it is born again.
+    A device that declined or failed is asked again when its agent, or this coordinator, has been started again.
     """
-    known: dict[str, int] = {}
+    tried: dict[str, str] = {}
     while True:
         began = time.monotonic()
         number = state.round + 1
-        await fleet.admit(number, known)
+        await fleet.admit(number, tried, state.installed)
         observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
         state = msgspec.structs.replace(await method.welcome(state, fleet), round=number)  # type: ignore[attr-defined]
         commit(store, fleet, number, state, time.monotonic() - began)
         observe("round_done", write_summary(settings, method, state, store, fleet))
-        known |= {device.id: device.births for device in (*fleet.devices(), *fleet.inference_only())}
+        tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}
 
 
 def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:

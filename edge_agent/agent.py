@@ -359,7 +359,7 @@ class Agent:
             result = self._refuse_work(order)
             if result is None and await self._fetch(order):
                 result = await asyncio.get_running_loop().run_in_executor(self._pool, self._execute, order)
-        except ProtocolError as error:
+        except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
             result = Failed(reason=str(error)[:MAX_REASON])
         self._forget_models()
         if result is None:
@@ -450,7 +450,7 @@ class Agent:
         )
 
     def _measure(self) -> Context:
-        return context.measure(self._identity.device_id, self._identity.n_shared)
+        return context.measure(self._identity.device_id, self._identity.n_shared, self._home)
 
     def _send(self, message: Status | Context | Report) -> None:
         """Queue a message; one that waits under the same key is replaced, so the queue is bounded."""

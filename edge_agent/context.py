@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 
 from fedge.messages import Context
 from fedge.sensors import temperature_c
 
 
-def measure(device_id: str, n_samples: int) -> Context:
-    """Read all sensors; None where the device has no such sensor. n_samples: those whose model may be uploaded."""
+def measure(device_id: str, n_samples: int, home: Path) -> Context:
+    """Read all sensors; None where the device has no such sensor.
+
+    n_samples: those whose model may be uploaded. home: a folder on the disk that the agent fills.
+    """
     return Context(
         device_id=device_id,
         cpu_ghz=_cpu_ghz(),
         load=psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
         free_ram_gb=psutil.virtual_memory().available / 1e9,
-        free_disk_gb=psutil.disk_usage(".").free / 1e9,
+        free_disk_gb=psutil.disk_usage(str(home)).free / 1e9,
         battery=_battery(),
         temperature_c=temperature_c(),
         n_samples=n_samples,

@@ -25,7 +25,8 @@ from fedge.tensors import Layout, Model, Tensors
 class Device:
     """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|.
 
-    `births`: how often it has said that it is there; two numbers that differ mean that it has come back between.
+    `incarnation`: of its agent, new at each start of it, and of the bundle that drifts, if one does. Where it differs
+    from before, the device may not be what it was; a connection that was lost and came back changes nothing.
     `trains`: False for an inference-only device. `drift`: its runtime says that what it sees has left its bundle's
     reference.
     """
@@ -33,7 +34,7 @@ class Device:
     id: str
     n_samples: int
     context: Context | None = None
-    births: int = 0
+    incarnation: str = ""
     trains: bool = True
     drift: bool = False
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Container, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -185,11 +185,11 @@ class MqttFleet:
         self._round, self._devices = number, devices
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
-    async def admit(self, number: int, known: Mapping[str, int]) -> None:
-        """Begin a round once a device is there that is not in `known`, with its births; or the stored one."""
+    async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
+        """Begin a round once a device needs a bundle (`Registry.wait_for_newcomer`); or the stored one."""
         devices = self._store.snapshot(number)
         if devices is None:
-            await self._or_failure(self.registry.wait_for_newcomer(known))
+            await self._or_failure(self.registry.wait_for_newcomer(tried, equipped))
             devices = (*self.registry.online(), *self.registry.inference_only())
             self._store.begin_round(number, devices, time.time())
         self._round, self._devices = number, devices

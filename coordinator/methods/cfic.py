@@ -109,7 +109,7 @@ class Description(Struct, frozen=True, kw_only=True):
 
     feature: int
     n_samples: int
-    births: int
+    incarnation: str
 
 
 class CficState(HearingState, frozen=True, kw_only=True):
@@ -332,7 +332,7 @@ def feature_of(state: CficState, device_id: str) -> int | None:
 
 def described(device: Device, feature: int) -> Description:
     """What a device told."""
-    return Description(feature=feature, n_samples=device.n_samples, births=device.births)
+    return Description(feature=feature, n_samples=device.n_samples, incarnation=device.incarnation)
 
 
 def available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
@@ -341,9 +341,9 @@ def available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
 
 
 def is_news(state: CficState, device: Device) -> bool:
-    """Whether a device with samples has not told its feature yet, or has other data or was born since then."""
+    """Whether a device with samples has not told its feature, or is another incarnation or has other data by now."""
     known = state.described.get(device.id)
-    same = known is not None and (known.n_samples, known.births) == (device.n_samples, device.births)
+    same = known is not None and (known.n_samples, known.incarnation) == (device.n_samples, device.incarnation)
     return device.n_samples > 0 and not same
 
 

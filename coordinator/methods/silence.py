@@ -23,11 +23,11 @@ R = TypeVar("R")
 
 
 class Silence(Struct, frozen=True, kw_only=True):
-    """How many orders in a row a device has left without an answer; round of the last one, and its births by then."""
+    """How many orders in a row a device has left without an answer; round of the last one, and its incarnation then."""
 
     misses: int
     round: int
-    births: int
+    incarnation: str
 
 
 class HearingState(State, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def awake(state: HearingState, fleet: Fleet, r: int) -> dict[str, Device]:
     """The devices that are asked, by id: not those that were silent lately, for each costs the whole deadline.
 
     After one order without an answer a device rests for a round, after two for three, after three for seven. One that
-    was born since then rests shorter: not at all the first time, then for one round, for two, should it go on failing.
+    is another incarnation by now rests shorter: not at all the first time, then for a round, for two, if it goes on so.
     Where nobody is awake all are asked: there is nobody whom they could delay.
     """
     devices = {device.id: device for device in fleet.devices()}
@@ -53,19 +53,19 @@ def awake(state: HearingState, fleet: Fleet, r: int) -> dict[str, Device]:
 def _rests(silence: Silence | None, device: Device, r: int) -> bool:
     if silence is None:
         return False
-    rest = silence.misses if device.births != silence.births else 2**silence.misses
+    rest = silence.misses if device.incarnation != silence.incarnation else 2**silence.misses
     return r - silence.round < min(rest, LONGEST_REST)
 
 
 async def ask(state: H, fleet: Fleet, r: int, step: str, actions: Mapping[str, Action]) -> tuple[H, dict[str, Answer]]:
     """Have devices do something, and take note of who answered and who did not."""
     answers = await fleet.run(step, actions)
-    births = {device.id: device.births for device in fleet.devices()}
+    incarnations = {device.id: device.incarnation for device in fleet.devices()}
     silent = {i: s for i, s in state.silent.items() if i not in answers}
     for i, answer in answers.items():
         if answer.result is None:
             before = state.silent[i].misses if i in state.silent else 0
-            silent[i] = Silence(misses=before + 1, round=r, births=births[i])
+            silent[i] = Silence(misses=before + 1, round=r, incarnation=incarnations[i])
     return msgspec.structs.replace(state, silent=silent), answers
 
 

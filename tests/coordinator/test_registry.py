@@ -31,10 +31,13 @@ def here(*ids: str) -> Registry:
 def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known() -> None:
     registry = here("b", "a")
     registry.on_status("c", status("c"))
-    known = (Device("a", 5, Context(device_id="a"), births=1), Device("b", 5, Context(device_id="b"), births=1))
-    assert registry.online() == (*known, Device("c", 5, None, births=1))
+    known = (
+        Device("a", 5, Context(device_id="a"), incarnation="1"),
+        Device("b", 5, Context(device_id="b"), incarnation="1"),
+    )
+    assert registry.online() == (*known, Device("c", 5, None, incarnation="1"))
     registry.on_context("c", Context(device_id="c", load=0.5))
-    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), births=1))
+    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), incarnation="1"))
 
 
 @pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
@@ -52,7 +55,19 @@ def test_every_birth_is_told_even_of_the_same_incarnation() -> None:
     assert registry.on_status("a", status(incarnation="2"))
     registry.on_status("a", status(presence=Presence.SLEEPING, incarnation="2"))
     assert registry.on_status("a", status(incarnation="2"))
-    assert [device.births for device in registry.online()] == [4]
+
+
+def test_a_connection_that_comes_back_makes_no_device_another_one() -> None:
+    """The broker tells a coordinator that reconnects, or is started again, all retained statuses once more."""
+    registry = here("a")
+    before = registry.online()
+    registry.on_status("a", status())
+    registry.on_status("a", status(presence=Presence.OFFLINE))
+    registry.on_status("a", status())
+    assert registry.online() == before
+    assert here("a").online() == before
+    registry.on_status("a", status(incarnation="2"))
+    assert registry.online() != before
 
 
 def test_the_last_will_of_an_earlier_life_is_ignored() -> None:
@@ -109,17 +124,19 @@ def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
     assert registry.on_status("a", status())
 
 
-async def test_a_newcomer_is_one_that_was_born_since() -> None:
-    registry = here("a")
-    known = {"a": 1}
+async def test_a_newcomer_has_no_bundle_and_was_not_asked_in_this_incarnation() -> None:
+    registry = here("a", "equipped")
+    tried = {"a": "1"}
     for changed in (status("a", incarnation="2"), status("b", capabilities=Capabilities(trains=False))):
-        waiting = asyncio.create_task(registry.wait_for_newcomer(known))
-        await asyncio.sleep(0)
-        assert not waiting.done()
+        waiting = asyncio.create_task(registry.wait_for_newcomer(tried, {"equipped"}))
+        for still_the_same in (status("a", incarnation=tried["a"]), status("equipped", incarnation="2")):
+            registry.on_status(still_the_same.device_id, still_the_same)
+            await asyncio.sleep(0)
+            assert not waiting.done()
         registry.on_status(changed.device_id, changed)
         await waiting
-        known = {device.id: device.births for device in (*registry.online(), *registry.inference_only())}
-    assert known == {"a": 2, "b": 1}
+        tried = {device.id: device.incarnation for device in (*registry.online(), *registry.inference_only())}
+    assert tried == {"a": "2", "b": "1", "equipped": "2"}
 
 
 async def test_waiting_ends_when_enough_are_there() -> None:
@@ -133,24 +150,26 @@ async def test_waiting_ends_when_enough_are_there() -> None:
     assert [d.id for d in await waiting] == ["a", "b"]
 
 
-def health(device: str = "a", *, drift: bool) -> Health:
-    return Health(device_id=device, at=1.0, phase=Phase.SERVING, release=1, drift=drift)
+def health(device: str = "a", *, drift: bool, bundle: str = "0") -> Health:
+    return Health(device_id=device, at=1.0, phase=Phase.SERVING, release=1, bundle_digest=64 * bundle, drift=drift)
 
 
-def test_a_device_that_begins_to_drift_counts_as_born_once_more() -> None:
+def test_a_device_that_drifts_counts_as_another_one_once_for_each_bundle() -> None:
     registry = here("a", "b")
-    registry.on_health("a", health(drift=False))
-    assert [(d.births, d.drift) for d in registry.online()] == [(1, False), (1, False)]
-    registry.on_health("a", health(drift=True))
-    registry.on_health("a", health(drift=True))
-    assert [(d.births, d.drift) for d in registry.online()] == [(2, True), (1, False)]
-    registry.on_health("a", health(drift=False))
-    assert [(d.births, d.drift) for d in registry.online()] == [(2, False), (1, False)]
+    seen = []
+    for drift, bundle in ((False, "0"), (True, "0"), (True, "0"), (False, "0"), (True, "0"), (True, "1")):
+        registry.on_health("a", health(drift=drift, bundle=bundle))
+        a, b = registry.online()
+        assert (a.drift, b) == (drift, Device("b", 5, Context(device_id="b"), incarnation="1"))
+        seen.append(a.incarnation)
+    calm, drifting, new = seen[0], seen[1], seen[5]
+    assert seen == [calm, drifting, drifting, calm, drifting, new]
+    assert len({calm, drifting, new}) == 3
 
 
 async def test_drift_is_reason_enough_to_welcome_a_device_again() -> None:
     registry = here("a")
-    waiting = asyncio.create_task(registry.wait_for_newcomer({"a": 1}))
+    waiting = asyncio.create_task(registry.wait_for_newcomer({"a": "1"}, {"a"}))
     await asyncio.sleep(0)
     assert not waiting.done()
     registry.on_health("a", health(drift=True))

@@ -20,7 +20,7 @@ import pytest
 from edge_agent.agent import Agent, Identity, Limits, Works
 from edge_agent.outcome import CACHED_MODELS
 from fedge.broker import LocalBroker
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -375,6 +375,27 @@ async def test_an_order_with_other_contents_is_refused(one_broker: LocalBroker, 
 
 
 # ------------------------------------------------------------------------------------------------ cannot or will not
+
+
+async def test_a_broker_that_forbids_to_fetch_a_model_fails_the_order_and_not_the_agent(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Peer(one_broker, tmp_path) as peer:
+        agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())
+        async with running(agent):
+            await peer.presence(Presence.ONLINE)
+
+            async def refuse(topic_filter: str, handler: object) -> None:
+                raise TransportError("subscription refused: Not authorized")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(agent._transport, "subscribe", refuse)
+                order = order_of(train(peer.model()))
+                await peer.send(order)
+                assert (await peer.report_of(order)).result == Failed(reason="subscription refused: Not authorized")
+            order = order_of(train(peer.model()), "r.2.s.pi")
+            await peer.send(order)
+            assert isinstance((await peer.report_of(order)).result, Trained)
 
 
 @pytest.mark.parametrize(

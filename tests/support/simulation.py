@@ -27,16 +27,16 @@ from fedge.tensors import Layout, unflatten
 class Fleet(SimulatedFleet):
     """A simulated fleet whose `silent` devices never answer. `asked`: every round, step and device, in order.
 
-    `absent`: devices that are not there; `births`: how often each device has been born, where that is not 0.
+    `absent`: devices that are not there; `incarnations`: of the devices, where they have one.
     """
 
     silent: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
-    births: Mapping[str, int] = {}
+    incarnations: Mapping[str, str] = {}
 
     def devices(self) -> tuple[Device, ...]:
         there = (d for d in super().devices() if d.id not in self.absent)
-        return tuple(dataclasses.replace(d, births=self.births.get(d.id, 0)) for d in there)
+        return tuple(dataclasses.replace(d, incarnation=self.incarnations.get(d.id, "")) for d in there)
 
     def data(self, device_id: str) -> DeviceData:
         return self.workers[device_id].data

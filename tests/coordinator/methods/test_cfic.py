@@ -126,13 +126,13 @@ async def test_newcomers_and_changed_devices_are_asked_and_nobody_else_moves(tmp
     late = fleet.workers.pop("d05")
     before = await rounds(method, method.initial(layout, first), fleet, 1)
     fleet.workers["d05"] = late
-    fleet.births = {"d01": 1}
+    fleet.incarnations = {"d01": "2"}
     after = await rounds(method, before, fleet, 1)
     assert {i for r, step, i in fleet.asked if (r, step) == (2, "describe")} == {"d01", "d05"}
     moved = clusters(after, after.described)
     for key, members in clusters(before, before.described).items():
         assert set(members) <= set(moved[key])
-    assert after.described["d01"].births == 1
+    assert after.described["d01"].incarnation == "2"
 
 
 async def test_every_round_asks_exactly_its_quota_with_the_base_from_each_cluster(tmp_path) -> None:
@@ -218,7 +218,7 @@ def test_options_out_of_range_are_refused(options) -> None:
 
 def test_clusters_are_those_with_a_feature_in_ascending_order() -> None:
     features = {"a": 4, "c": 1, "d": -1, "e": 4}
-    described = {i: Description(feature=f, n_samples=1, births=0) for i, f in features.items()}
+    described = {i: Description(feature=f, n_samples=1, incarnation="") for i, f in features.items()}
     method = make("cfic", MethodSettings())
     state = msgspec.structs.replace(method.initial(None, None), described=described)
     assert list(clusters(state, ["e", "d", "c", "b", "a", "z"]).items()) == [(1, ["c"]), (4, ["a", "e"])]

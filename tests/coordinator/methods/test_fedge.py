@@ -324,7 +324,7 @@ async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_
     method = Fedge(settings)
     state = method.initial(layout, first)
     for r in range(1, 12):  # started again and again, and dies of every order
-        fleet.births = {"d02": r}
+        fleet.incarnations = {"d02": str(r)}
         state = await rounds(method, state, fleet, 1)
     assert [r for r, _, device in fleet.asked if device == "d02"] == [1, 2, 4, 7, 11]
 
@@ -639,7 +639,7 @@ async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_
     state = await run(method, method.initial(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
     fleet.silent = frozenset()
-    fleet.births = {"d04": 1}
+    fleet.incarnations = {"d04": "2"}
     fleet.asked.clear()
     fleet.round = state.round + 1
     after = await method.welcome(state, fleet)

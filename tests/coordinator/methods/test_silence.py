@@ -13,13 +13,13 @@ NOBODY = HearingState(round=0, layout=Layout(tensors=(TensorInfo(name="w", shape
 
 
 class Deaf:
-    """Two devices, of which "b" never answers; `births` of it."""
+    """Two devices, of which "b" never answers; `incarnation` of it."""
 
     def __init__(self) -> None:
-        self.births = 0
+        self.incarnation = "1"
 
     def devices(self):
-        return Device("a", 5), Device("b", 5, births=self.births)
+        return Device("a", 5), Device("b", 5, incarnation=self.incarnation)
 
     async def run(self, step, actions):
         return {i: Answer(i, Declined(reason=step) if i == "a" else None) for i in actions}
@@ -40,12 +40,12 @@ async def test_rests_double_up_to_the_longest() -> None:
     assert max(b - a for a, b in pairwise(asked)) == LONGEST_REST
 
 
-async def test_a_birth_wakes_it() -> None:
+async def test_a_new_incarnation_wakes_it() -> None:
     fleet = Deaf()
     state, _ = await ask(NOBODY, fleet, 1, "train", {"b": DescribeLabels()})
     assert state.silent["b"].misses == 1
     assert set(awake(state, fleet, 2)) == {"a"}
-    fleet.births = 1
+    fleet.incarnation = "2"
     assert set(awake(state, fleet, 2)) == {"a", "b"}
 
 
