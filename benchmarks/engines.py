@@ -3,15 +3,15 @@
     python benchmarks/engines.py [--json FILE] [--seeds 0,1,2,3,4] [--devices 2] [--settings independent,fedavg]
 
 Nine devices hold handwritten digits (8 x 8, drawn as 28 x 28) of unequal classes, Dirichlet(0.3). Their networks,
-cnn28, are trained as long as in the findings about ONNX Runtime, section 6:
+cnn28, are trained for:
 
     independent    a start of its own for each device, 40 epochs
     fedavg         one start, 25 rounds of FedAvg with 2 epochs each, then 10 epochs on each device
 
 A device's candidates are its own network and the eight others. They are mixed in three ways:
 
-    formula      raw energies and a gate trained through them, on training and validation samples, without decay, as in
-                 the findings; the targets of lazy evaluation are about this one
+    formula      raw energies and a gate trained through them, on training and validation samples, without decay;
+                 the targets of lazy evaluation are about this one
     scmoe-pfl    the same with the decay of the method's devices (edge_agent/scmoe.py)
     fedge        shrunken weights, bounded energies, gate with more decay, by the validation samples alone
 

@@ -1,4 +1,4 @@
-"""How fast and small is the device's runtime? Every target of the findings about ONNX Runtime, met or missed.
+"""How fast and small is the device's runtime? Every target, met or missed.
 
     python benchmarks/inference.py [--json FILE] [--rounds 7] [--quick] [--large]
 
@@ -66,7 +66,7 @@ BUDGET_MS = 20.0
 
 @dataclass(frozen=True)
 class Target:
-    """What was found against what the findings ask for; `found` is the worst case."""
+    """What was found against what was asked for; `found` is the worst case."""
 
     name: str
     found: float

@@ -1,7 +1,7 @@
 """Trains FedEPC's extractor in a process of its own: `python -m coordinator.extractor SEED FOLDER`.
 
 FOLDER holds task.json and samples.npz; model.safetensors and classes.npy, the profiles of single classes, are written
-beside them. `coordinator.proxy` starts it, so that the coordinator never imports torch.
+beside them. `coordinator.proxy` starts it, so that the coordinator never imports torch. Source: docs/methods/fedepc.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What FedCoE's server computes on its labelled reserved set: experts, gate, scores of clients, assembled bundles.
 
-Source: arXiv 2605.21264; sections are those of the specification "fedcoe". The maths on the results is in
+Source: arXiv 2605.21264; specification docs/methods/fedcoe.md. The maths on the results is in
 `coordinator.aggregation.correlation`. Only this part of the coordinator holds torch; a method that needs it imports it.
 """
 

@@ -45,8 +45,7 @@ Mode = Literal["normal", "shift"]
 ENGINES: Final[tuple[EngineName, ...]] = ("fused", "separate", "lazy", "int8")
 APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
 LARGE_PART_BYTES: Final = 40_000_000
-"""From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543
-(findings, section 2)."""
+"""From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543."""
 NEGLIGIBLE: Final = 0.01
 """Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
 

@@ -191,7 +191,7 @@ def is_expert(candidate: CandidateInfo) -> bool:
 
 
 def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
-    """What a flat prior changes in a gate's part: gate scores 0 and no class prior (findings, section 6).
+    """What a flat prior changes in a gate's part: gate scores 0 and no class prior.
 
     Candidates of weight 0 stay without.
     """

@@ -1,7 +1,7 @@
 """CFIC's label feature: which class a device has most of, and how it is told under local differential privacy.
 
-Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025, Eq. 2; specification,
-sections 3 and 10. The reference is the uniform distribution.
+Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025, Eq. 2;
+specification docs/methods/cfic.md, sections 3 and 10. The reference is the uniform distribution.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PM-MoE stage 2 on a device: denoise the pool of private modules, train a gate over what is left, write the bundle.
 
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
-2025, Eq. 5 to 13; section numbers are those of our specification of it (pm_moe.md). Preset `anchored` (the default)
+2025, Eq. 5 to 13; specification docs/methods/pm_moe.md. Preset `anchored` (the default)
 departs from the paper as its section 5 says: standardised inputs, the own module always selected, weights renormalised.
 """
 

@@ -1,7 +1,7 @@
 """SCMoE-PFL on a device: private model, energy-aware gate, bundle.
 
-Source: Li et al., "SCMoE-PFL", Information Fusion, 2026, section 3.1 steps 2 and 6, section 3.3, Algorithm 2; section
-numbers are those of our specification of it (scmoe_pfl.md sections 8 to 11). Departures: one squared-weights penalty
+Source: Li et al., "SCMoE-PFL", Information Fusion, 2026, §3.1 steps 2 and 6, §3.3, Algorithm 2;
+specification docs/methods/scmoe_pfl.md, sections 8 to 11. Departures: one squared-weights penalty
 for all of the gate's parameters, and full batches.
 """
 

@@ -4,7 +4,8 @@ Everything random comes from the order's seed, so the same order done twice give
 device (private and local model, choice of the expert) is kept under `home/candidates`, written before the report is
 handed out: `FitWeights` after a power cut finds what `FitCandidates` made.
 
-What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the few numbers of `fedge.messages`.
+What leaves it: updates made from D_L alone, sparsity profiles of D_L, and the few numbers of `fedge.messages`. Source:
+docs/methods/fedge.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PM-MoE's mixture as a bundle: a gate weighs the private modules of many devices, sample by sample, on logits.
 
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
-2025, Eq. 5 to 9; section numbers are those of our specification of it (pm_moe.md).
+2025, Eq. 5 to 9; specification docs/methods/pm_moe.md.
 
 For every base algorithm the prediction is  logits = rest + Σ_l w_l m_l,  m_l what module l adds:
 

@@ -15,7 +15,7 @@ def tune_malloc(*, large: bool = False) -> bool:
     server, whose memory must hold its largest round anyway: with a model of 45 MB a server step took 15 instead of 16
     to 120 ms, an idle round of 100 simulated devices of 6.7 MB 213 instead of 265 ms.
 
-    Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower (findings/mqtt.md); so does every
+    Every received chunk otherwise costs fresh pages: receiving is 2.5 times slower; so does every
     update of a simulated device. Both thresholds belong together; one alone makes it worse. One arena for all threads,
     so that chunks read and written in threads profit as well. Calling it again does nothing new.
     """

@@ -268,9 +268,9 @@ class FitGate(_Message, frozen=True, kw_only=True, tag="fit_gate"):
     shrinkage: Annotated[float, Meta(gt=0)]
     beta: NonNegative
     sgd: Sgd
-    gate: Literal["validation", "untrained"] = "validation"  # section 9; untrained: r = 0
-    final_fit: bool = True  # section 10
-    guard: bool = True  # section 11
+    gate: Literal["validation", "untrained"] = "validation"  # fedge.md section 9; untrained: r = 0
+    final_fit: bool = True  # fedge.md section 10
+    guard: bool = True  # fedge.md section 11
     release: Count
 
 

@@ -39,7 +39,7 @@ from fedge.malloc import tune_malloc
 log = logging.getLogger("fedge.transport")
 
 OUT_WINDOW: Final = 8
-"""Unacknowledged publishes, unless the server's Receive Maximum is smaller. More gained nothing (findings/mqtt.md)."""
+"""Unacknowledged publishes, unless the server's Receive Maximum is smaller. More gained nothing."""
 IN_WINDOW: Final = 20
 """Our Receive Maximum: messages the broker may send before a handler has finished. Mosquitto's own limit is 20."""
 MAX_INBOUND_BYTES: Final = 1024 * 1024

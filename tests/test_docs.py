@@ -31,7 +31,7 @@ from tests.support.cli_reference import commands, reference
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PROTOCOL = (ROOT / "docs/protocol.md").read_text()
 PRIVACY = (ROOT / "docs/privacy.md").read_text()
 
@@ -121,10 +121,12 @@ def test_every_field_of_an_answer_is_told_of_that_answer(kind: type[Struct]) -> 
     assert [field for field in kind.__struct_fields__ if f"`{field}`" not in told] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_links_and_named_tests_are_there(document: Path) -> None:
     text = document.read_text()
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", text)
     assert [link for link in links if not (document.parent / link).exists()] == []
-    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+    for file, name in re.findall(r"`((?:tests|benchmarks|examples)/[\w/]+\.py)(?:::(\w+))?`", text):
         assert f"def {name}" in (ROOT / file).read_text()
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests] == []

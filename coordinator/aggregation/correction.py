@@ -1,7 +1,8 @@
 """CFIC's server step: the weighted mean, and a momentum step along the mean of the clusters' unit directions.
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025, Eq. 3-5;
-specification, section 6. Departure: cluster models are means over their own members of the round (section 9, point 4).
+specification docs/methods/cfic.md, section 6. Departure: cluster models are means over their own members of the round
+(section 9, point 4).
 """
 
 from __future__ import annotations

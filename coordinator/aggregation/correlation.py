@@ -1,8 +1,8 @@
 """FedCoE's maths: how well clients fit experts, and the weighted sums of parameters that follow from it.
 
 Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
-arXiv 2605.21264, Eq. 1 and 5 to 13; sections are those of the specification "fedcoe". Departures: a temperature in
-Eq. 1 (section 3), ranking by affinity (section 10.1), the profile prior (section 7).
+arXiv 2605.21264, Eq. 1 and 5 to 13; specification docs/methods/fedcoe.md. Departures: a temperature in Eq. 1
+(section 3), ranking by affinity (section 10.1), the profile prior (section 7).
 
 Indices: experts j in 0..K-1, clients i in 0..N-1 by ascending device id, classes c in 0..C-1.
 """

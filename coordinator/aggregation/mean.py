@@ -1,7 +1,8 @@
 """Weighted means of models, one per cluster, while the updates stream by.
 
-Source: SCMoE-PFL, Eq. 5 (specification, section 8); FedAvg is the case of one cluster. A client in several clusters
-counts in full in each. Every update is read once and may be thrown away then: memory is that of the experts alone.
+Source: SCMoE-PFL, Eq. 5 (docs/methods/scmoe_pfl.md, section 8); FedAvg is the case of one cluster. A client in several
+clusters counts in full in each. Every update is read once and may be thrown away then: memory is that of the experts
+alone.
 
 Numerics: sums are in float64, in the order in which the updates come (callers go by ascending client id). Sums of
 n_i * w_i are kept and divided at the end. n_i * w_i is exact in float64 for float32 updates and n_i < 2^29, so a

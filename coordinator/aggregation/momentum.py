@@ -1,6 +1,6 @@
 """Server momentum: the step of the global model and of the experts.
 
-Source: the specification of fedge, sections 4 and 5. gamma = 0 is FedAvg. The step has no fixed length, so nothing
+Source: docs/methods/fedge.md, sections 4 and 5. gamma = 0 is FedAvg. The step has no fixed length, so nothing
 depends on the scale of the network.
 """
 

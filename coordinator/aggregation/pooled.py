@@ -1,6 +1,6 @@
 """Choices that single devices have too few validation samples for: made once, from sums over all devices.
 
-Source: the specification of fedge, sections 7 to 9.
+Source: docs/methods/fedge.md, sections 7 to 9.
 """
 
 from __future__ import annotations

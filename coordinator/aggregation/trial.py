@@ -1,6 +1,6 @@
 """The trial: whether cluster experts are worth having.
 
-Source: the specification of fedge, section 5, steps 2 and 5. Label skew alone makes no split: the losses of the trial
+Source: docs/methods/fedge.md, section 5, steps 2 and 5. Label skew alone makes no split: the losses of the trial
 are taken with the device's class prior, so the global model already explains it.
 """
 

@@ -1,7 +1,7 @@
 """Average-linkage clustering of a matrix of divergences: AIDC without its density step.
 
 Source: average linkage (UPGMA; scikit-learn). The distance of two clusters is the mean over their pairs, `between` of
-FedEPC's specification, section 4.4: with theta_merge as the threshold this is what AIDC does where DBSCAN finds noise
+docs/methods/fedepc.md, section 4.4: with theta_merge as the threshold this is what AIDC does where DBSCAN finds noise
 alone, except that no cluster is split.
 """
 

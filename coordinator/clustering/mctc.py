@@ -1,8 +1,8 @@
 """MCTC: overlapping clusters of clients by the direction of their updates.
 
-Source: Li et al., "SCMoE-PFL", Information Fusion, 2026, Eq. 1-4 and Algorithm 1; section numbers are those of our
-specification of it. Departures (profile `default`): a client that belongs with a chosen centre is no centre itself
-(`distinct`, 6.2), centres join other clusters (6.5), the threshold is Otsu's cut (6.7).
+Source: Li et al., "SCMoE-PFL", Information Fusion, 2026, Eq. 1-4 and Algorithm 1; specification
+docs/methods/scmoe_pfl.md. Departures (profile `default`): a client that belongs with a chosen centre is no centre
+itself (`distinct`, 6.2), centres join other clusters (6.5), the threshold is Otsu's cut (6.7).
 
 Clients are positions, by ascending client id. Every cosine and every threshold is rounded to 9 decimals before it is
 compared: ties are real ties, and no result depends on the order in which sums are taken.

@@ -99,7 +99,8 @@ def check(action: Action, result: Result, task: TaskSpec) -> None:  # noqa: PLR0
             n = len(action.pooled)
             _require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")
         case FitGate(), Installed():
-            guards = len(set(result.roles) - set(action.pooled))  # section 11: a model that the mixture left out
+            # fedge.md section 11: a model that the mixture left out
+            guards = len(set(result.roles) - set(action.pooled))
             _require(guards <= (action.guard and result.guarded), "a bundle of candidates that are not in the pool")
         case DescribeLabels(), LabelsDescribed():
             _require(result.feature < task.n_classes, f"label {result.feature} of {task.n_classes} classes")

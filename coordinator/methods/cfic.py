@@ -1,7 +1,7 @@
 """CFIC: clustered sampling by label feature, with a momentum correction of the one global model.
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction", CMC 2025, doi 10.32604/cmc.2025.064103,
-Algorithm 1; sections are those of our specification of it. Departures (section 9): the label feature is that of the
+Algorithm 1; specification docs/methods/cfic.md. Departures (section 9): the label feature is that of the
 signed deviation (`psi="abs"` is the printed form) and is told before training (`registration="lazy"`: with the first
 model, as printed). Local work is counted in SGD steps unless `--local-epochs` is given (section 8: 5 epochs); integer
 buffers are averaged by maximum as everywhere.

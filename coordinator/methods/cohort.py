@@ -1,7 +1,7 @@
 """Who trains in a round of a method without clusters, or whose clusters overlap: all devices are one cluster.
 
-`uniform` and `fastest` draw from everybody; `ccmab` is FedEPC's bandit with its deadline (section 5), of all devices
-together. Stratified draws need a cluster for each device: `coordinator.selection.choose` has all four under one
+`uniform` and `fastest` draw from everybody; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5), of all
+devices together. Stratified draws need a cluster for each device: `coordinator.selection.choose` has all four under one
 signature for methods whose devices lie in clusters.
 """
 

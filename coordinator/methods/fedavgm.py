@@ -1,7 +1,7 @@
 """FedAvgM: FedAvg whose server moves with momentum.
 
 Source: Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
-2019, section 4.1: v <- gamma v + mean change;  w <- w + v. The default gamma is that of fedge.md, section 4.
+2019, §4.1: v <- gamma v + mean change;  w <- w + v. The default gamma is that of fedge.md, section 4.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FedCoE: a pool of global experts, one shared gate, and cold start by assembling experts.
 
-Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
-arXiv 2605.21264 (v1), with the repairs of the specification "fedcoe", whose sections are quoted at the lines: as
-printed, all experts became one in every run of ours. The server needs labelled samples (`coordinator.reserved`); it
-sees each client's model in the clear and which classes it is good at.
+Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs", arXiv
+2605.21264 (v1), with the repairs of its specification, docs/methods/fedcoe.md: as printed, all experts became one in
+every run of ours. The server needs labelled samples (`coordinator.reserved`); it sees each client's model in the clear
+and which classes it is good at.
 """
 
 from __future__ import annotations

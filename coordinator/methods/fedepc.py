@@ -1,7 +1,7 @@
 """FedEPC: clusters of devices by ReLU sparsity, one model per cluster, a bandit that picks who trains.
 
 Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Federated Learning Method for
-Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; section numbers are those of our specification of it.
+Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods/fedepc.md.
 Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
 use labelled samples of its own (extractor=proxy, and --reserved), the warm-up's model is the extractor of the profiles,
 and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs 5`), so

@@ -1,6 +1,6 @@
 """fedge, the default method: shared rounds, experts only where a trial shows a gain, a calibrated mixture.
 
-Source: the method's specification, "fedge" (sections are quoted at the lines), which is put together from
+Source: its specification, docs/methods/fedge.md, which is put together from
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global

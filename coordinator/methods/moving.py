@@ -1,6 +1,6 @@
 """A model that the server moves by what devices learned, with momentum: a global model, or the expert of a cluster.
 
-Source: the specification of fedge, sections 4 and 5; without momentum it is FedAvg.
+Source: docs/methods/fedge.md, sections 4 and 5; without momentum it is FedAvg.
 """
 
 from __future__ import annotations

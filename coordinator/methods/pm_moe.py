@@ -1,7 +1,7 @@
 """PM-MoE: after a model-split method has ended, each device mixes the private modules of all devices by a gate.
 
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
-2025; section numbers are those of our specification of it (pm_moe.md), which found no gain of this stage over the same
+2025; specification docs/methods/pm_moe.md, which found no gain of this stage over the same
 number of further local steps. Whoever chooses this method chooses that every device's private module goes to every
 other device, under a number that is drawn anew for the run (section 9, docs/privacy.md).
 """

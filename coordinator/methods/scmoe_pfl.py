@@ -1,7 +1,7 @@
 """SCMoE-PFL: overlapping clusters of update directions, an expert each, private model and energy-aware gate.
 
 Source: Li et al., "SCMoE-PFL: A soft-clustering mixture-of-experts framework for personalized federated learning",
-Information Fusion, 2026; section numbers are those of our specification of it (scmoe_pfl.md). Departures (preset
+Information Fusion, 2026; specification docs/methods/scmoe_pfl.md. Departures (preset
 `default`): updates measured from the initial model, clusters frozen after three rounds, private model on all training
 samples from the best expert, gate on validation samples.
 """

@@ -1,12 +1,11 @@
 """CICS: which devices of a cluster train in a round, by a contextual combinatorial bandit (CCMAB) under a deadline.
 
-Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); section numbers are those of our specification of
-it. Departures: the deadline holds for each device on its own (5.2), the kernel of two sets is the sum of the kernels of
-their devices (5.3), and no device starves (5.5). kappa is measured as soon as some device has been (5.2): with a guess
-that is off by orders of magnitude, those that never took part would all be feasible, or none of them. A device that
-failed is taken to need twice the deadline until it answers again: the times that were measured while it answered say
-nothing any more, and a fast device that falls silent would otherwise always be feasible. Rule 5.5 still asks it now and
-then.
+Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. Departures:
+the deadline holds for each device on its own (5.2), the kernel of two sets is the sum of the kernels of their devices
+(5.3), and no device starves (5.5). kappa is measured as soon as some device has been (5.2): with a guess that is off by
+orders of magnitude, those that never took part would all be feasible, or none of them. A device that failed is taken to
+need twice the deadline until it answers again: the times that were measured while it answered say nothing any more, and
+a fast device that falls silent would otherwise always be feasible. Rule 5.5 still asks it now and then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.

@@ -1,6 +1,6 @@
 """The fastest devices: rounds are short, and slow devices never train.
 
-A rival to measure other selections against (FedEPC's specification, section 8.3), not a recommendation.
+A rival to measure other selections against (docs/methods/fedepc.md, section 8.3), not a recommendation.
 """
 
 from __future__ import annotations

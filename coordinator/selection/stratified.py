@@ -1,8 +1,8 @@
 """Clustered sampling: about the same number of clients from each cluster.
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025, Algorithm 1;
-specification, section 5. Departure: the count per cluster is max, not min, of 1 and the share; with fewer picks than
-clusters, they take turns (section 9, point 2).
+specification docs/methods/cfic.md, section 5. Departure: the count per cluster is max, not min, of 1 and the share;
+with fewer picks than clusters, they take turns (section 9, point 2).
 """
 
 from __future__ import annotations

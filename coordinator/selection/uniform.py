@@ -1,7 +1,7 @@
 """Uniform selection: every client is as likely as any other.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
-Algorithm 1; the size of the cohort is that of CFIC (specification, section 5).
+Algorithm 1; the size of the cohort is that of CFIC (docs/methods/cfic.md, section 5).
 """
 
 from __future__ import annotations

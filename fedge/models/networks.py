@@ -34,7 +34,7 @@ def cnn(task: TaskSpec) -> nn.Module:
 def cnn_fedavg(task: TaskSpec) -> nn.Module:
     """Two 5x5 convolutions with 32 and 64 channels, 512 hidden units.
 
-    Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, section 3.
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, §3.
     """
     _sizes(task)
     return _two_convolutions(task, 5, (32, 64), 512)

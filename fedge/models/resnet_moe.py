@@ -1,6 +1,6 @@
 """ResNet-MoE small: a residual network whose blocks choose between expert branches, one choice per sample.
 
-Source: FedCoE, arXiv 2605.21264, in the size for edge devices of the specification "fedcoe", section 8. GroupNorm, not
+Source: FedCoE, arXiv 2605.21264, in the size for edge devices of docs/methods/fedcoe.md, section 8. GroupNorm, not
 BatchNorm: averages of running statistics over devices with different data are wrong. Routers are ordinary parameters.
 """
 

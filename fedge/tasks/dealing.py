@@ -152,8 +152,8 @@ def shards(
 
     `iid_share` of the units, drawn at random, are dealt evenly before: PM-MoE's S = 0 and S = 20 %.
 
-    Source: McMahan et al., AISTATS 2017, section 3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
-    2020, section 7.
+    Source: McMahan et al., AISTATS 2017, §3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
+    2020, §7.
 
     Raises:
         ConfigError: more shards than units.

@@ -1,4 +1,4 @@
-"""What FedCoE's server computes on its reserved set."""
+"""What FedCoE's server computes on its reserved set (docs/methods/fedcoe.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SCMoE-PFL on a device: the bundle computes what section 11 says, and nothing but the report leaves."""
+"""SCMoE-PFL on a device: the bundle computes what scmoe_pfl.md section 11 says, and nothing but the report leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared gate as an ONNX file: it says what torch says, for any image size."""
+"""The shared gate (docs/methods/fedcoe.md) as an ONNX file: it says what torch says, for any image size."""
 
 from __future__ import annotations
 

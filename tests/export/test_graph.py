@@ -109,7 +109,7 @@ def test_fusion_space_and_energy_temperature_are_the_oracles(predict, seed, spac
 
 
 def test_a_large_energy_temperature_makes_all_energies_alike(predict):
-    """scmoe_pfl.md section 16, 13: beta ratios tend to 1."""
+    """scmoe_pfl.md section 16, property 13: beta ratios tend to 1."""
     found = predict([[[9, 0, 0]], [[1, 1, 1]], [[0, 3, 0]]], energy_temperature=1e5)
     np.testing.assert_allclose(found.weights, 1 / 3, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""FedCoE's maths: the worked numbers and the invariants of the specification, section 13."""
+"""FedCoE's maths: the worked numbers and the invariants of docs/methods/fedcoe.md, section 13."""
 
 from __future__ import annotations
 

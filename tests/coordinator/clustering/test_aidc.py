@@ -146,6 +146,19 @@ def test_worked_parameters():
     assert aidc.radius(d, 9) == aidc.radius(d, 3)  # the largest one available
 
 
+def test_worked_clusters():
+    profiles = np.array(
+        [[0.9, 0.1, 0.2, 0.1], [0.8, 0.2, 0.2, 0.2], [0.1, 0.9, 0.2, 0.1], [0.2, 0.8, 0.1, 0.2], [0.15, 0.9, 0.2, 0.2]]
+    )
+    d = aidc.divergence_matrix(profiles, unit=0.3)
+    assert [d[0, 1], d[2, 3], d[2, 4], d[3, 4]] == pytest.approx([0.059, 0.092, 0.031, 0.033], abs=5e-4)
+    assert (d[:2, 2:].min(), d[:2, 2:].max()) == pytest.approx((0.662, 1.250), abs=5e-4)
+    found = aidc.aidc(profiles, unit=0.3)
+    assert (found.entropy, found.min_samples, found.eps) == pytest.approx((0.676085, 2, 0.055911), abs=5e-7)
+    assert aidc.density_clusters(d, found.eps, 2).tolist() == [-1, -1, 0, 0, 0]
+    assert found.clusters == ((0, 1), (2, 3, 4))
+
+
 def test_entropy_is_zero_where_nothing_is_uncertain_and_at_most_one():
     assert aidc.entropy(np.array([[0.0, 1.0]])) == 0.0
     assert aidc.entropy(np.full((2, 2), 1 / math.e)) == pytest.approx(1.0)

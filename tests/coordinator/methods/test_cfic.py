@@ -1,4 +1,4 @@
-"""CFIC on real workers: registration, clusters, sampling over the rounds, the step, silence, bundles."""
+"""CFIC (docs/methods/cfic.md) on real workers: registration, clusters, sampling, the step, silence, bundles."""
 
 import logging
 

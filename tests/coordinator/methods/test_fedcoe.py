@@ -1,4 +1,4 @@
-"""FedCoE: rounds on simulated devices, the two presets, cold start, and what it does when things are missing."""
+"""FedCoE (docs/methods/fedcoe.md): rounds, the two presets, cold start, and what it does when things are missing."""
 
 from __future__ import annotations
 

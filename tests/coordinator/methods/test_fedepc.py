@@ -1,4 +1,4 @@
-"""FedEPC on real workers: section 10 of its specification, as far as it lives in the method."""
+"""FedEPC on real workers: docs/methods/fedepc.md, section 10, as far as it lives in the method."""
 
 import dataclasses
 import itertools

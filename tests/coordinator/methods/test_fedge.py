@@ -1,4 +1,4 @@
-"""The default method on real workers: its specification's section 16, as far as it lives in the method."""
+"""The default method on real workers: docs/methods/fedge.md, section 16, as far as it lives in the method."""
 
 import dataclasses
 

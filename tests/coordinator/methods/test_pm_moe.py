@@ -1,4 +1,4 @@
-"""PM-MoE on a small fleet: stage 1 is the base's, the pool is shuffled, everybody ends with a bundle."""
+"""PM-MoE (docs/methods/pm_moe.md) on a small fleet: stage 1 is the base's, the pool is shuffled, bundles."""
 
 from __future__ import annotations
 

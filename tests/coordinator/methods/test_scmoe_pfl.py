@@ -1,4 +1,4 @@
-"""SCMoE-PFL on a small fleet: clusters, experts, those who sat out, convergence, bundles."""
+"""SCMoE-PFL (docs/methods/scmoe_pfl.md) on a small fleet: clusters, experts, who sat out, convergence, bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The residual network with routed branches."""
+"""The residual network with routed branches (docs/methods/fedcoe.md)."""
 
 from __future__ import annotations
 
