@@ -82,8 +82,10 @@ def headings(name: str) -> list[str]:
 @pytest.mark.parametrize("file", texts(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_cited_section_exists(file: Path) -> None:
     for citation in citations(file):
-        assert citation.name in SPECIFICATIONS, citation
-        assert citation.section in headings(citation.name or ""), citation
+        where = f"{citation.source}:{citation.line}, section {citation.section}"
+        assert citation.name is not None, f"{where}: of what? Name docs/methods/NAME.md in the module's docstring"
+        assert citation.name in SPECIFICATIONS, f"{where}: there is no docs/methods/{citation.name}.md"
+        assert citation.section in headings(citation.name), f"{where}: docs/methods/{citation.name}.md has none"
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
