@@ -122,6 +122,14 @@ def test_every_field_of_an_answer_is_told_of_that_answer(kind: type[Struct]) -> 
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_benchmark_command_is_one_of_a_script_that_has_its_flags(document: Path) -> None:
+    text = re.sub(r"\\?\n\s*", " ", document.read_text())
+    for script, words in re.findall(r"python (benchmarks/[\w/]+\.py)([^`|]*?)(?=`|\||  |$)", text):
+        known = (ROOT / script).read_text() + (ROOT / "benchmarks/papers/table.py").read_text()
+        assert [flag for flag in re.findall(r"(?<= )--[a-z-]+", words) if f'"{flag}"' not in known] == [], script
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_links_and_named_tests_are_there(document: Path) -> None:
     text = document.read_text()
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)", text)
