@@ -23,11 +23,11 @@ settings it is at least equal.
 Runs that are done are kept in --out; the same command goes on where it was.
 
 Examples:
-    python benchmarks/default_method.py --data ../shared/data --seeds 40,41,42
-    python benchmarks/default_method.py --data ../shared/data --table quarter --settings "digits, alpha 0.5"
+    python benchmarks/default_method.py --data DIR --seeds 40,41,42
+    python benchmarks/default_method.py --data DIR --table quarter --settings "digits, alpha 0.5"
     python benchmarks/default_method.py --settings "digits, 4 rotations" --model cnn --json rotations.json
-    python benchmarks/default_method.py --data ../shared/data --table hundreds --settings "MNIST, 4 rotations"
-    python benchmarks/default_method.py --data ../shared/data --table ablation
+    python benchmarks/default_method.py --data DIR --table hundreds --settings "MNIST, 4 rotations"
+    python benchmarks/default_method.py --data DIR --table ablation
     python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:rho=0.3
 """
 

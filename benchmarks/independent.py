@@ -14,7 +14,7 @@ random is left: the figures must be the same.
 
     python benchmarks/independent.py [--json FILE]
     python benchmarks/independent.py --batch 1000
-    python benchmarks/independent.py --task mnist --data ../shared/data --samples 10000 --model cnn
+    python benchmarks/independent.py --task mnist --data DIR --samples 10000 --model cnn
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ scale   `fedge` for 20 rounds with 1,000 devices on digits: aim 10 minutes and 4
         1,797 samples; each device gets 40 that are drawn with replacement from its own Dirichlet shares of the classes,
         so devices share samples: the figures are about time and memory, not about accuracy.
 
-    python benchmarks/simulate.py speed --data ../shared/data [--flower] [--json FILE]
+    python benchmarks/simulate.py speed --data DIR [--flower] [--json FILE]
     python benchmarks/simulate.py speed --model mlp
     python benchmarks/simulate.py scale [--json FILE]
 """

@@ -19,7 +19,7 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/cfic.py --quick
     python benchmarks/papers/cfic.py --seeds 0,1,2,3,4 --json cfic.json
-    python benchmarks/papers/cfic.py --table images --data ../shared/data --settings "MNIST, 0.05"
+    python benchmarks/papers/cfic.py --table images --data DIR --settings "MNIST, 0.05"
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ specification's run the five best.
 of `fedge compare`: its devices keep 40 % for testing and validation, weight decay is FedCoE's alone, and there is no
 start from a D_s model. Those that are done are kept in --out.
 
-    python benchmarks/papers/fedcoe.py --data ../shared/data --quick
-    python benchmarks/papers/fedcoe.py --data ../shared/data --seeds 0,1,2 --json results/fedcoe.json
-    python benchmarks/papers/fedcoe.py --data ../shared/data --set cifar10
-    python benchmarks/papers/fedcoe.py --data ../shared/data --alphas 0.1 --metrics
+    python benchmarks/papers/fedcoe.py --data DIR --quick
+    python benchmarks/papers/fedcoe.py --data DIR --seeds 0,1,2 --json results/fedcoe.json
+    python benchmarks/papers/fedcoe.py --data DIR --set cifar10
+    python benchmarks/papers/fedcoe.py --data DIR --alphas 0.1 --metrics
 """
 
 from __future__ import annotations

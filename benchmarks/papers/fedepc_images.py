@@ -13,8 +13,8 @@ groups: cameras turned by 0, 90, 180 and 270 degrees.
 Runs that are done are kept in --out; the same command goes on where it was.
 
 Examples:
-    python benchmarks/papers/fedepc_images.py --data ../shared/data --quick
-    python benchmarks/papers/fedepc_images.py --data ../shared/data --settings "MNIST, 0.1; Fashion, 0.1"
+    python benchmarks/papers/fedepc_images.py --data DIR --quick
+    python benchmarks/papers/fedepc_images.py --data DIR --settings "MNIST, 0.1; Fashion, 0.1"
 """
 
 from __future__ import annotations

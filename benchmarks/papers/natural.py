@@ -14,8 +14,8 @@ of overlapping clusters stand below.
 Runs that are done are kept in --out; the same command goes on where it was.
 
 Examples:
-    python benchmarks/papers/natural.py --data ../shared/data --quick
-    python benchmarks/papers/natural.py --data ../shared/data --seeds 0,1,2,3,4 --json natural.json
+    python benchmarks/papers/natural.py --data DIR --quick
+    python benchmarks/papers/natural.py --data DIR --seeds 0,1,2,3,4 --json natural.json
 """
 
 from __future__ import annotations

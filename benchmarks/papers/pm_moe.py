@@ -21,8 +21,8 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/pm_moe.py --quick
     python benchmarks/papers/pm_moe.py --settings "digits, alpha 0.1" --seeds 1,2
-    python benchmarks/papers/pm_moe.py --setup B --data ../shared/data --settings "MNIST, S = 0; MNIST, S = 20"
-    python benchmarks/papers/pm_moe.py --setup B --data ../shared/data --full --train-on cuda --out pm-moe-full
+    python benchmarks/papers/pm_moe.py --setup B --data DIR --settings "MNIST, S = 0; MNIST, S = 20"
+    python benchmarks/papers/pm_moe.py --setup B --data DIR --full --train-on cuda --out pm-moe-full
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/scmoe_pfl.py --quick --settings "digits 1.0"
     python benchmarks/papers/scmoe_pfl.py --settings "digits 1.0; digits 0.5; digits 0.1; digits turned"
-    python benchmarks/papers/scmoe_pfl.py --data ../shared/data --seeds 0,1,2,3,4 --json scmoe-pfl.json
-    python benchmarks/papers/scmoe_pfl.py --data ../shared/data --table clustering --seeds 0,1,2,3,4
+    python benchmarks/papers/scmoe_pfl.py --data DIR --seeds 0,1,2,3,4 --json scmoe-pfl.json
+    python benchmarks/papers/scmoe_pfl.py --data DIR --table clustering --seeds 0,1,2,3,4
     python benchmarks/papers/scmoe_pfl.py --table gate --settings "digits 1.0; digits turned"
-    python benchmarks/papers/scmoe_pfl.py --data ../shared/data --full --train-on cuda --out scmoe-pfl-full
+    python benchmarks/papers/scmoe_pfl.py --data DIR --full --train-on cuda --out scmoe-pfl-full
 """
 
 from __future__ import annotations

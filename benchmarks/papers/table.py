@@ -40,7 +40,7 @@ MEASURED = {"hardware": Hardware.STEADY, "evaluate_every": None, "global_test": 
 def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     """The options that all of these scripts have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with the data sets, such as ../shared/data")
+    parser.add_argument("--data", type=Path, help="folder with the data sets (docs/results/fedge.md)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds, four devices: does it run?")
     parser.add_argument("--settings", help="some of the columns, with ; between them (default: all of the table)")
