@@ -1,5 +1,6 @@
 """The shape of the repository: each module has its test file, and imports go the way that the design says."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -59,3 +60,17 @@ def test_wheels_hold_the_five_packages_alone() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert set(patterns) == {name for package in PACKAGES for name in (package, f"{package}.*")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_says_that_it_is_typed_and_ships_the_file_that_says_so(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
+
+
+def test_the_hooks_before_a_commit_run_what_make_lint_runs() -> None:
+    entries = re.findall(r"entry: \.venv/bin/(.*)", (ROOT / ".pre-commit-config.yaml").read_text())
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
+    run = [command.removesuffix(" .").replace(" --check", "") for command in re.findall(r"\$\(BIN\)/(.*)", lint)[1:]]
+    assert entries == run
