@@ -2,8 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A worker for each processor: each is given one thread (tests/conftest.py) and about half a gigabyte.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+QUICK := unit or smoke
 
-.PHONY: demo test lint
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all coverage lint
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 $(BIN)/fedge: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -11,13 +18,19 @@ $(BIN)/fedge: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(BIN)/fedge
 
-demo: $(BIN)/fedge
+demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT broker on this machine, about two minutes
 	$(BIN)/fedge demo
 
-test: $(BIN)/fedge
-	$(BIN)/python -m pytest
+test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: 5 minutes at most on two cores
+	$(PYTEST) -m "$(QUICK)"
 
-lint: $(BIN)/fedge
+test-all: test  ## `make test`, then every other test: 20 minutes at most on two cores
+	$(PYTEST) -m "not ($(QUICK))"
+
+coverage: $(BIN)/fedge  ## branch coverage of the unit tests
+	$(PYTEST) -m unit --cov --cov-report=term:skip-covered --cov-report=html
+
+lint: $(BIN)/fedge  ## ruff, the formatter, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""One thread for all numerics, logging as it was after each test, and fixtures for tests that need a real broker."""
+"""Kinds of tests, one thread for all numerics, logging as it was after each test, and fixtures of real brokers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,28 @@ import pytest
 
 from fedge.broker import LocalBroker, mosquitto_path
 from tests.support.broker import BROKERS, local_broker
+
+ROOT = Path(__file__).parent
+KINDS = ("unit", "broker", "process", "statistical")
+BROKER_FIXTURES = {"broker", "one_broker", "mosquitto", "mosquitto_program"}
+PROCESS_FOLDERS = ("benchmarks", "faults", "integration")
+
+
+def kind_of(item: pytest.Item) -> str:
+    """The kind of a test: its own mark, otherwise its folder, otherwise the broker that it asks for."""
+    for kind in KINDS:
+        if item.get_closest_marker(kind):
+            return kind
+    if item.path.relative_to(ROOT).parts[0] in PROCESS_FOLDERS:
+        return "process"
+    return "unit" if BROKER_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) else "broker"
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test exactly one of the four kinds."""
+    for item in items:
+        item.add_marker(kind_of(item))
 
 
 @pytest.fixture(autouse=True)

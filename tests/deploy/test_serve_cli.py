@@ -108,6 +108,7 @@ async def test_settings_come_from_the_environment_and_the_file(tmp_path):
         assert (await ask(session, "bundle", outputs=[{"name": "class"}]))[0] == 200
 
 
+@pytest.mark.broker
 async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_when_it_is_there(tmp_path):
     pytest.importorskip("amqtt")
     from fedge.broker import LocalBroker
@@ -132,6 +133,7 @@ async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_wh
             assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
 
 
+@pytest.mark.broker
 async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_path):
     pytest.importorskip("amqtt")
     from fedge.broker import LocalBroker

@@ -108,6 +108,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's parent death signal")
+@pytest.mark.broker
 @pytest.mark.parametrize("kind", BROKERS)
 async def test_broker_dies_with_a_parent_that_was_killed_with_9(kind, tmp_path):
     parent = await asyncio.create_subprocess_exec(
@@ -122,6 +123,7 @@ async def test_broker_dies_with_a_parent_that_was_killed_with_9(kind, tmp_path):
     assert not listens("127.0.0.1", port)
 
 
+@pytest.mark.broker
 @pytest.mark.parametrize("kind", BROKERS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_command_runs_until_a_signal(kind, number, tmp_path):
@@ -166,6 +168,7 @@ def test_free_port_can_be_used():
         taken.bind(("127.0.0.1", port))
 
 
+@pytest.mark.broker
 @pytest.mark.parametrize("kind", BROKERS)
 async def test_a_file_in_the_present_folder_shadows_no_module(kind, tmp_path, monkeypatch):
     (tmp_path / "fedge.py").write_text("raise SystemExit('a script of the user')")
