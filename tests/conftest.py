@@ -63,6 +63,13 @@ async def broker(
 
 
 @pytest.fixture
+async def one_broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
+    """A fresh broker of the kind that this machine has, for tests to which the kind does not matter."""
+    async with local_broker("auto", tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
 def mosquitto_program() -> str:
     """Where Mosquitto is, for tests that start it in their own way; skipped where it is not installed."""
     program = mosquitto_path()

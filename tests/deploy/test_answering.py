@@ -351,6 +351,7 @@ def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
     assert answering.counters.n_failed == 0
 
 
+@pytest.mark.statistical
 def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
     """RSS flat, no failed request, no file left over (24 hours in small; a tenth of it under emulation)."""
     answering = Answering(slots, Limits(probation_predictions=50))

@@ -11,7 +11,7 @@ pytest.importorskip("amqtt")  # where it is missing there are no brokers to test
 from deploy.sensor import Sensor
 from fedge.topics import Topics
 from fedge.transport import Inbound
-from tests.support.broker import BROKERS, local_broker, transport
+from tests.support.broker import transport
 
 from .serving import body, golden, outputs, served
 
@@ -19,12 +19,6 @@ EXPECTED = golden()
 X = EXPECTED["x"]
 TOPICS = Topics("shop")
 PREDICT, PREDICTIONS = TOPICS.agent("cam1", "predict"), TOPICS.agent("cam1", "predictions")
-
-
-@pytest.fixture(params=BROKERS)
-async def broker(request, tmp_path):
-    async with local_broker(request.param, tmp_path) as broker:
-        yield broker
 
 
 class Publisher:

@@ -37,22 +37,9 @@ from fedge.messages import (
     encode,
 )
 from fedge.transport import BrokerSettings
-from tests.support.broker import BROKERS, local_broker
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Outcome, Peer, later, order_of, train
 
 ME = "pi"
-
-
-@pytest.fixture(params=BROKERS)
-async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LocalBroker]:
-    async with local_broker(request.param, tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-async def one_broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
-    async with local_broker("auto", tmp_path) as running:
-        yield running
 
 
 class Events:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from coordinator.methods.fedavg import FedAvgState
 from fedge.broker import LocalBroker
@@ -159,6 +160,7 @@ async def garbage_chunks(mallory: Mallory, coordinator: Running, digest: str) ->
     await until(lambda: coordinator.log.read_text().count(f"/blobs/{digest}/") >= 3)
 
 
+@pytest.mark.smoke
 async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
     async with Federation(mosquitto, tmp_path, devices=HONEST) as federation:
         agents = await federation.agents()

@@ -18,18 +18,12 @@ import pytest
 
 from fedge.broker import LocalBroker
 from fedge.messages import BlobRef, Order, Presence, Trained
-from tests.support.broker import BROKERS, local_broker
+from tests.support.broker import local_broker
 from tests.support.peer import WAIT_S, Peer, order_of, train
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.02
 RESEND_S = 0.3
-
-
-@pytest.fixture(params=BROKERS)
-async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LocalBroker]:
-    async with local_broker(request.param, tmp_path) as running:
-        yield running
 
 
 @pytest.fixture
@@ -80,6 +74,7 @@ async def settle(peer: Peer, order: Order) -> Trained:
     return report.result
 
 
+@pytest.mark.smoke
 async def test_in_the_middle_of_training(broker: LocalBroker, tmp_path: Path, home: Path) -> None:
     (home / "hold").touch()
     async with Peer(broker, tmp_path) as peer:

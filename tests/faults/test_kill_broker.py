@@ -33,7 +33,7 @@ async def stop_in_the_middle(receiver: Running, blobs: Path) -> None:
     assert in_the_middle(blobs)(), "it had received everything"
 
 
-@pytest.mark.parametrize("direction", ["down", "up"])
+@pytest.mark.parametrize("direction", ["down", pytest.param("up", marks=pytest.mark.smoke)])
 @pytest.mark.parametrize("kind", BROKERS)
 async def test_in_the_middle_of_a_transfer(kind: str, direction: str, tmp_path: Path) -> None:
     async with (

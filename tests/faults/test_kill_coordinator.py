@@ -25,7 +25,10 @@ def counted_once(federation: Federation) -> bool:
     return all(row[3:] == (1, "accepted") for row in per_step)
 
 
-@pytest.mark.parametrize(("method", "kind", "rounds"), [("fedavg", FedAvgState, 3), ("fedge", FedgeState, 7)])
+@pytest.mark.parametrize(
+    ("method", "kind", "rounds"),
+    [pytest.param("fedavg", FedAvgState, 3, marks=pytest.mark.smoke), ("fedge", FedgeState, 7)],
+)
 async def test_with_a_part_of_the_reports_accepted(
     mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], rounds: int
 ) -> None:

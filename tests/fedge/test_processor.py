@@ -7,10 +7,13 @@ import sys
 import pytest
 from torch.utils import backend_registration
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="before 2.10 torch takes no device that is written in Python",
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="before 2.10 torch takes no device that is written in Python",
+    ),
+]
 
 SAME = [
     "fedge",  # Train side by side, Trial, FitCandidates, FitWeights, FitEnergy, FitGate

@@ -31,6 +31,7 @@ def processes_about(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in p.info["cmdline"] or ())]
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(300)
 async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: Path) -> None:
     out, figures_file = tmp_path / "out", tmp_path / "figures.json"

@@ -437,6 +437,7 @@ GROUPS = {
 """Classes of each group, and the specification's index."""
 
 
+@pytest.mark.statistical
 def test_planted_label_groups_are_found_in_real_profiles():
     """Table 8.1, 40 devices of 20-40 samples, mean adjusted Rand index over three seeds."""
     import torch

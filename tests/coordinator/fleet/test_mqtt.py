@@ -43,16 +43,10 @@ from fedge.messages import (
     Want,
 )
 from fedge.tensors import Layout, TensorInfo, digest_of, to_bytes
-from tests.support.broker import local_broker, settings
+from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
 
 DEADLINE_S = 20.0
-
-
-@pytest.fixture
-async def one_broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
-    async with local_broker("auto", tmp_path) as running:
-        yield running
 
 
 @pytest.fixture
@@ -135,6 +129,7 @@ async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, s
     assert fleet.take_counts() == {"bytes_up": 0, "bytes_down": 0}
 
 
+@pytest.mark.smoke
 async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_comparison_ends_with_a_table_a_report_and_figures(tmp_path: Path, cap
     assert "<svg" in (out / "report.html").read_text()
 
 
+@pytest.mark.process
 def test_ctrl_c_is_clean(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedge.cli", "simulate", "--method", "fedavg", "--rounds", "100000", *SMALL[:4]]
     command += ["--evaluate-every", "2"]

@@ -141,6 +141,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         run_again(tmp_path, methods="local")
 
 
+@pytest.mark.process
 def test_the_number_of_jobs_changes_no_figure(tmp_path: Path) -> None:
     one, two = (run_again(tmp_path / str(jobs), jobs=jobs)[0] for jobs in (1, 2))
     same = {"wall_s": 0.0, "evaluation_s": 0.0}
@@ -156,6 +157,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed.stdout.split()]
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fedge.cli", "compare", "--methods", "local,fedge", "--seeds", "0", "--jobs", "2"]
