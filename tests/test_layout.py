@@ -74,3 +74,10 @@ def test_the_hooks_before_a_commit_run_what_make_lint_runs() -> None:
     lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
     run = [command.removesuffix(" .").replace(" --check", "") for command in re.findall(r"\$\(BIN\)/(.*)", lint)[1:]]
     assert entries == run
+
+
+def test_torch_has_one_thread_as_each_worker_of_the_tests_has_one_processor() -> None:
+    """Two workers with two threads each need ten times the processor time, which they spend on waiting."""
+    import torch
+
+    assert torch.get_num_threads() == 1

@@ -29,6 +29,7 @@ from fedge.loading import load_object
 from fedge.messages import Action, Codec, DescribeLabels, Profile, Sgd, Train
 from tests.support.simulation import digits
 
+pytestmark = pytest.mark.unit
 ROUNDS = 2
 LONGER = {"fedge selection": 8}
 """Groups, within which fedge selects, are made after six rounds with everybody."""
