@@ -30,6 +30,8 @@ from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 
 INTERRUPTED: Final = 130
+NO_BUNDLES: Final = 6
+"""The run came to its end, and no device has a bundle."""
 QUIET_S: Final = 1.0
 """A broker that has said nothing for so long has told all that it retains."""
 REACH_S: Final = 15.0
@@ -54,30 +56,32 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
       fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
 
     \b
-    Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
+    Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 6 done, but no
+    device has a bundle, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     own = resolve_options(config, options)
     check(settings.method, own)
     task = task_spec(settings.task, settings.data)
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
-        finished = asyncio.run(_until_stopped(settings, task, store, observe, own))
-    return 0 if finished else INTERRUPTED
+        summary = asyncio.run(_until_stopped(settings, task, store, observe, own))
+    if summary is None:
+        return INTERRUPTED
+    return 0 if summary["installed"] else NO_BUNDLES
 
 
 async def _until_stopped(
     settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer, options: dict[str, Option]
-) -> bool:
-    """Serve until the end (True) or until SIGINT or SIGTERM (False)."""
+) -> dict[str, Any] | None:
+    """Serve until the end, and give its summary; or until SIGINT or SIGTERM: None."""
     serving = asyncio.ensure_future(serve(settings, task, store, observe, options))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, serving.cancel)
     try:
-        await serving
+        return await serving
     except asyncio.CancelledError:
-        return False
-    return True
+        return None
 
 
 @contextlib.contextmanager
@@ -128,7 +132,9 @@ class Progress:
         shown = "-" if last["accuracy"] is None else f"{last['accuracy']:.3f}"
         traffic = f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
         if summary["done"]:
-            return f"done: {len(summary['installed'])} bundles installed, {traffic}, {summary['wall_s']:.0f} s"
+            missing = f", NO BUNDLE on {', '.join(summary['without_bundle'])}" if summary["without_bundle"] else ""
+            bundles = f"{len(summary['installed'])} bundles installed{missing}"
+            return f"done: {bundles}, {traffic}, {summary['wall_s']:.0f} s"
         return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"
 
     def _line(self, text: str) -> None:
@@ -212,10 +218,14 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
         f"refused     {summary['refused'] or 'nothing'}",
     ]
-    for device in sorted(set(devices) | set(summary["selection"])):
+    problems = summary["problems"]
+    for device in sorted(set(devices) | set(summary["selection"]) | set(problems)):
         bundle = ", bundle installed" if device in summary["installed"] else ""
+        bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         lines.append(f"  {device}: {devices.get(device, 'not seen')}, trained {trained} times{bundle}")
+        if device in problems:
+            lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
     return lines
 
 

@@ -89,7 +89,14 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices that train in a round.")] = 1.0
-    deadline_s: Annotated[float, Meta(gt=0, description="Time for one step of a round.", extra={"unit": "s"})] = 60.0
+    deadline_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Least time for one step of a round; a device known to need longer for it gets longer.",
+            extra={"unit": "s"},
+        ),
+    ] = 60.0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
     seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
     local_steps: LocalSteps = 10
@@ -191,7 +198,10 @@ async def serve(
         if settings.welcome:
             await welcome(settings, method, state, store, fleet, observe)
     store.count(fleet.take_counts())
-    return write_summary(settings, method, state, store, fleet)
+    summary = write_summary(settings, method, state, store, fleet)
+    if summary["without_bundle"]:
+        log.error("event=without_bundle devices=%s", summary["without_bundle"])
+    return summary
 
 
 async def welcome(
@@ -234,7 +244,17 @@ def write_summary(
         "wall_s": counters.get("milliseconds", 0) / 1000,
         "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
         "devices": fleet.registry.presence(),
+        "without_bundle": without_bundle(method, state, store),
+        "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
+
+
+def without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:
+    """After the end: the devices that trained, or were there in the last round, and have no bundle; ascending ids."""
+    if not method.done(state):
+        return []
+    there = {device.id for device in store.snapshot(state.round) or ()}
+    return sorted((there | state.participations.keys()) - state.installed.keys())

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,7 @@ from fedge.files import BlobFolder
 from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
+EXPIRED: Final = "no report before the deadline"
 
 
 class Status(StrEnum):
@@ -167,7 +168,7 @@ class Store:
 
     def expire(self, order_id: str, now: float) -> bool:
         """Close an open order that nobody answered in time; False if it is not open any more."""
-        return self._close(order_id, Status.EXPIRED, "no report before the deadline", None, now)
+        return self._close(order_id, Status.EXPIRED, EXPIRED, None, now)
 
     def _close(self, order_id: str, status: Status, reason: str, report: bytes | None, now: float) -> bool:
         with self._transaction() as db:

@@ -1,7 +1,7 @@
 """The `fedge` command: finds each role's sub-command by entry point and loads only the one that is called.
 
 Exit codes: 0 done, 1 an error, 2 wrong usage or configuration, 3 the broker, 4 durable state, 5 a bundle that is not to
-be trusted, 130 interrupted (Ctrl-C or SIGTERM).
+be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or SIGTERM).
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ from coordinator.fleet.orders import (
     verdict,
 )
 from coordinator.fleet.orders import Action as BookAction
+from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.proportion import without_outliers
-from coordinator.registry import Registry
-from coordinator.store import Entry, Store
+from coordinator.registry import MAX_DEVICES, Registry
+from coordinator.store import EXPIRED, Entry, Store
 from coordinator.store import Status as OrderStatus
 from fedge import codec
 from fedge.background import Background
@@ -48,11 +49,13 @@ from fedge.messages import (
     BlobRef,
     Codec,
     Context,
+    Declined,
+    Failed,
     Health,
     Order,
     PrivateShared,
-    Profiled,
     Report,
+    Result,
     SharePrivate,
     Status,
     Train,
@@ -77,12 +80,25 @@ GOODBYE_S: Final = 5.0
 """How long the last verdicts may take to leave: a device without one would repeat its report to nobody."""
 MAX_UNDER_WAY: Final = 4096
 """Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
+RECALLED_ROUNDS: Final = 8
+"""After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
+SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
+"""Refusals of what comes once more, which no device can help."""
 SLACK_BYTES: Final = 1 << 20
 """What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
 
 
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong on a device, and in which round (0: before the first)."""
+
+    round: int
+    reason: str
+
+
 class MqttFleet:
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
+
+    `problems`: why devices were last refused, declined, failed or were silent, by device id.
 
     Args:
         broker: how to reach the broker.
@@ -92,7 +108,8 @@ class MqttFleet:
         task: what is learned.
         layout: of the model.
         seed: of the federation; all devices' random numbers come from it.
-        deadline_s: time that the devices have for one step.
+        deadline_s: time that the devices have for one step at least; more where their earlier reports say that they
+            need it (`coordinator.fleet.pace`).
         observe: is told what happens, for people to look at.
     """
 
@@ -110,6 +127,8 @@ class MqttFleet:
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self.registry = Registry(task.fingerprint(), store.last_contexts())
+        self.problems: dict[str, Problem] = {}
+        self._paces = Paces()
         self._counted: Counter[str] = Counter()
         self._store = store
         self._run = run
@@ -127,6 +146,7 @@ class MqttFleet:
         self._traffic = (0, 0)
         self._round = 0
         self._devices: tuple[Device, ...] = ()
+        self._n_samples: dict[str, int] = {}
         self._book = OrderBook(())
         self._something_happened = asyncio.Event()
         self._background = Background(self._fail)
@@ -182,7 +202,7 @@ class MqttFleet:
             await self._or_failure(self.registry.wait_for(at_least))
             devices = (*self.registry.online(), *self.registry.inference_only())
             self._store.begin_round(number, devices, time.time())
-        self._round, self._devices = number, devices
+        self._take(number, devices)
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
@@ -192,7 +212,27 @@ class MqttFleet:
             await self._or_failure(self.registry.wait_for_newcomer(tried, equipped))
             devices = (*self.registry.online(), *self.registry.inference_only())
             self._store.begin_round(number, devices, time.time())
+        self._take(number, devices)
+
+    def _take(self, number: int, devices: tuple[Device, ...]) -> None:
+        """These are the round's devices. After a start: recall how fast they are, and what went wrong."""
+        for past in range(max(number - RECALLED_ROUNDS, 1), number + 1) if self._round == 0 else ():
+            self._n_samples = {device.id: device.n_samples for device in self._store.snapshot(past) or ()}
+            for entry in self._store.entries(past):
+                result = entry.report.result if entry.report else None
+                self._learn(entry.order, result, entry.report.seconds if entry.report else 0.0)
+                if reason := entry.reason or _trouble(result):
+                    self._keep_problem(entry.order.device_id, Problem(round=past, reason=reason))
         self._round, self._devices = number, devices
+        self._n_samples = {device.id: device.n_samples for device in devices}
+
+    def _learn(self, order: Order, result: Result | None, seconds: float) -> None:
+        """How fast a device is."""
+        if result is not None and not isinstance(result, Declined | Failed):
+            self._paces.note(order.device_id, self._work(order.device_id, order.action), seconds)
+
+    def _work(self, device_id: str, action: Action) -> float:
+        return work_of(action, self._n_samples.get(device_id, 0))
 
     async def _settle(self, number: int) -> None:
         """After a restart between two rounds: wait for the devices of the last one, or the first to come is alone."""
@@ -210,16 +250,20 @@ class MqttFleet:
         return tuple(device for device in self._devices if not device.trains)
 
     async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Write the orders, send those that are open, wait for their reports or the deadline."""
+        """Write the orders, send those that are open, wait for their reports or the deadlines."""
         require_sendable(actions.values())
-        deadline = time.time() + self._deadline_s
+        works = {device: self._work(device, action) for device, action in actions.items()}
+        now = time.time()
+        deadlines = {i: now + s for i, s in self._paces.allowed_s(works, least_s=self._deadline_s).items()}
         entries = self._store.write_orders(
-            order_for(self._run, self._seed, self._round, step, device, self.task, actions[device], deadline=deadline)
+            order_for(
+                self._run, self._seed, self._round, step, device, self.task, actions[device], deadline=deadlines[device]
+            )
             for device in sorted(actions)
         )
         still_open = [
-            msgspec.structs.replace(entry.order, deadline=deadline)
-            for entry in entries.values()
+            msgspec.structs.replace(entry.order, deadline=deadlines[device])
+            for device, entry in entries.items()
             if entry.status is OrderStatus.OPEN
         ]
         self._offered = {ref.digest for action in actions.values() for ref in blobs_of(action)}
@@ -229,7 +273,9 @@ class MqttFleet:
             await self._wait(self._book.next_wakeup())
             self._decide(Tick())
         found = [_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()]
-        answers = {answer.device_id: self._of_our_network(answer) for answer in self._with_profile_length(found)}
+        for answer in found:
+            self._learn(entries[answer.device_id].order, answer.result, answer.seconds)
+        answers = {answer.device_id: answer for answer in found}
         answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self._norms_of)
         self._norms.clear()
         for device, error in refused.items():
@@ -243,30 +289,6 @@ class MqttFleet:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._or_failure(self._something_happened.wait())
-
-    def _with_profile_length(self, answers: list[Answer]) -> list[Answer]:
-        """The first step that brings profiles settles for good how long one is: as most of them are."""
-        lengths = Counter(len(a.result.profile) for a in answers if isinstance(a.result, Profiled))
-        if lengths:
-            self._store.remember("profile_length", str(lengths.most_common(1)[0][0]))
-        return answers
-
-    def _of_our_network(self, answer: Answer) -> Answer:
-        """The answer, unless it is a profile of another network than most have: then it is none."""
-        if not isinstance(answer.result, Profiled):
-            return answer
-        try:
-            self._check_length(answer.result)
-        except ProtocolError as error:
-            self._refuse(error, self._topics.agent(answer.device_id, "reports"), answer.device_id)
-            return Answer(answer.device_id, None)
-        return answer
-
-    def _check_length(self, result: Profiled) -> None:
-        """Profiles of other networks cannot be compared. Known from the end of the first step with profiles on."""
-        expected = self._store.recall("profile_length")
-        if expected is not None and len(result.profile) != int(expected):
-            raise ProtocolError("profile-length", f"{len(result.profile)} units, the others have {expected}")
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""
@@ -313,6 +335,19 @@ class MqttFleet:
     def _refuse(self, error: ProtocolError, topic: str, device: str) -> None:
         self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
         log.warning("event=refused name=%s device=%s topic=%s detail=%r", error.name, device, topic, str(error))
+        if error.name not in SAYS_NOTHING:
+            self._note_problem(device, str(error))
+
+    def _note_problem(self, device: str, reason: str) -> None:
+        """For people to look at: in the events at once, in the status after the round."""
+        problem = Problem(round=self._round, reason=reason)
+        if self.problems.get(device) != problem:
+            self._keep_problem(device, problem)
+            self._observe("problem", {"device": device, "round": self._round, "reason": reason})
+
+    def _keep_problem(self, device: str, problem: Problem) -> None:
+        if device in self.problems or len(self.problems) < MAX_DEVICES:
+            self.problems[device] = problem
 
     def _on_status(self, device: str, inbound: Inbound) -> None:
         if not inbound.payload:  # a retained status that was cleared
@@ -383,14 +418,22 @@ class MqttFleet:
                 self._store.accept(report, time.time())
                 kind = type(report.result).__name__
                 self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
-            case Reject(order_id, reason):
-                self._store.reject(order_id, reason, time.time())
-                log.warning("event=report_rejected order=%s reason=%r", order_id, reason)
-            case Expire(order_id):
-                self._store.expire(order_id, time.time())
-                if order_id in self._checks:
-                    self._checks.pop(order_id).cancel()
-                log.warning("event=order_expired order=%s", order_id)
+                if reason := _trouble(report.result):
+                    log.warning(
+                        "event=order_%s device=%s order=%s reason=%r",
+                        kind.lower(), report.device_id, report.order_id, reason,
+                    )  # fmt: skip
+                    self._note_problem(report.device_id, reason)
+            case Reject(order, reason):
+                self._store.reject(order.id, reason, time.time())
+                log.warning("event=report_rejected device=%s order=%s reason=%r", order.device_id, order.id, reason)
+                self._note_problem(order.device_id, reason)
+            case Expire(order):
+                self._store.expire(order.id, time.time())
+                if order.id in self._checks:
+                    self._checks.pop(order.id).cancel()
+                log.warning("event=order_expired device=%s order=%s reason=%r", order.device_id, order.id, EXPIRED)
+                self._note_problem(order.device_id, EXPIRED)
             case Tell(ack):
                 self._publish(self._topics.agent(ack.device_id, "acks"), encode(ack), expires_in_s=3600)
 
@@ -417,8 +460,6 @@ class MqttFleet:
         error = None
         try:
             check(order.action, report.result, self.task)
-            if isinstance(report.result, Profiled):
-                self._check_length(report.result)
             match order.action, report.result:
                 case Train() as action, Trained() as result:
                     await self._fetch(result.update, order.device_id, self._layout.part(action.part))
@@ -472,6 +513,11 @@ class MqttFleet:
             return waiting.result()
         finally:
             waiting.cancel()
+
+
+def _trouble(result: Result | None) -> str:
+    """Why a device did not do what it was asked; empty: it did, or said nothing."""
+    return f"{type(result).__name__.lower()}: {result.reason}" if isinstance(result, Declined | Failed) else ""
 
 
 def _answer(device: str, entry: Entry | None) -> Answer:

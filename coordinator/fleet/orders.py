@@ -131,7 +131,7 @@ class Accept:
 class Reject:
     """Commit that the report is not acceptable."""
 
-    order_id: str
+    order: Order
     reason: str
 
 
@@ -139,7 +139,7 @@ class Reject:
 class Expire:
     """Commit that nobody answered in time."""
 
-    order_id: str
+    order: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class OrderBook:
     def _expire(self, held: _Held) -> Action:
         self._move(held, Cause.EXPIRED)
         held.reason = "expired"
-        return Expire(held.order.id)
+        return Expire(held.order)
 
     def _reported(self, report: Report, now: float) -> list[Action]:
         held = self._held.get(report.order_id)
@@ -306,7 +306,7 @@ class OrderBook:
             return [Accept(held.report), Tell(verdict(held.order, accepted=True))]
         self._move(held, Cause.BAD)
         held.reason = error
-        return [Reject(order_id, error), Tell(verdict(held.order, accepted=False, reason=error))]
+        return [Reject(held.order, error), Tell(verdict(held.order, accepted=False, reason=error))]
 
 
 def verdict(order: Order, *, accepted: bool, reason: str = "") -> Ack:

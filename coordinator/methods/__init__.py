@@ -24,6 +24,7 @@ from coordinator.fleet import Answer, Device, Fleet
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.messages import (
+    Action,
     BlobRef,
     Codec,
     Declined,
@@ -271,6 +272,22 @@ WITHOUT_VALIDATION: Final = 40
 """Steps of fine-tuning where a device has nothing to choose by (fedge.md section 6)."""
 
 
+ATTEMPTS: Final = 3
+"""How often a device is asked for the steps that end in its bundle: without them all of its work was for nothing."""
+
+
+async def insist(fleet: Fleet, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    """`fleet.run`, and the same again, `ATTEMPTS` times in all, for the devices from which nothing acceptable came."""
+    answers = await fleet.run(step, actions)
+    for attempt in range(2, ATTEMPTS + 1):
+        missing = {i: action for i, action in actions.items() if answers[i].result is None}
+        if not missing:
+            break
+        log.warning("event=asked_again step=%s attempt=%d devices=%s", step, attempt, sorted(missing))
+        answers |= await fleet.run(f"{step}-{attempt}", missing)
+    return answers
+
+
 async def install(
     method: Method[Any],
     state: S,
@@ -303,7 +320,7 @@ async def install(
         for device in fleet.devices()
         if among is None or device.id in among
     }
-    answers = await fleet.run("install", orders)
+    answers = await insist(fleet, "install", orders)
     installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
     state = msgspec.structs.replace(state, round=state.round + 1, installed=installed)
     if among is not None or part is not Part.ALL:
@@ -322,7 +339,7 @@ async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str
     orders = {i: order for i, model in new.items() if (order := finished[model]) is not None}
     if not orders:
         return state
-    answers = await fleet.run("equip", orders)
+    answers = await insist(fleet, "equip", orders)
     installed = state.installed | {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 

@@ -44,6 +44,7 @@ from coordinator.methods.grouping import (
     newly_profiled,
     observed,
     of_directions,
+    of_one_length,
     of_profiles,
     told_directions,
 )
@@ -211,13 +212,14 @@ class Cfic:
     ) -> tuple[CficState, Collection[str]]:
         """The state with the new profiles or directions, and whose they are."""
         directions = told_directions(answers, fleet, state.layout)
-        profiles = newly_profiled(answers, asked, state.profiles)
+        new = newly_profiled(answers, asked)
+        profiles = of_one_length(state.profiles, new)
         state = msgspec.structs.replace(
             state,
-            profiles=dict(sorted((state.profiles | profiles).items())),
+            profiles=profiles,
             directions=dict(sorted((state.directions | directions).items())),
         )
-        return state, directions or profiles
+        return state, directions or new.keys() & profiles.keys()
 
     def _found(self, state: CficState, fleet: Fleet) -> Clusters:
         """Clusters of positions among the ids of those that told."""

@@ -27,6 +27,7 @@ from coordinator.methods import (
     Samples,
     accepted,
     counted,
+    insist,
     install,
     options_of,
     round_rng,
@@ -324,7 +325,7 @@ class FedCoE:
         if left := sorted(set(new) - set(profiles)):
             log.warning("event=no_profile devices=%s", left)
         orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
-        answers = await fleet.run("assemble", orders)
+        answers = await insist(fleet, "assemble", orders)
         installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
         return msgspec.structs.replace(
             state,

@@ -260,7 +260,7 @@ class FedEpc:
             i: Description(n_samples=due[i], direction=direction)
             for i, direction in told_directions(answers, fleet, state.layout).items()
         }
-        return self._arrange(state, descriptions(answers, due, state.described) | directions, fleet)
+        return self._arrange(state, descriptions(answers, due) | directions, fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """W_ext, once and for all: the model of the warm-up, or what the proxy set teaches, with its D_ref (4.1)."""
@@ -279,13 +279,13 @@ class FedEpc:
 
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
         """4.6: who is new, or whose data changed, is placed; all clusters anew at first, and after many moves."""
-        described = dict(sorted((state.described | new).items()))
+        described = of_one_length(state.described, new)
         unit = self._unit(state, described.values())
-        strangers = [i for i, d in new.items() if self._is_strange(state.described.get(i), d, unit)]
+        strangers = [i for i in new if i in described and self._is_strange(state.described.get(i), new[i], unit)]
         state = msgspec.structs.replace(
             state,
             described=described,
-            clusters=without(state.clusters, strangers),
+            clusters=without(state.clusters, {*strangers, *(state.described.keys() - described.keys())}),
             n_moved=state.n_moved + len(strangers),
         )
         if not state.clusters or aidc.needs_reclustering(state.n_moved, len(described)):
@@ -479,10 +479,8 @@ def is_due(state: FedEpcState, device: Device) -> bool:
     return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
 
 
-def descriptions(
-    answers: Mapping[str, Answer], n_samples: Mapping[str, int], known: Mapping[str, Description]
-) -> dict[str, Description]:
-    """What devices have said, as far as it can be compared: profiles are of one length, that of most devices."""
+def descriptions(answers: Mapping[str, Answer], n_samples: Mapping[str, int]) -> dict[str, Description]:
+    """What devices have said."""
     labels = {
         i: Description(n_samples=n_samples[i], label=said.feature)
         for i, said in results(answers, LabelsDescribed).items()
@@ -492,10 +490,7 @@ def descriptions(
         i: Description(n_samples=n_samples[i], profile=said.profile, halves=said.halves)
         for i, said in results(answers, Profiled).items()
     }
-    fit = of_one_length(
-        {i: d.profile for i, d in profiles.items()}, {i: d.profile for i, d in known.items() if d.profile}
-    )
-    return labels | {i: d for i, d in profiles.items() if i in fit}
+    return labels | profiles
 
 
 def profiles_of(described: Iterable[Description]) -> Vectors:

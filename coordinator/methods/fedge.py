@@ -41,7 +41,7 @@ from coordinator.methods import (
     summary_of,
 )
 from coordinator.methods.cohort import bandit_of
-from coordinator.methods.grouping import arm, newly_profiled, observed
+from coordinator.methods.grouping import arm, newly_profiled, observed, of_one_length
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
@@ -374,7 +374,7 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     extractor = state.extractor or state.shared.model
     due = {i: device for i, device in awake(state, fleet, r).items() if is_due(state.profiles.get(i), device)}
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
-    new = newly_profiled(answers, due, state.profiles)
+    new = newly_profiled(answers, due)
     state = msgspec.structs.replace(state, extractor=extractor)
     return group(state, new) if new else state
 
@@ -386,7 +386,9 @@ def is_due(profiled: Profiled | None, device: Device) -> bool:
 
 def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
     """FedEPC sections 4.4 and 4.6: who is new, or whose data changed, is placed; after many such all groups anew."""
-    profiled = dict(sorted((state.profiles | new).items()))
+    profiled = of_one_length(state.profiles, new)
+    state = without(state, state.profiles.keys() - profiled.keys())
+    new = {i: profile for i, profile in new.items() if i in profiled}
     try:
         unit = aidc.split_half_unit([p.halves for p in profiled.values() if p.halves is not None])
     except ValueError:
@@ -609,7 +611,7 @@ async def personalise(
     if options.local == "never" or options.alone:
         pilots = []
     fits = {i: candidates(state, device, settings, options, local=i in pilots) for i, device in devices.items()}
-    state, answers = await ask(state, fleet, r, "candidates", fits)
+    state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
     fitted = results(answers, CandidatesFitted)
     if not fitted:
         return state
@@ -656,7 +658,7 @@ async def personalise(
         fits = {i: candidates(state, devices[i], settings, options, local=True) for i in late}
         state, _ = await ask(state, fleet, r, "local", fits)
     finish = {i: mixture_of(pool, result, settings, options) for i, result in fitted.items()}
-    state, answers = await ask(state, fleet, r, "gate", finish)
+    state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
     return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
 
 
@@ -672,12 +674,12 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
     local = pool.local or (options.local == "pooled" and not (options.local_pilot or options.alone))
     fits = {device.id: candidates(state, device, settings, options, local=local) for device in new}
-    state, answers = await ask(state, fleet, r, "candidates", fits)
+    state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
     finish = {
         i: mixture_of(pool, result, settings, options, release=r if i in state.installed else 1)
         for i, result in results(answers, CandidatesFitted).items()
     }
-    state, answers = await ask(state, fleet, r, "gate", finish)
+    state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
     installed = state.installed | results(answers, Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
@@ -687,7 +689,7 @@ async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
-    new = newly_profiled(answers, drifting, state.profiles)
+    new = newly_profiled(answers, drifting)
     if not new:
         return state
     state = group(msgspec.structs.replace(state, extractor=extractor), new)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,25 +40,34 @@ from fedge.tensors import Layout
 log = logging.getLogger("fedge.method")
 
 
-def of_one_length(new: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]]) -> frozenset[str]:
-    """Ids of the new profiles that can be compared: as long as the known ones, or, without any, as most of them are."""
-    lengths = Counter(len(profile) for profile in (known or new).values())
+class _HasProfile(Protocol):
+    @property
+    def profile(self) -> Sequence[float]: ...
+
+
+P = TypeVar("P", bound=_HasProfile)
+
+
+def of_one_length(known: Mapping[str, P], new: Mapping[str, P]) -> dict[str, P]:
+    """All profiles that can be compared, by ascending device id: those as long as most are; on a tie as the known ones.
+
+    Empty ones (of devices that are described otherwise) stay.
+    """
+    told = {**known, **new}
+    lengths = Counter(len(p.profile) for p in told.values() if p.profile)
     q = lengths.most_common(1)[0][0] if lengths else 0
-    for i in (i for i, profile in new.items() if len(profile) != q):
-        log.warning("event=profile_refused device=%s its length differs from that of the others", i)
-    return frozenset(i for i, profile in new.items() if len(profile) == q)
+    odd = {i for i, p in told.items() if p.profile and len(p.profile) != q}
+    for i in sorted(odd):
+        log.warning("event=profile_refused device=%s reason='%d units, most have %d'", i, len(told[i].profile), q)
+    return {i: told[i] for i in sorted(told) if i not in odd}
 
 
-def newly_profiled(
-    answers: Mapping[str, Answer], asked: Mapping[str, Device], known: Mapping[str, Profiled]
-) -> dict[str, Profiled]:
-    """The profiles that came in, as far as they can be compared; `n_samples`: what a device had when it was asked."""
-    new = {
+def newly_profiled(answers: Mapping[str, Answer], asked: Mapping[str, Device]) -> dict[str, Profiled]:
+    """The profiles that came in; `n_samples`: what a device had when it was asked."""
+    return {
         i: msgspec.structs.replace(profiled, n_samples=asked[i].n_samples)
         for i, profiled in results(answers, Profiled).items()
     }
-    fit = of_one_length({i: p.profile for i, p in new.items()}, {i: p.profile for i, p in known.items()})
-    return {i: profiled for i, profiled in new.items() if i in fit}
 
 
 def of_profiles(

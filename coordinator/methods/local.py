@@ -13,7 +13,14 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.fleet import Fleet
-from coordinator.methods import MethodSettings, State, options_of, steps_alone, summary_of
+from coordinator.methods import (
+    MethodSettings,
+    State,
+    insist,
+    options_of,
+    steps_alone,
+    summary_of,
+)
 from coordinator.methods.silence import results
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, FineTune, Install, Installed, Sgd
@@ -83,4 +90,4 @@ async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str
         )
         for i, n in steps.items()
     }
-    return results(await fleet.run("install", orders), Installed)
+    return results(await insist(fleet, "install", orders), Installed)

@@ -14,7 +14,16 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.fleet import Fleet
-from coordinator.methods import Idle, MethodSettings, State, install, make, options_of, round_rng
+from coordinator.methods import (
+    Idle,
+    MethodSettings,
+    State,
+    insist,
+    install,
+    make,
+    options_of,
+    round_rng,
+)
 from coordinator.methods.dbe import DbeOptions
 from coordinator.methods.fedrep import FedRepOptions
 from coordinator.methods.keeping import Keeping, KeepingState
@@ -121,7 +130,7 @@ class PmMoe:
             for members in pools
             for own, i in enumerate(members)
         }
-        answers = await fleet.run("pool", orders)
+        answers = await insist(fleet, "pool", orders)
         fitted = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
         others = {device.id for device in fleet.devices()} - set(fitted)
         after = await install(

@@ -25,6 +25,7 @@ from coordinator.methods import (
     MethodSettings,
     accepted,
     counted,
+    insist,
     options_of,
     round_rng,
     sizes,
@@ -379,7 +380,7 @@ class ScmoePfl:
             )
             for device in fleet.devices()
         }
-        answers = await fleet.run("mixture", orders)
+        answers = await insist(fleet, "mixture", orders)
         installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
         return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.fleet import Answer, Device, Fleet
-from coordinator.methods import State
+from coordinator.methods import State, insist
 from fedge.messages import Action
 
 LONGEST_REST: Final = 16
@@ -57,9 +57,11 @@ def _rests(silence: Silence | None, device: Device, r: int) -> bool:
     return r - silence.round < min(rest, LONGEST_REST)
 
 
-async def ask(state: H, fleet: Fleet, r: int, step: str, actions: Mapping[str, Action]) -> tuple[H, dict[str, Answer]]:
-    """Have devices do something, and take note of who answered and who did not."""
-    answers = await fleet.run(step, actions)
+async def ask(
+    state: H, fleet: Fleet, r: int, step: str, actions: Mapping[str, Action], *, insisting: bool = False
+) -> tuple[H, dict[str, Answer]]:
+    """Have devices do something, and take note of who answered and who did not. `insisting`: as in `insist`."""
+    answers = await (insist(fleet, step, actions) if insisting else fleet.run(step, actions))
     incarnations = {device.id: device.incarnation for device in fleet.devices()}
     silent = {i: s for i, s in state.silent.items() if i not in answers}
     for i, answer in answers.items():

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from coordinator import cli, service
 from coordinator.cli import Progress, coordinator, look, status
-from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.mqtt import MqttFleet, Problem
 from coordinator.methods import RoundSummary, make
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, write_summary
@@ -65,6 +65,7 @@ async def home(tmp_path: Path) -> Path:
             settings.at(settings.broker), store, federation="f", run="r", task=TASK, layout=LAYOUT, seed=0,
             deadline_s=1.0, observe=lambda event, fields: None,
         )  # fmt: skip
+        fleet.problems = {"cam2": Problem(round=1, reason="declined: hot")}
         write_summary(settings, method, state, store, fleet)
     return folder
 
@@ -76,6 +77,15 @@ def test_status_tells_rounds_devices_traffic_and_refusals(home: Path) -> None:
     said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False)
     assert said.exit_code == 0
     for text in ("1 of 2", "0.875", "2.00 MB up", "malformed", "cam1: not seen, trained 1 times"):
+        assert text in said.output
+    assert "  cam2: not seen, trained 0 times\n    round 1: declined: hot" in said.output
+
+
+def test_status_says_who_ended_without_a_bundle(home: Path) -> None:
+    found = json.loads((home / "summary.json").read_bytes())
+    (home / "summary.json").write_text(json.dumps(found | {"without_bundle": ["cam1"]}))
+    said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False)
+    for text in ("cam1: not seen, trained 1 times, NO BUNDLE",):
         assert text in said.output
 
 
@@ -140,7 +150,7 @@ async def test_status_of_a_broker_that_is_not_there_gives_up(monkeypatch: pytest
 def summary(**changes: Any) -> dict[str, Any]:
     values = {
         "round": 2, "rounds": 4, "done": False, "bytes_up": 1_500_000, "bytes_down": 500_000, "wall_s": 12.0,
-        "history": [{"accuracy": 0.75, "asked": 3, "answered": 2}], "installed": {},
+        "history": [{"accuracy": 0.75, "asked": 3, "answered": 2}], "installed": {}, "without_bundle": [],
     }  # fmt: skip
     return values | changes
 
@@ -152,13 +162,13 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     progress.observe("round_begun", {"round": 2, "devices": 3})
     progress.observe("answer", {"device": "a", "result": "Trained", "seconds": 1.0})
     progress.observe("round_done", summary())
-    progress.observe("round_done", summary(done=True, installed={"a": {}}))
+    progress.observe("round_done", summary(done=True, installed={"a": {}}, without_bundle=["b", "c"]))
     progress.close()
     out, said = capsys.readouterr()
     assert out == ""
     assert "waiting until 3 devices are there" in said
     assert "round 2/4  2 of 3 devices  validation accuracy 0.750  1.50 MB up, 0.50 MB down  about" in said
-    assert "done: 1 bundles installed" in said
+    assert "done: 1 bundles installed, NO BUNDLE on b, c" in said
     assert ("\r" in said) == live  # redrawn in place
     assert live or said.count("\n") == 3
 
@@ -230,6 +240,17 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
     yield process
     process.kill()
     process.communicate()
+
+
+@pytest.mark.parametrize(("installed", "code"), [({"cam1": {}}, 0), ({}, 6)])
+def test_an_end_at_which_nobody_has_a_bundle_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], code: int
+) -> None:
+    async def served(*_: Any) -> dict[str, Any]:
+        return {"installed": installed}
+
+    monkeypatch.setattr(cli, "serve", served)
+    assert coordinator.main(common(tmp_path / "home"), standalone_mode=False) == code
 
 
 def test_a_second_coordinator_of_a_folder_is_refused(waiting: subprocess.Popen[str], tmp_path: Path) -> None:

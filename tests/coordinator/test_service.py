@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from coordinator import service
+from coordinator.fleet import Device
 from coordinator.methods import State, load
 from coordinator.methods.fedavg import FedAvgState
-from coordinator.service import CoordinatorSettings, method_of, serve, start
+from coordinator.service import CoordinatorSettings, method_of, serve, start, without_bundle
 from coordinator.store import Status, Store
 from fedge import codec
 from fedge.broker import LocalBroker
@@ -220,6 +221,20 @@ def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
     method = method_of(msgspec.structs.replace(values, reserved=tmp_path / "r.npz"), task)
     assert sorted(method.reserved.y.tolist()) == sorted((np.arange(30) % 10).tolist())
     np.testing.assert_allclose(method.reserved.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
+
+
+def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path: Path, store: Store) -> None:
+    method = method_of(settings(None, tmp_path, rounds=1), TASK)
+    state = FedAvgState(
+        round=2,
+        layout=LAYOUT,
+        model=BlobRef(digest="0" * 64, size_bytes=1),
+        participations={"left": 1, "well": 1},
+        installed={"well": Installed(bundle_digest="0" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0)},
+    )
+    store.begin_round(2, (Device("well", 5), Device("there", 5)), 0.0)
+    assert without_bundle(method, state, store) == ["left", "there"]
+    assert without_bundle(method, msgspec.structs.replace(state, round=1), store) == [], "it has not come to its end"
 
 
 def test_a_method_without_cold_start_welcomes_nobody(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ flags win over the environment, the environment over the file. An unknown key is
 one. Log lines go to standard error (`fedge --log-level warning COMMAND` for fewer), results to standard output.
 
 Exit codes of every command: 0 done, 1 an error, 2 wrong usage or configuration, 3 the broker cannot be reached or
-refuses us, 4 durable state cannot be written or read, 5 a bundle that is not to be trusted, 130 stopped by Ctrl-C or
-SIGTERM.
+refuses us, 4 durable state cannot be written or read, 5 a bundle that is not to be trusted, 6 an end at which no
+device has a bundle, 130 stopped by Ctrl-C or SIGTERM.
 """
 
 

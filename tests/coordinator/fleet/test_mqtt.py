@@ -26,8 +26,11 @@ from fedge.errors import ProtocolError, StoreError
 from fedge.messages import (
     Codec,
     Declined,
+    DescribeLabels,
+    Failed,
     KeepHead,
     KeepPart,
+    LabelsDescribed,
     Part,
     PrivateShared,
     Profile,
@@ -47,6 +50,7 @@ from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
 
 DEADLINE_S = 20.0
+OTHER_TASK = msgspec.structs.replace(TASK, classes=("a", "b", "c"))
 
 
 @pytest.fixture
@@ -403,27 +407,59 @@ async def test_an_update_that_never_comes_is_given_up_at_the_deadline(
     await until(lambda: not any("/blobs/" in topic for topic in fleet._transport._subscriptions))
 
 
-async def test_a_profile_of_another_network_is_no_answer(
+async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("declines", "fails", "rejected", "silent", "well")
+    fleet, devices = await federation(stack, one_broker, store, *names, deadline_s=5)
+    events: list[dict[str, Any]] = []
+    fleet._observe = lambda event, fields: events.append(fields) if event == "problem" else None
+    running = asyncio.create_task(fleet.run("trial", dict.fromkeys(names, DescribeLabels())))
+    results: tuple[Result, ...] = (
+        Declined(reason="hot"), Failed(reason="no torch"), Tried(), LabelsDescribed(feature=1, n_samples=5),
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, "fedge"):
+        for device, result in zip((*devices[:3], devices[4]), results, strict=True):
+            await device.report(await device.order("trial"), result)
+        await devices[0].appear("2", task=OTHER_TASK)
+        await running
+    reasons = {i: problem.reason for i, problem in fleet.problems.items()}
+    assert reasons == {
+        "declines": f"task-mismatch: declines has task {OTHER_TASK.fingerprint()}, we have {TASK.fingerprint()}",
+        "fails": "failed: no torch",
+        "rejected": "wrong-result: Tried does not answer DescribeLabels",
+        "silent": "no report before the deadline",
+    }
+    for device, reason in {**reasons, "declines": "declined: hot"}.items():
+        assert f"device={device} order=r.1.trial.{device} reason={reason!r}" in caplog.text
+        assert events.count({"device": device, "round": 1, "reason": reason}) == 1
+    again = make_fleet(one_broker, store)
+    again._take(2, fleet.devices())
+    assert {i: p.reason for i, p in again.problems.items()} == {**reasons, "declines": "declined: hot"}
+
+
+async def test_a_slow_device_gets_the_time_that_it_needs_also_after_a_restart(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
-    """The majority of the first step says how long a profile is; even if the odd one was first."""
-    fleet, devices = await federation(stack, one_broker, store, "a", "b", "c")
-    action = Profile(extractor=fleet.put(tensors(1.0)))
-
-    def of(length: int) -> Profiled:
-        return Profiled(extractor=action.extractor.digest, profile=(0.5,) * length, n_samples=5)
-
-    running = asyncio.create_task(fleet.run("profile", dict.fromkeys("abc", action)))
-    for device, length in zip(devices, (3, 2, 2), strict=True):
-        await device.report(await device.order("profile"), of(length))
-        await device.ack(f"r.1.profile.{device.id}")
-    answers = await running
-    assert [a.result is None for a in answers.values()] == [True, False, False]
-    running = asyncio.create_task(fleet.run("profile-again", {"a": action}))
-    await devices[0].report(await devices[0].order("profile-again"), of(3))
-    assert (await devices[0].ack("r.1.profile-again.a")).reason.startswith("profile-length")
-    await running
-    assert fleet.take_counts()["refused.profile-length"] == 2
+    """Its last order took longer than a step lasts by default, and this one is twice as much work."""
+    async with AsyncExitStack() as first:
+        fleet, (slow,) = await federation(first, one_broker, store, "slow")
+        start = Start(model=fleet.put(tensors(1.0)))
+        running = asyncio.create_task(fleet.run("train", {"slow": Train(starts=(start,), sgd=Sgd(steps=100))}))
+        order = await slow.order("train")
+        assert order.deadline < time.time() + DEADLINE_S + 1
+        await slow.say("reports", Report(order_id=order.id, device_id="slow", seconds=50, result=slow.trained(0.5)))
+        await running
+        twice = {"slow": Train(starts=(start,), sgd=Sgd(steps=200))}
+        running = asyncio.create_task(fleet.run("again", twice))
+        assert (await slow.order("again")).deadline > time.time() + 100
+        running.cancel()
+        await asyncio.wait([running])
+    fleet, (slow,) = await federation(stack, one_broker, store, "slow")
+    running = asyncio.create_task(fleet.run("again", twice))
+    assert (await slow.order("again")).deadline > time.time() + 100
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_an_update_out_of_all_proportion_is_no_answer_also_after_a_restart(
@@ -463,8 +499,7 @@ async def test_a_device_with_another_task_is_not_asked(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
     stranger = await stack.enter_async_context(RawDevice(one_broker, "stranger", tmp_path))
-    other = msgspec.structs.replace(TASK, classes=("a", "b", "c"))
-    await stranger.appear("2", task=other)
+    await stranger.appear("2", task=OTHER_TASK)
     fleet, _ = await federation(stack, one_broker, store, "a")
     assert [d.id for d in fleet.devices()] == ["a"]
     assert fleet.take_counts()["refused.task-mismatch"] == 1

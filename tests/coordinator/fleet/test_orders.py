@@ -106,7 +106,7 @@ def test_a_clock_that_is_set_back_does_not_silence_an_order() -> None:
 def test_a_bad_report_is_rejected_with_its_reason() -> None:
     book = book_at(Phase.CHECKING)
     told = Tell(ack(accepted=False, reason="not-finite: NaN"))
-    assert book.handle(Checked("r.1.s.a", "not-finite: NaN"), 2.0) == [Reject("r.1.s.a", "not-finite: NaN"), told]
+    assert book.handle(Checked("r.1.s.a", "not-finite: NaN"), 2.0) == [Reject(order(), "not-finite: NaN"), told]
 
 
 @pytest.mark.parametrize(
@@ -156,13 +156,13 @@ def test_an_order_that_is_answered_is_not_sent_again(phase: Phase) -> None:
 @pytest.mark.parametrize("phase", [Phase.WRITTEN, Phase.SENT, Phase.CHECKING])
 def test_the_deadline_closes_an_open_order(phase: Phase) -> None:
     book = book_at(phase)
-    assert book.handle(Tick(), DEADLINE) == [Expire("r.1.s.a")]
+    assert book.handle(Tick(), DEADLINE) == [Expire(order())]
     assert book.done
     assert book.handle(Tick(), DEADLINE + 1) == []
 
 
 def test_a_report_at_the_deadline_is_too_late_and_one_before_it_is_not() -> None:
-    assert book_at(Phase.SENT).handle(ReportReceived(report()), DEADLINE) == [Expire("r.1.s.a")]
+    assert book_at(Phase.SENT).handle(ReportReceived(report()), DEADLINE) == [Expire(order())]
     assert Check(order(), report()) in book_at(Phase.SENT).handle(ReportReceived(report()), DEADLINE - 0.001)
 
 
@@ -235,8 +235,8 @@ class Life(RuleBasedStateMachine):
             match action:
                 case Accept(report=r):
                     self.close(r.order_id, action)
-                case Reject(order_id=order_id) | Expire(order_id=order_id):
-                    self.close(order_id, action)
+                case Reject(order=o) | Expire(order=o):
+                    self.close(o.id, action)
                 case Tell(ack=a):
                     assert a.accepted == isinstance(self.closed[a.order_id], Accept)
                 case Check(order=o):

@@ -196,17 +196,27 @@ async def test_without_a_single_device_every_round_passes(tmp_path) -> None:
     assert (state.shared, state.clusters, state.installed) == (first, (), {})
 
 
-def test_profiles_of_another_length_are_refused() -> None:
-    def said(*profile: float) -> Answer:
-        return Answer("x", Profiled(extractor="0" * 64, profile=profile, n_samples=3))
-
-    answers = {"a": said(0.1), "b": said(0.2, 0.3), "c": said(0.4, 0.5), "d": Answer("d", None)}
-    assert set(descriptions(answers, dict.fromkeys("abcd", 3), {})) == {"b", "c"}
-    known = {"e": Description(n_samples=1, profile=(0.5,))}
-    assert set(descriptions(answers, dict.fromkeys("abcd", 3), known)) == {"a"}
+def test_what_devices_say_of_themselves() -> None:
+    profiled = Profiled(extractor="0" * 64, profile=(0.1,), n_samples=3)
+    answers = {"a": Answer("a", profiled), "d": Answer("d", None)}
+    assert descriptions(answers, dict.fromkeys("ad", 7)) == {"a": Description(n_samples=7, profile=(0.1,))}
     labels = {"a": Answer("a", LabelsDescribed(feature=2, n_samples=3)), "b": Answer("b", Failed(reason=""))}
     labels["c"] = Answer("c", LabelsDescribed(feature=-1, n_samples=0))
-    assert descriptions(labels, dict.fromkeys("abc", 7), {}) == {"a": Description(n_samples=7, label=2)}
+    assert descriptions(labels, dict.fromkeys("abc", 7)) == {"a": Description(n_samples=7, label=2)}
+
+
+async def test_a_device_with_profiles_of_another_length_leaves_when_it_is_outvoted(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, limit=200)
+    of = method(rounds=3, warm_up=1)
+
+    def told(q: int) -> Description:
+        return Description(n_samples=5, profile=tuple(np.linspace(0, 1, q)), halves=0.1)
+
+    state = of._arrange(of.initial(layout, first), {"odd": told(3)}, fleet)
+    assert [c.members for c in state.clusters] == [("odd",)]
+    state = of._arrange(state, {"a": told(2), "b": told(2)}, fleet)
+    assert sorted(state.described) == ["a", "b"]
+    assert sorted(i for c in state.clusters for i in c.members) == ["a", "b"]
 
 
 # --------------------------------------------------------------------------------- proxy set, noise, local epochs

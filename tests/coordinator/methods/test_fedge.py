@@ -289,9 +289,14 @@ async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, se
     assert len(asked) >= 40 // BOUND
 
 
+def thrice(step: str) -> list[tuple[int, str]]:
+    """A step of round 6 in which a device is asked in vain and asked again."""
+    return [(6, step), (6, f"{step}-2"), (6, f"{step}-3")]
+
+
 @pytest.mark.parametrize("step", ["train", "trial", "candidates", "weights-1", "energy"])
 async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tmp_path, monkeypatch, step) -> None:
-    """And once more at the very end, if it had taken part: without a mixture all of its work was for nothing."""
+    """But for the steps at the very end, if it had taken part: without a mixture all of its work was for nothing."""
     settings = MethodSettings(rounds=5, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path)
     until_now, in_vain = fleet.run, []
@@ -309,12 +314,29 @@ async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tm
         in_vain
         == {
             "train": [(1, "train"), (3, "train")],
-            "trial": [(2, "trial"), (4, "train"), (6, "candidates")],
-            "candidates": [(6, "candidates")],
-            "weights-1": [(6, "weights-1"), (6, "gate")],
-            "energy": [(6, "energy"), (6, "gate")],
+            "trial": [(2, "trial"), (4, "train"), *thrice("candidates")],
+            "candidates": thrice("candidates"),
+            "weights-1": [(6, "weights-1"), *thrice("gate")],
+            "energy": [(6, "energy"), *thrice("gate")],
         }[step]
     )
+
+
+@pytest.mark.parametrize("step", ["candidates", "gate"])
+async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_the_same(
+    tmp_path, monkeypatch, step
+) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    everybody, until_now = frozenset(fleet.workers), fleet.run
+
+    async def misses_one(name, actions):
+        fleet.silent = everybody if name == step else frozenset()
+        return await until_now(name, actions)
+
+    monkeypatch.setattr(fleet, "run", misses_one)
+    method = Fedge(MethodSettings(rounds=2, sgd=Sgd(steps=5)))
+    state = await run(method, method.initial(layout, first), fleet)
+    assert state.installed.keys() == everybody
 
 
 async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_fails(tmp_path) -> None:

@@ -15,7 +15,7 @@ from coordinator.methods.grouping import (
     told_directions,
 )
 from coordinator.selection import ccmab
-from fedge.messages import BlobRef, Codec, Context, Declined, Failed, Sgd, Start, Train, Trained
+from fedge.messages import BlobRef, Codec, Context, Declined, Failed, Profiled, Sgd, Start, Train, Trained
 from fedge.tensors import unflatten
 from tests.support.simulation import digits
 
@@ -36,11 +36,22 @@ def test_an_arm_is_the_device_with_the_work_of_one_order() -> None:
     assert arm(Device("a", 10), Sgd(epochs=2, batch_size=3)).work == 7 * 3  # two passes over 10 in batches of 3
 
 
-def test_a_profile_of_another_length_is_left_out() -> None:
-    new = {"a": (0.1, 0.2), "b": (0.3, 0.4), "c": (0.5,)}
-    assert of_one_length(new, {}) == {"a", "b"}
-    assert of_one_length(new, {"d": (0.9,)}) == {"c"}
-    assert of_one_length({}, {}) == frozenset()
+def profiled(n: int) -> Profiled:
+    return Profiled(extractor="0" * 64, profile=(0.5,) * n, n_samples=5)
+
+
+def test_profiles_that_are_not_as_long_as_most_are_left_out() -> None:
+    new = {"b": profiled(2), "a": profiled(2), "c": profiled(1)}
+    assert list(of_one_length({}, new)) == ["a", "b"]
+    assert list(of_one_length({"d": profiled(1)}, {"a": profiled(2)})) == ["d"], "on a tie the known ones stay"
+    assert of_one_length({}, {}) == {}
+
+
+def test_an_odd_device_that_came_first_settles_nothing() -> None:
+    """The majority of all that are known decides, each time."""
+    known = of_one_length({}, {"odd": profiled(3)})
+    assert list(known) == ["odd"]
+    assert list(of_one_length(known, {"a": profiled(2), "b": profiled(2)})) == ["a", "b"]
 
 
 def test_outcomes() -> None:

@@ -11,7 +11,19 @@ import pytest
 import deploy
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import run
-from coordinator.methods import METHODS, MethodSettings, dump, equip, load, make, mean_loss, options_of, round_rng
+from coordinator.methods import (
+    ATTEMPTS,
+    METHODS,
+    MethodSettings,
+    dump,
+    equip,
+    insist,
+    load,
+    make,
+    mean_loss,
+    options_of,
+    round_rng,
+)
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.moving import Moving
 from coordinator.options import check, method_and_options
@@ -19,7 +31,7 @@ from coordinator.selection import ccmab
 from edge_agent.cold_start import InferenceWorker
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import Action, BlobRef, InstallBundle, Sgd, Trained, blobs_of
+from fedge.messages import Action, BlobRef, Declined, DescribeLabels, InstallBundle, Sgd, Trained, blobs_of
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 
@@ -257,3 +269,28 @@ def test_what_a_preset_says_is_not_refused_and_what_it_makes_idle_is() -> None:
     assert chosen("scmoe-pfl", {"preset": "paper", "tau": 0.3}).tau == 0.3
     with pytest.raises(ConfigError, match="delta changes nothing with profile_prior=false"):
         check("fedcoe", {"preset": "printed", "delta": 0.1})
+
+
+class Deaf:
+    """Devices that answer when they are asked for the n-th time. `asked`: step and devices, in order."""
+
+    def __init__(self, **hears: int) -> None:
+        self._hears = dict(hears)
+        self.asked: list[tuple[str, list[str]]] = []
+
+    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        self.asked.append((step, list(actions)))
+        self._hears = {i: n - (i in actions) for i, n in self._hears.items()}
+        return {i: Answer(i, Declined(reason=step) if self._hears[i] <= 0 else None) for i in actions}
+
+
+async def test_who_does_not_answer_the_last_step_is_asked_again_a_few_times() -> None:
+    fleet = Deaf(a=1, b=2, never=99)
+    answers = await insist(fleet, "install", dict.fromkeys(("a", "b", "never"), DescribeLabels()))  # type: ignore[arg-type]
+    assert [(i, a.result and a.result.reason) for i, a in answers.items()] == [  # type: ignore[union-attr]
+        ("a", "install"), ("b", "install-2"), ("never", None),
+    ]  # fmt: skip
+    assert fleet.asked == [
+        ("install", ["a", "b", "never"]), ("install-2", ["b", "never"]), ("install-3", ["never"]),
+    ]  # fmt: skip
+    assert len(fleet.asked) == ATTEMPTS

@@ -1,0 +1,45 @@
+"""How long a device takes for an order, from what it took before: no order is cut off that would have been answered.
+
+Work is counted in forward passes of one sample (`clock.passes`). A device tells only how many samples it shares, so all
+three of its sets count as that many. A device's pace is that of the most laborious order that it has answered: in the
+short ones the network and the start of torch weigh too much.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Final
+
+from coordinator.fleet.clock import passes
+from fedge.messages import Action
+
+ROOM: Final = 4.0
+"""An order may take so many times what the device's pace says: of its samples we know a part, and it may be busy."""
+
+
+A_BATCH: Final = 32
+"""Samples of a device that shares none: it may have some all the same."""
+
+
+def work_of(action: Action, n_samples: int) -> float:
+    """Forward passes of an order on a device with `n_samples` that are not sensitive."""
+    n = n_samples or A_BATCH
+    return passes(action, n_shared=n, n_train=n, n_val=n)
+
+
+class Paces:
+    """What each device took. `note` what it answered, then ask how long it may take."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, float]] = {}  # device -> work, seconds
+
+    def note(self, device_id: str, work: float, seconds: float) -> None:
+        """A device took so long for so much work."""
+        if work > 0 and work >= self._known.get(device_id, (0.0, 0.0))[0]:
+            self._known[device_id] = work, seconds
+
+    def allowed_s(self, works: dict[str, float], *, least_s: float) -> dict[str, float]:
+        """Seconds that each device may take for its work, at least `least_s`; one that is unknown counts as typical."""
+        rates = {i: seconds / work for i, (work, seconds) in self._known.items()}
+        typical = median(rates.values()) if rates else 0.0
+        return {i: max(least_s, ROOM * rates.get(i, typical) * work) for i, work in works.items()}

@@ -1,0 +1,35 @@
+"""How long a device may take."""
+
+from coordinator.fleet.clock import passes
+from coordinator.fleet.pace import ROOM, Paces, work_of
+from fedge.messages import BlobRef, Sgd, Start, Train
+
+REF = BlobRef(digest="0" * 64, size_bytes=1)
+
+
+def test_who_is_unknown_has_the_least_until_somebody_is_known() -> None:
+    paces = Paces()
+    assert paces.allowed_s({"a": 1e9}, least_s=60) == {"a": 60}
+    for device, seconds in (("slow", 300.0), ("b", 20.0), ("c", 10.0)):
+        paces.note(device, 100, seconds)
+    assert paces.allowed_s({"a": 100, "slow": 100}, least_s=60) == {"a": ROOM * 20, "slow": ROOM * 300}
+
+
+def test_a_longer_order_gets_more_time_and_a_short_one_the_least() -> None:
+    paces = Paces()
+    paces.note("a", 100, 50.0)
+    assert paces.allowed_s({"a": 1000}, least_s=60) == {"a": ROOM * 500}
+    assert paces.allowed_s({"a": 1}, least_s=60) == {"a": 60}
+
+
+def test_the_last_of_the_most_laborious_orders_says_how_fast_a_device_is() -> None:
+    paces = Paces()
+    for work, seconds in ((100, 50.0), (1, 30.0), (0, 30.0), (100, 40.0)):
+        paces.note("a", work, seconds)
+    assert paces.allowed_s({"a": 100}, least_s=1) == {"a": ROOM * 40}
+
+
+def test_the_work_of_an_order_is_that_of_the_simulated_clock() -> None:
+    order = Train(starts=(Start(model=REF),), sgd=Sgd(steps=7))
+    assert work_of(order, 20) == passes(order, n_shared=20, n_train=20, n_val=20) > 0
+    assert work_of(order, 0) > 0, "a device that shares no sample may train alone"
