@@ -35,7 +35,7 @@ ROWS: Final = 1024  # of a matrix of all clients, that are made at a time
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Otsu's tau, and how far it separates: eta, in [0, 1] (17.5)."""
+    """The threshold tau, and how far the cut at tau separates: eta, in [0, 1] (17.5)."""
 
     tau: float
     separability: float
@@ -348,8 +348,9 @@ def mean_cosine(means: Vectors) -> float:
 def otsu(sim: Vectors) -> Threshold:
     """Adaptive tau: Otsu's cut of the cosines of all pairs (6.7), clipped to [0, 0.95], and its separability (17.5).
 
-    eta = between-class variance at the cut / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a
-    normal one; >= 0.8 speaks for groups, < 0.7 against. Fewer than two pairs, or equal cosines: tau 0.95, eta 0.
+    eta = between-class variance at tau / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a normal
+    one; >= 0.8 speaks for groups, < 0.7 against. It is that of the cut that is used: where tau is clipped it is smaller
+    than at Otsu's own cut, and 0 if all pairs lie on one side. Fewer than two pairs, or equal cosines: tau 0.95, eta 0.
     """
     c = _pairs(sim)
     c.sort()
@@ -357,17 +358,24 @@ def otsu(sim: Vectors) -> Threshold:
     if p < 2 or c[0] == c[-1]:
         return Threshold(0.95, 0.0)
     sums = np.cumsum(c)
+
+    def between(t: NDArray[np.int64]) -> Vectors:
+        """Variance between the t smallest cosines and the others, 1 <= t < p."""
+        lower = sums[t - 1]
+        parts = (t / p) * (1 - t / p) * ((sums[-1] - lower) / (p - t) - lower / t) ** 2
+        return np.asarray(np.round(parts, 12))
+
     best, cut = -1.0, 0
     for start in range(0, p - 1, PAIRS):
         t = np.arange(start + 1, min(start + PAIRS, p - 1) + 1)
-        lower = sums[t - 1]
-        between = (t / p) * (1 - t / p) * ((sums[-1] - lower) / (p - t) - lower / t) ** 2
-        between = np.where(c[t - 1] < c[t], np.round(between, 12), -1.0)
-        first = int(np.argmax(between))  # the lowest of equal ones
-        if between[first] > best:
-            best, cut = float(between[first]), start + first
+        found = np.where(c[t - 1] < c[t], between(t), -1.0)
+        first = int(np.argmax(found))  # the lowest of equal ones
+        if found[first] > best:
+            best, cut = float(found[first]), start + first
     tau = round(float(np.clip((c[cut] + c[cut + 1]) / 2, 0.0, 0.95)), DECIMALS)
-    return Threshold(tau, min(1.0, best / float(np.var(c))))
+    below = int(np.searchsorted(c, tau))  # a pair at tau is close
+    used = float(between(np.array([below]))[0]) if 0 < below < p else 0.0
+    return Threshold(tau, min(1.0, used / float(np.var(c))))
 
 
 def _pairs(sim: Vectors) -> Vectors:

@@ -354,7 +354,10 @@ def otsu_oracle(c):
             value = round(t / p * (1 - t / p) * (np.mean(c[t:]) - np.mean(c[:t])) ** 2, 12)
             if value > best:
                 best, cut = value, t
-    return round(min(max(float(c[cut - 1] + c[cut]) / 2, 0), 0.95), 9), best / np.var(c)
+    tau = round(min(max(float(c[cut - 1] + c[cut]) / 2, 0), 0.95), 9)
+    low, high = [v for v in c if v < tau], [v for v in c if v >= tau]
+    between = len(low) * len(high) / p**2 * (np.mean(high) - np.mean(low)) ** 2 if low and high else 0.0
+    return tau, between / np.var(c)
 
 
 @given(st.integers(0, 10**6), st.integers(3, 9))
@@ -366,6 +369,22 @@ def test_otsu_agrees_with_the_definition(seed, n):
     assert found.tau == tau
     assert found.separability == pytest.approx(eta, rel=1e-6)
     assert 0 <= found.separability <= 1
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tau", "eta"),
+    [
+        ((-0.869, -0.650, -0.325, -0.164, -0.088, 0.262), 0.0, 0.468),  # Otsu's own cut, -0.4875, has 0.748
+        ((-0.9, -0.8, -0.7, -0.3, -0.2, -0.1), 0.0, 0.0),  # nobody is close
+        ((0.951, 0.952, 0.953, 0.998, 0.999, 1.0), 0.95, 0.0),  # everybody is
+    ],
+)
+def test_separability_is_that_of_the_cut_that_is_used(pairs, tau, eta):
+    sim = np.eye(4)
+    sim[np.triu_indices(4, 1)] = pairs
+    found = mctc.otsu(sim)
+    assert found.tau == tau
+    assert found.separability == pytest.approx(eta, abs=5e-4)
 
 
 def test_otsu_without_a_cut():
