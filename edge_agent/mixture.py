@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from export.mixture import ENERGY_CLIP, MIN_ENERGY_STD
+from fedge.calibration import grid
 from fedge.messages import Calibration, Role
 
 Array = NDArray[np.float64]
-
-TEMPERATURES: Final = (1.0, 1.4, 2.0, 2.8)
-"""Grid of T, section 7."""
-_SHARED: Final = (0.0, 0.5, 1.0, 1.5)
-_OWN: Final = (0.0, 0.3, 0.6, 1.0)  # trained on the device's own classes: part of the prior is in them
-KAPPAS: Final = {Role.PRIVATE: _OWN, Role.GLOBAL: _SHARED, Role.EXPERT: _SHARED, Role.LOCAL: _OWN}
-"""Grid of kappa by role, section 7."""
-BETAS: Final = (0.0, 0.5, 1.0)
-"""Grid of beta, section 9."""
 
 PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
 """A model's own probabilities."""
@@ -35,7 +28,7 @@ BASE_CHECKPOINT: Final = 1  # 40 steps, section 6
 STEPS_MARGIN_NATS: Final = 2.0
 GUARD_MARGIN_NATS: Final = 5.0
 GUARD_MARGIN_SAMPLES: Final = 2
-MAX_CLASS_DISTANCE: Final = 0.4
+MAX_CLASS_DISTANCE: Final = Fraction(2, 5)
 TIE: Final = 1e-9
 """Better means by more than this (section 2)."""
 
@@ -94,12 +87,8 @@ def total_loss(logits: NDArray[np.floating], labels: NDArray[np.int64], prior: A
 
 
 def grid_losses(logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, role: Role) -> tuple[float, ...]:
-    """The 16 sums of losses over the (T, kappa) grid of a role, T outermost (section 7)."""
-    return tuple(
-        total_loss(logits, labels, prior, Calibration(temperature=temperature, kappa=kappa))
-        for temperature in TEMPERATURES
-        for kappa in KAPPAS[role]
-    )
+    """The sums of losses over the (T, kappa) grid of a role (section 7)."""
+    return tuple(total_loss(logits, labels, prior, chosen) for chosen in grid(role))
 
 
 # --------------------------------------------------------------------------------------------------- section 8: weights
@@ -216,15 +205,21 @@ def _log(weights: Array) -> Array:
 
 
 def representative(validation: NDArray[np.integer], training: NDArray[np.integer]) -> bool:
-    """Whether the class shares of V_i are within 0.4 of those of D_i (half the L1 distance); counts, (C,) each."""
+    """Whether the class shares of V_i are within 0.4 of those of D_i; counts, (C,) each. Exactly 0.4 is within.
+
+    >>> representative(np.array([0, 1, 4]), np.array([2, 0, 3]))
+    True
+    """
     if validation.sum() == 0 or training.sum() == 0:
         return False
-    return bool(class_distance(validation, training) <= MAX_CLASS_DISTANCE)
+    return class_distance(validation, training) <= MAX_CLASS_DISTANCE
 
 
-def class_distance(validation: NDArray[np.integer], training: NDArray[np.integer]) -> float:
-    """Half the L1 distance between the class shares of two sets of counts, each with at least one sample."""
-    return float(0.5 * np.abs(validation / validation.sum() - training / training.sum()).sum())
+def class_distance(validation: NDArray[np.integer], training: NDArray[np.integer]) -> Fraction:
+    """Half the L1 distance between the class shares of two sets of counts, each with at least one sample; exact."""
+    v, d = validation.tolist(), training.tolist()
+    n, m = sum(v), sum(d)
+    return Fraction(sum(abs(a * m - b * n) for a, b in zip(v, d, strict=True)), 2 * n * m)
 
 
 def guard(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]]) -> int | None:

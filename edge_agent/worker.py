@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from edge_agent import cold_start, gate, mixture, personal, private_model, sharing
 from edge_agent.install import install
 from edge_agent.labels import describe_labels
-from edge_agent.mixture import BETAS, PLAIN, Array
+from edge_agent.mixture import PLAIN, Array
 from edge_agent.outcome import FailedError, Fetch, Outcome, Stop, Unpacked, failed, installed
 from edge_agent.pool import fit_pool
 from edge_agent.private_model import Samples
@@ -37,6 +37,7 @@ from edge_agent.sending import sent
 from edge_agent.sparsity import sparsity_profile, with_noise
 from export import BundleInfo, Candidate, GateWeights, Guard, Mixture, Pool, write_bundle
 from fedge import codec
+from fedge.calibration import BETAS
 from fedge.errors import StoreError
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import (

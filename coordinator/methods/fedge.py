@@ -11,7 +11,6 @@ Silent devices rest (`coordinator.methods.silence`): the bandits see those alone
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -45,6 +44,7 @@ from coordinator.methods.grouping import arm, newly_profiled, observed, of_one_l
 from coordinator.methods.moving import Moving, moved
 from coordinator.methods.silence import HearingState, ask, awake, results
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
+from fedge.calibration import BETAS, grid
 from fedge.errors import ConfigError
 from fedge.messages import (
     BlobRef,
@@ -75,14 +75,6 @@ log = logging.getLogger("fedge.method")
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
 MAX_CLUSTERS = 8  # K, section 5
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
-TEMPERATURES = (1.0, 1.4, 2.0, 2.8)  # T, section 7
-KAPPAS = {  # kappa, section 7
-    Role.PRIVATE: (0.0, 0.3, 0.6, 1.0),
-    Role.GLOBAL: (0.0, 0.5, 1.0, 1.5),
-    Role.EXPERT: (0.0, 0.5, 1.0, 1.5),
-    Role.LOCAL: (0.0, 0.3, 0.6, 1.0),
-}
-BETAS = (0.0, 0.5, 1.0)  # section 9
 MIXED = {  # what the option `candidates` leaves in the mixture
     "all": set(Role),
     "private+expert": {Role.PRIVATE, Role.EXPERT, Role.LOCAL},
@@ -771,8 +763,7 @@ def calibrate(
     if not pooling or prior == "fixed":
         return Calibration(temperature=1.0, kappa=1.0 if shared and prior != "none" else 0.0)
     corrects = prior == "pooled" or (prior == "shared" and shared)
-    grid = list(itertools.product(TEMPERATURES, KAPPAS[role]))
-    allowed = [n for n, (t, kappa) in enumerate(grid) if (temperature or t == 1) and (corrects or kappa == 0)]
+    points = grid(role)
+    allowed = [n for n, p in enumerate(points) if (temperature or p.temperature == 1) and (corrects or p.kappa == 0)]
     losses = [result.losses[role] for result in fitted if role in result.losses]
-    t, kappa = grid[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]
-    return Calibration(temperature=t, kappa=kappa)
+    return points[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]

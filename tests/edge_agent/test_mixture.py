@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -261,6 +263,14 @@ def test_representative_worked_numbers():
     assert mx.representative(np.array([5, 5]), np.array([6, 4]))
     assert mx.representative(np.array([10, 0]), np.array([6, 4]))  # 0.4 is still near
     assert not mx.representative(np.array([0, 0]), np.array([6, 4]))
+
+
+def test_a_distance_of_exactly_two_fifths_is_representative_however_its_shares_are_rounded():
+    validation, training = np.array([0, 1, 4]), np.array([2, 0, 3])  # half of 0.4 + 0.2 + 0.2: in floats above 0.4
+    assert mx.class_distance(validation, training) == Fraction(2, 5)
+    assert mx.representative(validation, training)
+    assert mx.representative(training, validation)
+    assert not mx.representative(1000 * validation + [1, 0, 0], 1000 * training + [2, 0, 0])
 
 
 def test_guard_worked_numbers():
