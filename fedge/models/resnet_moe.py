@@ -70,11 +70,15 @@ class Block(nn.Module):
     def shares(self, x: Tensor) -> Tensor:
         """Weights u (n, m): r_e of the best branch with k = 1, else the k largest r, divided by their sum; 0 elsewhere.
 
-        With k = 1 dividing would make the weight a constant 1, and the router would get no gradient.
+        On a tie the lowest index is best. With k = 1 dividing would make the weight a constant 1, and the router would
+        get no gradient.
         """
         r = functional.softmax(self.router(x.mean(dim=(2, 3))), dim=1)
-        chosen = torch.zeros_like(r).scatter(1, r.topk(self.top, dim=1).indices, 1.0)
-        u = r * chosen
+        rivals, own = r[:, None, :], r[:, :, None]
+        # Counted, not sorted: torch and ONNX Runtime break ties in `topk` differently, and no stable sort is exported.
+        earlier = torch.ones(r.shape[1], r.shape[1], dtype=torch.bool, device=r.device).tril(-1)
+        better = (rivals > own) | ((rivals == own) & earlier)
+        u = r * (better.sum(dim=2) < self.top)
         return u if self.top == 1 else u / u.sum(dim=1, keepdim=True)
 
 

@@ -15,6 +15,7 @@ from fedge import models
 from fedge.messages import Role
 from fedge.models.resnet_moe import Block, ResNetMoE
 from fedge.task import TaskSpec
+from fedge.tensors import flatten, unflatten
 
 
 @pytest.mark.parametrize("top", [1, 2, 3])
@@ -61,16 +62,31 @@ def test_no_buffers_travel() -> None:
     assert {tensor.kind for tensor in layout.tensors} == {"param"}
 
 
-@pytest.mark.parametrize("top", [1, 2])
-def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, top: int) -> None:
+@pytest.mark.parametrize(("top", "expected"), [(1, [0, 1, 0, 0]), (2, [0, 0.5, 0.5, 0]), (3, [0, 1 / 3, 1 / 3, 1 / 3])])
+def test_of_equal_branches_the_first_are_chosen(top: int, expected: list[float]) -> None:
+    block = Block(8, 8, 1, experts=4, top=top)
+    torch.nn.init.zeros_(block.router.weight)
+    block.router.bias.data = torch.tensor([0.0, 60.0, 60.0, 60.0])  # the first one's share is 0 in float32
+    u = block.shares(torch.randn(2, 8, 4, 4))
+    torch.testing.assert_close(u / u.sum(dim=1, keepdim=True), torch.tensor([expected] * 2, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize(("experts", "top"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, top: int, equal: bool) -> None:
+    """Also where all branches have the same share: then both take the lowest indices."""
     task = TaskSpec(
         name="t",
         classes=tuple("0123"),
         input_shape=(1, 10, 10),
         model="resnet_moe",
-        model_options={"top": top},
+        model_options={"experts": experts, "top": top},
     )
     layout, model = models.initial(task, 0)
+    if equal:
+        tensors = unflatten(model, layout)
+        routers = {name: np.zeros_like(value) for name, value in tensors.items() if ".router." in name}
+        model = flatten(tensors | routers, layout)
     x = np.random.default_rng(0).normal(size=(9, 1, 10, 10)).astype(np.float32)
     mixture = Mixture(
         candidates=(Candidate(role=Role.GLOBAL, name="global", model=model),),
