@@ -26,6 +26,8 @@ MAX_ROOTS: Final = 12
 """Of a repository in one announcement, some 2 KB each: a device that missed more of them needs one by hand."""
 MAX_FEATURES: Final = 4096
 """Numbers of a mean of features, 9 bytes each."""
+MAX_STARTS: Final = 64
+"""Models that a device may choose among in one order."""
 MAX_POOL: Final = 400
 """Private modules of a pool: an order names each of them in about 100 bytes."""
 
@@ -119,6 +121,7 @@ class Context(_Message, frozen=True, kw_only=True, tag="context"):
     free_disk_gb: NonNegative | None = None
     battery: Share | None = None  # 1 = full; None = mains
     temperature_c: float | None = None
+    link_mbit_s: NonNegative | None = None  # mean of both ways; agents do not measure it
     n_samples: Count = 0  # samples whose model may be uploaded, |D_L|
 
 
@@ -192,7 +195,7 @@ class Train(_Message, frozen=True, kw_only=True, tag="train"):
     at first from `initial`.
     """
 
-    starts: Annotated[tuple[Start, ...], Meta(min_length=1, max_length=64)]
+    starts: Annotated[tuple[Start, ...], Meta(min_length=1, max_length=MAX_STARTS)]
     sgd: Sgd
     codec: Codec = Codec.INT8
     choose: Choice = "loss"
@@ -226,7 +229,7 @@ class FitCandidates(_Message, frozen=True, kw_only=True, tag="fit_candidates"):
     """
 
     global_model: BlobRef
-    experts: Annotated[tuple[Start, ...], Meta(max_length=64)] = ()
+    experts: Annotated[tuple[Start, ...], Meta(max_length=MAX_STARTS)] = ()
     initial_model: BlobRef
     sgd: Sgd
     private_start: Literal["initial", "best"] = "best"
@@ -306,7 +309,7 @@ Alone = Literal["average", "best", "private"]
 class FitMixture(_Message, frozen=True, kw_only=True, tag="fit_mixture"):
     """SCMoE-PFL sections 10 and 11 in one order: private model, gate over it and the experts, bundle."""
 
-    experts: Annotated[tuple[Start, ...], Meta(max_length=64)]
+    experts: Annotated[tuple[Start, ...], Meta(max_length=MAX_STARTS)]
     initial_model: BlobRef
     sgd: Sgd  # of the private model; `steps` are its steps
     private_data: Literal["sensitive", "all"] = "all"

@@ -20,8 +20,6 @@ from fedge.tensors import Model
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 
-EPSILON: Final = 1e-12
-"""Guard in the denominators of Eq. 8."""
 ON_THE_SIMPLEX: Final = 1e-3
 """How far the sum of a profile may be from 1 (section 11)."""
 
@@ -58,15 +56,23 @@ def correlation(p: Array, a: Array) -> Array:
 
 
 def by_expert(m: Array) -> Array:
-    """Eq. 8, M_E: each row of M (K, N) divided by its sum."""
-    normalised: Array = m / (m.sum(axis=1, keepdims=True) + EPSILON)
-    return normalised
+    """Eq. 8, M_E: each row of M (K, N) divided by its sum; a row of zeros stays one."""
+    return _shares(m, axis=1)
 
 
 def by_client(m: Array) -> Array:
-    """Eq. 8, M_C: each column of M (K, N) divided by its sum: which share of a client goes to which expert."""
-    normalised: Array = m / (m.sum(axis=0, keepdims=True) + EPSILON)
-    return normalised
+    """Eq. 8, M_C: each column of M (K, N) divided by its sum: which share of a client goes to which expert.
+
+    A column of zeros stays one.
+    """
+    return _shares(m, axis=0)
+
+
+def _shares(m: Array, axis: int) -> Array:
+    """M by its sums, without the paper's epsilon in the denominator: no result may depend on the scale of M."""
+    sums = m.sum(axis=axis, keepdims=True)
+    shares: Array = np.divide(m, sums, out=np.zeros_like(m), where=sums > 0)
+    return shares
 
 
 def select(ranking: Array, n_top: int, eligible: Sequence[int] | None = None) -> tuple[Indices, ...]:

@@ -219,6 +219,22 @@ def similarity(z: Vectors) -> Vectors:
     return sim
 
 
+def plane(z: Vectors) -> Vectors:
+    """Places of an embedding's rows in a plane, for people to look at: (N, m) -> (N, 2), centred.
+
+    Classical scaling of the distances sqrt(2 - 2 cos): no other plane keeps more of their squares. An axis may come out
+    mirrored. Cost: O(N m^2 + m^3) time.
+
+    Source: Torgerson, "Multidimensional scaling: I. Theory and method", Psychometrika 17, 1952.
+    """
+    lengths = np.linalg.norm(z, axis=1, keepdims=True)
+    units = np.divide(z, lengths, out=np.zeros_like(z), where=lengths > NO_DIRECTION)
+    units -= units.mean(axis=0)
+    _, axes = np.linalg.eigh(units.T @ units)
+    places = units @ axes[:, ::-1][:, :2]
+    return np.pad(places, ((0, 0), (0, 2 - places.shape[1])))
+
+
 # ---------------------------------------------------------------------------------------------- section 6: MCTC
 
 

@@ -55,14 +55,14 @@ class Background:
     """What the report shows beside the numbers.
 
     `accuracy_by_round`: by names of `METHODS` the (round, accuracy on validation samples) of its shared models.
-    `similarity`: cosines between the updates of `ids`, (n, n), or None where the method looks at none. `groups`: the
-    true group by device.
+    `places`: of the devices `ids` in a plane, those with similar updates side by side, (n, 2), or None where the
+    method looks at none. `groups`: the true group by device.
     """
 
     method: str
     accuracy_by_round: dict[str, Sequence[tuple[int, float]]]
     ids: tuple[str, ...]
-    similarity: NDArray[np.float64] | None
+    places: NDArray[np.float64] | None
     groups: dict[str, int]
 
 

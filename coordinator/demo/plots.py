@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from numpy.typing import NDArray
 
 from coordinator.demo.outcome import METHODS, Background, Outcome
 
@@ -72,12 +71,11 @@ def accuracy_by_round(background: Background) -> str:
 
 def cluster_map(outcome: Outcome, background: Background) -> str:
     """Devices by similarity of their updates: filled with the colour of their first cluster, ringed by true group."""
-    assert background.similarity is not None
-    points = positions(background.similarity)
+    assert background.places is not None
     first = {i: int(k) for k, members in reversed(list(outcome.clusters.items())) for i in members}
     rings = group_colours(background.groups, first)
     with figure(3.6) as (axes, svg):
-        for device_id, (x, y) in zip(background.ids, points, strict=True):
+        for device_id, (x, y) in zip(background.ids, background.places, strict=True):
             fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
             ring = CLUSTERS[rings[background.groups[device_id]] % N_COLOURS]
             axes.scatter(x, y, s=300, facecolors=SURFACE, edgecolors=ring, linewidths=2, clip_on=False)
@@ -99,17 +97,6 @@ def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[i
         wanted = [*(k for k, _ in counts.most_common()), *range(len(counts) + len(numbers) + 1)]
         numbers[group] = next(k for k in wanted if k not in numbers.values())
     return numbers
-
-
-def positions(similarity: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Classical scaling to two dimensions of the distances sqrt(2 - 2 cos); (n, n) -> (n, 2).
-
-    Source: Torgerson, "Multidimensional scaling: I. Theory and method", Psychometrika 17, 1952.
-    """
-    centring = np.eye(len(similarity)) - 1 / len(similarity)
-    values, vectors = np.linalg.eigh(centring @ similarity @ centring)
-    plane = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
-    return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1])))
 
 
 def selection_counts(selection: Mapping[str, int]) -> str:

@@ -95,7 +95,7 @@ def _device_row(device: DeviceOutcome) -> tuple[str, ...]:
 
 
 def _cluster_map(outcome: Outcome, background: Background) -> str:
-    if background.similarity is None or len(background.ids) < 2:
+    if background.places is None or len(background.ids) < 2:
         return "<p>This method compares no updates.</p>"
     return plots.cluster_map(outcome, background)
 

@@ -432,7 +432,7 @@ def background_of(
             "fedavg": fedavg,
         },
         ids=tuple(trial["ids"]) if trial else (),
-        similarity=np.array(trial["similarity"]) if trial else None,
+        places=np.array(trial["places"]) if trial else None,
         groups={device_id: share.group for device_id, share in cameras.shares.items()},
     )
 

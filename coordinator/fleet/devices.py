@@ -48,6 +48,12 @@ class Hardware:
     drops: float = 0.0
 
     @property
+    def link_mbit_s(self) -> float | None:
+        """One rate for both ways: a model there and back takes 2 B / rate. None: it takes no time."""
+        slowness = 1 / self.up_mbit_s + 1 / self.down_mbit_s
+        return 2 / slowness if slowness else None
+
+    @property
     def availability(self) -> float:
         """Share of the rounds in which the device is there, in the long run."""
         leaves = 1 - self.stays

@@ -112,7 +112,13 @@ class SimulatedFleet:
         own = self._hardware[device_id]
         if own.cpu_ghz is None and own.free_ram_gb is None:
             return None
-        return Context(device_id=device_id, cpu_ghz=own.cpu_ghz, free_ram_gb=own.free_ram_gb, n_samples=n_samples)
+        return Context(
+            device_id=device_id,
+            cpu_ghz=own.cpu_ghz,
+            free_ram_gb=own.free_ram_gb,
+            link_mbit_s=own.link_mbit_s,
+            n_samples=n_samples,
+        )
 
     def _present(self) -> dict[str, Worker | InferenceWorker]:
         """The Markov chain of each device, from its first round to this one."""

@@ -270,7 +270,8 @@ class Cfic:
             return {}
         ids = available(state, devices)
         members = clusters(state, ids) | {NO_FEATURE: [i for i in ids if feature_of(state, i) is None]}
-        arms = {k + 1: [arm(devices[i], self.settings.sgd) for i in of_cluster] for k, of_cluster in members.items()}
+        sgd = self.settings.sgd
+        arms = {k + 1: [arm(devices[i], sgd, state.model) for i in of_cluster] for k, of_cluster in members.items()}
         bandits = {k + 1: state.bandits.get(str(k), ccmab.State()) for k in members}
         seed = (self.settings.seed, r)
         return choose(self.options.selection, arms, bandits, self._bandit, seed=seed, last_visit={})

@@ -18,6 +18,7 @@ from coordinator.fleet import Answer, Device
 from coordinator.methods import MethodSettings, State, accepted, declined, round_rng
 from coordinator.methods.grouping import arm, observed
 from coordinator.selection import ccmab, cohort_size, fastest, uniform
+from fedge.messages import BlobRef
 
 Choice: TypeAlias = Literal["uniform", "fastest", "ccmab"]
 NOT_STRATIFIED: Final = "it draws about as many devices from each cluster, and here are none"
@@ -52,10 +53,12 @@ def bandit_of(settings: MethodSettings) -> ccmab.Settings:
     return ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
 
-def drawn(how: Choice, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings) -> Cohort:
-    """Who trains in round `state.round + 1`."""
+def drawn(
+    how: Choice, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
+) -> Cohort:
+    """Who trains `model`, or one as large, in round `state.round + 1`."""
     if how == "ccmab":
-        arms = [arm(device, settings.sgd) for device in devices]
+        arms = [arm(device, settings.sgd, model) for device in devices]
         held = ccmab.select(state.bandit, arms, bandit_of(settings))
         return Cohort(list(held[0].ids), held)
     ids = [device.id for device in devices]

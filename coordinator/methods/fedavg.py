@@ -97,7 +97,7 @@ async def train(
     gamma: float = 0.0,
 ) -> F:
     """Have a cohort carry out the order, then move the model by the mean change. `layout`: of both."""
-    cohort = drawn(options.selection, state, fleet.devices(), settings)
+    cohort = drawn(options.selection, state, fleet.devices(), settings, state.model)
     order = msgspec.structs.replace(order, measure=cohort.measured)
     answers = await fleet.run("train", dict.fromkeys(cohort.ids, order))
     updates = accepted(answers)

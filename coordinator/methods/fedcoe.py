@@ -162,7 +162,7 @@ class FedCoE:
         if state.round == self.settings.rounds:
             state = await install(self, state, fleet, among=state.clients)
             return await self.welcome(state, fleet)
-        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings)
+        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings, state.common)
         answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
         updates = accepted(answers)
         if len(updates) >= self.settings.min_reports:

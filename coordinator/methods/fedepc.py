@@ -421,7 +421,7 @@ class FedEpc:
     ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
         """Section 5 in each open cluster, by its number; every cluster has random numbers of its own."""
         arms = {
-            k: [arm(present[i], self._sgd) for i in cluster.members if i in present]
+            k: [arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }

@@ -31,6 +31,7 @@ from coordinator.methods import (
     accepted,
     counted,
     equip,
+    grouping,
     install,
     options_of,
     round_rng,
@@ -183,7 +184,7 @@ class Primary(Struct, frozen=True, kw_only=True):
 
 
 class TrialOutcome(Struct, frozen=True, kw_only=True):
-    """What the trial said (section 5). `similarity`: cosines between the devices `ids`, for people to look at."""
+    """What the trial said (section 5). `places`: of the devices `ids` in a plane (`mctc.plane`), to look at."""
 
     ids: tuple[str, ...]
     clusters: tuple[tuple[str, ...], ...]
@@ -192,7 +193,7 @@ class TrialOutcome(Struct, frozen=True, kw_only=True):
     statistic: float | None
     deltas: dict[str, float]
     split: bool
-    similarity: NDArray[np.float64]
+    places: tuple[tuple[float, float], ...] = ()
 
 
 class Pool(Struct, frozen=True, kw_only=True):
@@ -292,7 +293,7 @@ class Fedge:
         return choose(
             self.options.selection,
             {
-                k: [arm(present[i], self.settings.sgd) for i in group if i in present]
+                k: [arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
                 for k, group in enumerate(state.groups)
             },
             dict(enumerate(state.bandits)),
@@ -348,7 +349,7 @@ class Fedge:
 
     def summary(self, state: FedgeState) -> dict[str, Any]:
         """History, groups, clusters, the trial, selection counts, what was pooled, bundles."""
-        trial = msgspec.to_builtins(state.trial, enc_hook=np.ndarray.tolist) if state.trial else None
+        trial = msgspec.to_builtins(state.trial) if state.trial else None
         return summary_of(self, state) | {
             "groups": {str(k): list(members) for k, members in enumerate(state.groups)},
             "trial": trial,
@@ -515,7 +516,7 @@ async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: 
         statistic=statistic,
         deltas=deltas,
         split=splits,
-        similarity=mctc.similarity(z),
+        places=tuple((x, y) for x, y in np.round(mctc.plane(z), 4).tolist()),
     )
     experts = tuple(Moving(model=state.shared.model) for _ in clusters) if splits else ()
     return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
@@ -570,9 +571,10 @@ def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
 
 def offered(state: FedgeState, device_id: str) -> tuple[Start, ...]:
     """The experts of the device's clusters; any expert if it is in none."""
-    assert state.trial is not None or not state.experts
-    mine = [k for k, members in enumerate(state.trial.clusters) if device_id in members] if state.trial else []
-    return tuple(Start(model=state.experts[k].model, cluster=k) for k in mine or range(len(state.experts)))
+    assert state.trial is not None
+    clusters = state.trial.clusters
+    choice = grouping.offered([k for k, members in enumerate(clusters) if device_id in members], clusters)
+    return tuple(Start(model=state.experts[k].model, cluster=k) for k in choice)
 
 
 def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict[str, Primary]:

@@ -23,6 +23,7 @@ from coordinator.methods import accepted, declined
 from coordinator.methods.silence import results
 from coordinator.selection import ccmab
 from fedge.messages import (
+    MAX_STARTS,
     Action,
     BlobRef,
     Codec,
@@ -118,8 +119,17 @@ def of_directions(directions: Sequence[BlobRef], fleet: Fleet, *, n_clusters: in
     return mctc.parted(z, find_clusters("mctc", seen, rng=np.random.default_rng(0)).clusters)
 
 
-def arm(device: Device, sgd: Sgd) -> ccmab.Arm:
-    """A device as it is now; its work is that of one order."""
+def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Numbers of the clusters whose experts a device may choose among, ascending: its own; if it is in none, any.
+
+    An order holds `MAX_STARTS` of them: of more the largest, of equal ones the first.
+    """
+    largest = sorted(own or range(len(members)), key=lambda k: -len(members[k]))
+    return tuple(sorted(largest[:MAX_STARTS]))
+
+
+def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
+    """A device as it is now; its work is that of one order, to train `model`."""
     context = device.context or Context(device_id=device.id)
     return ccmab.Arm(
         id=device.id,
@@ -127,6 +137,8 @@ def arm(device: Device, sgd: Sgd) -> ccmab.Arm:
         work=sgd.steps_for(device.n_samples) * min(sgd.batch_size, max(device.n_samples, 1)),
         cpu_ghz=context.cpu_ghz,
         free_ram_gb=context.free_ram_gb,
+        link_mbit_s=context.link_mbit_s,
+        model_bytes=model.size_bytes,
     )
 
 

@@ -33,9 +33,11 @@ from coordinator.methods import (
     summary_of,
 )
 from coordinator.methods.cohort import Choice, ChoosingState, drawn, learned
+from coordinator.methods.grouping import offered
 from coordinator.methods.silence import results
 from fedge.errors import ConfigError
 from fedge.messages import (
+    MAX_STARTS,
     Alone,
     BlobRef,
     DescribeLabels,
@@ -133,7 +135,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     preset: Literal["default", "paper"] = "default"
     clustering: Literal["mctc", "k-means", "agglomerative", "labels"] = "mctc"
     selection: Choice = "uniform"
-    n_clusters: Annotated[int, Meta(ge=1)] | None = None
+    n_clusters: Annotated[int, Meta(ge=1, le=MAX_STARTS)] | None = None
     tau: Annotated[float, Meta(ge=-1, le=1)] | Literal["otsu"] | None = None
     distinct: bool | None = None
     centres_join: bool | None = None
@@ -213,7 +215,7 @@ class ScmoePfl:
         if state.round == self.settings.rounds:
             return await self._install(state, fleet)
         r = state.round + 1
-        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings)
+        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings, state.initial_model)
         answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
         updates = accepted(answers)
         before = state
@@ -409,11 +411,11 @@ def clusters_of(state: ScmoeState, device_id: str) -> tuple[int, ...]:
 
 
 def starts(state: ScmoeState, device_id: str) -> tuple[Start, ...]:
-    """The experts of a device's clusters; of one that is in none, all; before there are experts, the initial model."""
-    if not state.experts:
+    """The experts of a device's clusters; of one that is in none, any; before there are experts, the initial model."""
+    if not state.experts or state.clusters is None:
         return (Start(model=state.initial_model),)
-    mine = clusters_of(state, device_id) or range(len(state.experts))
-    return tuple(Start(model=state.experts[k], cluster=k) for k in mine)
+    choice = offered(clusters_of(state, device_id), state.clusters.members)
+    return tuple(Start(model=state.experts[k], cluster=k) for k in choice)
 
 
 def start_of(state: ScmoeState, update: Trained, fleet: Fleet) -> Model:

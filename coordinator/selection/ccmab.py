@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, Literal, TypeGuard
 
 import msgspec
@@ -42,7 +43,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deadline_s: Positive | None = None  # T_max; None: the 0.7-quantile of the predicted times
     budget_s: Positive | None = None  # sum of t_i of a cohort (5.2); overdue devices are asked all the same
     cycles_per_sample: Positive = 0.1  # kappa, gigacycles
-    model_mbit: Annotated[float, Meta(ge=0)] = 0.0  # B
     window: Annotated[int, Meta(ge=1)] = 5  # tau, participations
     history: Annotated[int, Meta(ge=1)] = 100  # observations
     delta: Annotated[float, Meta(gt=0, lt=1)] = 0.1
@@ -56,7 +56,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A device of the cluster as it is now. None: it does not tell. `work`: samples per round, E * n_i."""
+    """A device of the cluster as it is now. None: it does not tell.
+
+    `work`: samples per round, E * n_i. `model_bytes`: B, of the model that it would be sent.
+    """
 
     id: str
     n_samples: int
@@ -64,10 +67,11 @@ class Arm(Struct, frozen=True, kw_only=True):
     cpu_ghz: float | None = None
     free_ram_gb: float | None = None
     link_mbit_s: float | None = None
+    model_bytes: int = 0
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What a participation brought; losses are means over D_L, without proximal term. `seconds`: on the device."""
+    """What a participation brought; losses are means over D_L, without proximal term. `seconds`: with the transfer."""
 
     loss_before: float
     loss_after: float
@@ -169,18 +173,25 @@ def round_time(
     return work * cycles_per_sample / cpu_ghz + _transfer(model_mbit, link_mbit_s)
 
 
+def transfer_time(arm: Arm) -> float:
+    """2 B / r_i, seconds: the model there and back; 0 where the link rate is unknown."""
+    return _transfer(8e-6 * arm.model_bytes, arm.link_mbit_s)
+
+
 def _transfer(model_mbit: float, link_mbit_s: float | None) -> float:
     return 2 * model_mbit / link_mbit_s if link_mbit_s is not None and link_mbit_s > 0 else 0.0
 
 
 def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], settings: Settings) -> float:
-    """t_i; the device's own measured times (mean of the last tau) replace the first term once there are some.
+    """t_i; the device's own measured times (mean of the last tau) replace it once there are some.
+
+    They replace the whole of it: a time is measured from an order to its answer, so the model's way is in it.
 
     `cpu_ghz`: f_i with missing values filled; 0, when no device of the cluster tells, makes the first term 0.
     """
-    transfer = _transfer(settings.model_mbit, arm.link_mbit_s)
     if past:
-        return float(np.mean([p.seconds for p in past])) + transfer
+        return float(np.mean([p.seconds for p in past]))
+    transfer = transfer_time(arm)
     if cpu_ghz <= 0:
         return transfer
     return round_time(arm.work, cpu_ghz, cycles_per_sample=settings.cycles_per_sample) + transfer
@@ -189,12 +200,12 @@ def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], s
 def measured_cycles(
     arms: Sequence[Arm], cpu_ghz: Vectors, participations: Mapping[str, Sequence[Participation]], otherwise: float
 ) -> float:
-    """kappa: the median over measured devices of their mean seconds * f_i / work; `otherwise` where there is none.
+    """kappa: the median over measured devices of (mean seconds - transfer) * f_i / work; `otherwise` where none is.
 
     `cpu_ghz`: (n,) f_i of each arm, missing values filled.
     """
     found = [
-        float(np.mean([p.seconds for p in participations[arm.id]])) * f / arm.work
+        max(0.0, float(np.mean([p.seconds for p in participations[arm.id]])) - transfer_time(arm)) * f / arm.work
         for arm, f in zip(arms, cpu_ghz.tolist(), strict=True)
         if participations.get(arm.id) and arm.work > 0 and f > 0
     ]
@@ -226,23 +237,44 @@ def kernel(a: Vectors, b: Vectors, *, scale: float = 0.25, length: float = 1.0) 
     return np.asarray(scale * (1 + z) * np.exp(-z))
 
 
-def posterior(x: Vectors, seen: Vectors, rewards: Vectors, settings: Settings) -> tuple[Vectors, Vectors]:
-    """Mean (n,) and covariance (n, n) of the rewards of devices with normalised contexts x, (n, 5).
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """Of the rewards of n devices: `mean` (n,), `variance` (n,), and covariances column by column.
+
+    `x`: normalised contexts, (n, 5). `whitened`: L^(-1) k with G = L L^T, (h, n). All covariances at once would be
+    n * n numbers: 800 MB with 10,000 devices.
+    """
+
+    mean: Vectors
+    variance: Vectors
+    x: Vectors
+    whitened: Vectors
+    settings: Settings
+
+    def column(self, i: int) -> Vectors:
+        """Covariances of all devices with device i, (n,)."""
+        own = kernel(self.x, self.x[i : i + 1], scale=self.settings.kernel_scale, length=self.settings.kernel_length)
+        return np.asarray(own[:, 0] - self.whitened[:, i] @ self.whitened)
+
+
+def posterior(x: Vectors, seen: Vectors, rewards: Vectors, settings: Settings) -> Posterior:
+    """What is known of the rewards of devices with normalised contexts x, (n, 5).
 
     mean_i = theta.phi(x_i) + k_i^T G^(-1) (r - Phi theta);  cov_ij = kap(|x_i - x_j|) - k_i^T G^(-1) k_j;
     G = K + s2 I.
     `seen` (h, 5) and `rewards` (h,) are the history; without any, mean 0 and cov = kap.
     """
-    prior = kernel(x, x, scale=settings.kernel_scale, length=settings.kernel_length)
+    prior = np.full(len(x), settings.kernel_scale)  # kap(0)
     if not len(seen):
-        return np.zeros(len(x)), prior
+        return Posterior(np.zeros(len(x)), prior, x, np.zeros((0, len(x))), settings)
     theta = ridge(features(seen), rewards, settings.ridge)
     gram = kernel(seen, seen, scale=settings.kernel_scale, length=settings.kernel_length)
     across = kernel(seen, x, scale=settings.kernel_scale, length=settings.kernel_length)
     lower = _cholesky(gram + settings.noise * np.eye(len(seen)))
-    whitened = np.linalg.solve(lower, across)
+    whitened = np.asarray(np.linalg.solve(lower, across), np.float64)
     residual = np.linalg.solve(lower, rewards - features(seen) @ theta)
-    return features(x) @ theta + whitened.T @ residual, prior - whitened.T @ whitened
+    mean = features(x) @ theta + whitened.T @ residual
+    return Posterior(mean, prior - (whitened * whitened).sum(axis=0), x, whitened, settings)
 
 
 def _cholesky(matrix: Vectors) -> Vectors:
@@ -278,28 +310,52 @@ class Purse:
         return Purse(self.left_s - float(self.seconds[device]), self.seconds)
 
 
+Column = Callable[[int], Vectors]
+"""Covariances of all devices with one of them, (n,)."""
+
+
 def greedy(
-    mean: Vectors, cov: Vectors, beta: float, *, first: Sequence[int], allowed: Sequence[int], size: int, purse: Purse
+    mean: Vectors,
+    variance: Vectors,
+    column: Column,
+    beta: float,
+    *,
+    first: Sequence[int],
+    allowed: Sequence[int],
+    size: int,
+    purse: Purse,
 ) -> list[int]:
     """Extend the set `first` one by one to `size` devices with the largest U(A) = mean(A) + sqrt(beta var(A)), (11).
 
-    `allowed`: who may be added; `purse`: for those that are. Cost: O(size * n).
+    `allowed`: who may be added; `purse`: for those that are. Cost: O(size * n) time beyond that of as many columns,
+    O(n) memory.
     """
-    chosen = list(first)
+    chosen: list[int] = []
+    within, across = 0.0, np.zeros(len(mean))  # var(A), and the covariance of each device with A
+
+    def take(device: int) -> None:
+        nonlocal within, across
+        within += 2 * float(across[device]) + float(variance[device])
+        across = across + column(device)
+        chosen.append(device)
+
     remaining = purse.pays(sorted(set(allowed) - set(first)))
+    for overdue in first:
+        take(overdue)
     while len(chosen) < size and remaining:
-        within, across = cov[chosen][:, chosen].sum(), cov[remaining][:, chosen].sum(axis=1)
-        variances = within + 2 * across + cov.diagonal()[remaining]
+        variances = within + 2 * across[remaining] + variance[remaining]
         scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
-        chosen.append(remaining.pop(_best(scores)))
-        purse = purse.after(chosen[-1])
+        best = remaining.pop(_best(scores))
+        take(best)
+        purse = purse.after(best)
         remaining = purse.pays(remaining)
     return chosen
 
 
 def greedy_batch(
     mean: Vectors,
-    cov: Vectors,
+    variance: Vectors,
+    column: Column,
     beta: float,
     *,
     first: Sequence[int],
@@ -308,18 +364,27 @@ def greedy_batch(
     purse: Purse,
     noise: float,
 ) -> list[int]:
-    """Option `batch`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts."""
+    """Option `batch`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts.
+
+    Cost: as `greedy`, and O(size * n) memory.
+    """
     chosen: list[int] = []
-    cov = cov.copy()
+    factors = np.zeros((max(size, len(first)), len(mean)))  # the sum of their outer products is what cov has lost
+    left = variance.copy()
+
+    def take(device: int) -> None:
+        known = factors[: len(chosen)]
+        factors[len(chosen)] = (column(device) - known[:, device] @ known) / math.sqrt(left[device] + noise)
+        left[:] -= factors[len(chosen)] ** 2
+        chosen.append(device)
+
     remaining = purse.pays(sorted(set(allowed) - set(first)))
     for overdue in first:
-        chosen.append(overdue)
-        cov -= np.outer(cov[:, overdue], cov[overdue]) / (cov[overdue, overdue] + noise)
+        take(overdue)
     while len(chosen) < size and remaining:
-        scores = mean[remaining] + np.sqrt(beta * np.maximum(cov.diagonal()[remaining], 0.0))
+        scores = mean[remaining] + np.sqrt(beta * np.maximum(left[remaining], 0.0))
         best = remaining.pop(_best(scores))
-        chosen.append(best)
-        cov -= np.outer(cov[:, best], cov[best]) / (cov[best, best] + noise)
+        take(best)
         purse = purse.after(best)
         remaining = purse.pays(remaining)
     return chosen
@@ -359,7 +424,7 @@ def select(
     Returns:
         The selection, and the state in which this round was held; hand the latter to `observe`.
 
-    Cost: O(h^3 + N_k h^2 + m N_k), h <= 100.
+    Cost: O(h^3 + N_k h^2 + m N_k h) time, O(N_k h) memory (with `search` batch O(N_k (h + m))), h <= 100.
     """
     arms = sorted(arms, key=lambda arm: arm.id)
     raw = raw_contexts(arms, state.participations)
@@ -433,13 +498,12 @@ def _choose(
 ) -> list[int]:
     seen = normalise(np.array(state.contexts).reshape(-1, FEATURES), state.lowest, state.highest)
     x = normalise(full, state.lowest, state.highest)
-    mean, cov = posterior(x, seen, np.array(state.rewards), settings)
+    of = posterior(x, seen, np.array(state.rewards), settings)
     beta = exploration(state.selections + 1, settings.delta)
     budget_s = math.inf if settings.budget_s is None else settings.budget_s
     purse = Purse(budget_s - float(seconds[late].sum()), seconds)
-    if settings.search == "batch":
-        return greedy_batch(mean, cov, beta, first=late, allowed=feasible, size=m, purse=purse, noise=settings.noise)
-    return greedy(mean, cov, beta, first=late, allowed=feasible, size=m, purse=purse)
+    search = greedy if settings.search == "set" else partial(greedy_batch, noise=settings.noise)
+    return search(of.mean, of.variance, of.column, beta, first=late, allowed=feasible, size=m, purse=purse)
 
 
 # ----------------------------------------------------------------------------------------- 5.3: what is observed

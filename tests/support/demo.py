@@ -43,7 +43,7 @@ def a_background(**changes: object) -> Background:
         "method": "fedge",
         "accuracy_by_round": {"personalised": [(1, 0.1), (2, 0.6)], "fedavg": [(1, 0.1), (2, 0.4)]},
         "ids": tuple(f"camera-{i:02d}" for i in range(4)),
-        "similarity": directions @ directions.T,
+        "places": directions - directions.mean(axis=0),
         "groups": {f"camera-{i:02d}": i % 2 for i in range(4)},
     }
     return Background(**(values | changes))  # type: ignore[arg-type]

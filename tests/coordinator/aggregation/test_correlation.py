@@ -80,7 +80,7 @@ def test_column_sums_of_m_are_those_of_the_scores_and_shares_sum_to_one(pa: tupl
     assert ((weights > 0).sum(axis=1) == min(2, a.shape[1])).all()
 
 
-@given(routed_and_scored(), st.floats(0.1, 10), st.randoms())
+@given(routed_and_scored(), st.floats(0.1, 10) | st.sampled_from([1e-200, 1e-12, 1e-9, 1e9, 1e200]), st.randoms())
 def test_scaling_the_scores_changes_nothing_and_permuted_clients_permute(
     pa: tuple[np.ndarray, np.ndarray], factor: float, random: object
 ) -> None:
@@ -89,6 +89,7 @@ def test_scaling_the_scores_changes_nothing_and_permuted_clients_permute(
     scaled = c.correlation(p, factor * a)
     np.testing.assert_allclose(c.by_client(scaled), c.by_client(m), atol=1e-9)
     selected = c.select(c.by_expert(m), n_top)
+    np.testing.assert_allclose(c.by_expert(scaled), c.by_expert(m), atol=1e-9)
     np.testing.assert_allclose(c.expert_weights(scaled, selected), c.expert_weights(m, selected), atol=1e-9)
     order = list(range(a.shape[1]))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -104,6 +105,12 @@ def test_selection_of_few_ties_and_the_ineligible() -> None:
     assert c.select(ranking, 9) == ((0, 1, 2, 3),) * 2
     assert c.select(ranking, 2, eligible=[1, 3]) == ((1, 3), (1, 3))
     assert c.select(ranking, 2, eligible=[]) == ((), ())
+
+
+def test_who_is_never_sure_has_no_share() -> None:
+    m = np.array([[0.0, 1, 0], [0, 3, 0]])
+    np.testing.assert_array_equal(c.by_client(m), [[0, 0.25, 0], [0, 0.75, 0]])
+    np.testing.assert_array_equal(c.by_expert(m[:, [0, 2]]), np.zeros((2, 2)))
 
 
 def test_weights_of_a_row_of_zeros_are_uniform_and_those_of_nobody_are_zero() -> None:

@@ -371,6 +371,25 @@ def test_otsu_agrees_with_the_definition(seed, n):
     assert 0 <= found.separability <= 1
 
 
+def test_places_in_the_plane_reproduce_distances_of_directions_in_a_plane():
+    units = at(0, 20, 70, 120, 240)
+    found = mctc.plane(np.arange(1, 6)[:, None] * units)  # of any length
+    for i, j in np.ndindex(5, 5):
+        assert np.linalg.norm(found[i] - found[j]) == pytest.approx(np.linalg.norm(units[i] - units[j]), abs=1e-7)
+    np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-9)
+
+
+@pytest.mark.parametrize("z", [np.array([[1.0], [-2.0]]), np.array([[1.0, 0, 0], [-1, 0, 0]])])
+def test_two_places_have_two_coordinates(z):
+    found = mctc.plane(z)
+    assert found.shape == (2, 2)
+    assert np.linalg.norm(found[0] - found[1]) == pytest.approx(2.0)
+
+
+def test_without_a_direction_all_are_in_one_place():
+    np.testing.assert_array_equal(mctc.plane(np.zeros((3, 0))), np.zeros((3, 2)))
+
+
 @pytest.mark.parametrize(
     ("pairs", "tau", "eta"),
     [

@@ -6,22 +6,6 @@ import pytest
 from coordinator.demo import plots
 
 
-def test_positions_reproduce_distances_of_directions_in_a_plane() -> None:
-    angles = np.array([0.0, 0.3, 1.2, 2.0])
-    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    found = plots.positions(directions @ directions.T)
-    for i in range(4):
-        for j in range(4):
-            expected = np.linalg.norm(directions[i] - directions[j])
-            assert np.linalg.norm(found[i] - found[j]) == pytest.approx(expected, abs=1e-7)
-
-
-def test_positions_of_two_devices_have_two_coordinates() -> None:
-    found = plots.positions(np.array([[1.0, -1.0], [-1.0, 1.0]]))
-    assert found.shape == (2, 2)
-    assert np.linalg.norm(found[0] - found[1]) == pytest.approx(2.0)
-
-
 def test_a_bar_is_as_long_as_its_count() -> None:
     svg = plots.selection_counts({"a": 4, "b": 2, "c": 0})
     bars = [

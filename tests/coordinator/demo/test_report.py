@@ -57,7 +57,7 @@ def test_what_comes_from_a_user_is_text_not_markup() -> None:
 
 def test_a_method_without_updates_to_compare_has_no_map() -> None:
     outcome = an_outcome(split=False, clusters={}, selection={"camera-00": 1})
-    html = render(outcome, a_background(similarity=None, ids=()))
+    html = render(outcome, a_background(places=None, ids=()))
     assert html.count("<svg") == 3
     assert "compares no updates" in html
 

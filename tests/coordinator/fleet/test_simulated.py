@@ -132,6 +132,15 @@ async def test_a_step_lasts_as_long_as_its_slowest_answer(tmp_path) -> None:
     assert fleet.seconds == before + again["d01"].seconds
 
 
+async def test_devices_tell_the_rate_of_their_links_for_both_ways(tmp_path) -> None:
+    fleet, _, _ = on(Hardware(cpu_ghz=1.0, up_mbit_s=20, down_mbit_s=30), tmp_path, n=1)
+    fleet._hardware["d00"] = own = Hardware(cpu_ghz=1.0, up_mbit_s=20, down_mbit_s=30)
+    (device,) = fleet.devices()
+    assert device.context.link_mbit_s == own.link_mbit_s
+    assert 2 * 12 / own.link_mbit_s == pytest.approx(12 / 20 + 12 / 30)
+    assert Hardware().link_mbit_s is None
+
+
 async def test_an_answer_after_the_deadline_is_none_and_costs_the_deadline(tmp_path) -> None:
     fleet, _, order = on(Hardware(latency_s=1.0), tmp_path, deadline_s=2.0)
     fleet._hardware["d02"] = Hardware(latency_s=2.5)

@@ -17,34 +17,36 @@ from tests.support.simulation import digits
 SETTINGS = MethodSettings(participation=0.5, seed=4, sgd=Sgd(steps=2))
 STATE = ChoosingState(round=0, layout=Layout(tensors=()))
 DEVICES = [Device(f"d{k}", 20, Context(device_id=f"d{k}", cpu_ghz=1.0 + k)) for k in range(6)]
+MODEL = BlobRef(digest="1" * 64, size_bytes=5)
 UPDATE = BlobRef(digest="0" * 64, size_bytes=1)
 TRAINED = Trained(update=UPDATE, n_samples=5, loss_before=2.0, loss_after=1.5, gradient_norm=1.0)
 
 
 def test_each_rule_draws_the_share_that_takes_part() -> None:
     ids = [device.id for device in DEVICES]
-    assert drawn("uniform", STATE, DEVICES, SETTINGS).ids == uniform(ids, 3, round_rng(SETTINGS, 1))
-    assert drawn("fastest", STATE, DEVICES, SETTINGS).ids == ["d3", "d4", "d5"]
-    of_bandit = drawn("ccmab", STATE, DEVICES, SETTINGS)
+    assert drawn("uniform", STATE, DEVICES, SETTINGS, MODEL).ids == uniform(ids, 3, round_rng(SETTINGS, 1))
+    assert drawn("fastest", STATE, DEVICES, SETTINGS, MODEL).ids == ["d3", "d4", "d5"]
+    of_bandit = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
     expected, _ = ccmab.select(
         ccmab.State(),
-        [ccmab.Arm(id=d.id, n_samples=20, work=2 * 20, cpu_ghz=1.0 + k) for k, d in enumerate(DEVICES)],
+        [ccmab.Arm(id=d.id, n_samples=20, work=2 * 20, cpu_ghz=1.0 + k, model_bytes=5) for k, d in enumerate(DEVICES)],
         ccmab.Settings(quota=0.5),
     )
     assert of_bandit.ids == list(expected.ids)
     assert len(of_bandit.ids) == 3
     assert "d0" not in of_bandit.ids, "beyond the deadline"
-    assert [drawn(how, STATE, DEVICES, SETTINGS).measured for how in ("uniform", "fastest", "ccmab")] == [0, 0, 1]
+    measured = [drawn(how, STATE, DEVICES, SETTINGS, MODEL).measured for how in ("uniform", "fastest", "ccmab")]
+    assert measured == [False, False, True]
 
 
 @pytest.mark.parametrize("how", ["uniform", "fastest", "ccmab"])
 def test_without_devices_nobody_is_drawn(how) -> None:
-    assert drawn(how, STATE, [], SETTINGS).ids == []
+    assert drawn(how, STATE, [], SETTINGS, MODEL).ids == []
 
 
 def test_only_the_bandit_learns_of_losses_and_only_the_fastest_of_times() -> None:
     for how in ("uniform", "fastest", "ccmab"):
-        cohort = drawn(how, STATE, DEVICES, SETTINGS)
+        cohort = drawn(how, STATE, DEVICES, SETTINGS, MODEL)
         answers = {i: Answer(i, TRAINED, seconds=3.0) for i in cohort.ids}
         state = learned(how, STATE, cohort, answers, SETTINGS)
         assert state.seconds == (dict.fromkeys(cohort.ids, 3.0) if how == "fastest" else {})
@@ -52,7 +54,7 @@ def test_only_the_bandit_learns_of_losses_and_only_the_fastest_of_times() -> Non
 
 
 def test_silence_is_a_failure_and_a_refusal_is_none() -> None:
-    cohort = drawn("ccmab", STATE, DEVICES, SETTINGS)
+    cohort = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
     silent, refusing, trained = cohort.ids
     answers = {
         silent: Answer(silent, None),

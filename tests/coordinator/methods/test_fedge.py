@@ -1,12 +1,13 @@
 """The default method on real workers: docs/methods/fedge.md, section 16, as far as it lives in the method."""
 
 import dataclasses
+import json
 
 import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet import Device
+from coordinator.fleet import Device, require_sendable
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load
 from coordinator.methods import fedge as module
@@ -57,7 +58,6 @@ def with_clusters(state: FedgeState, fleet: Fleet, *clusters: tuple[str, ...]) -
         statistic=2.0,
         deltas={},
         split=True,
-        similarity=np.zeros((0, 0)),
     )
     return msgspec.structs.replace(
         state, trial=trial, experts=tuple(Moving(model=state.shared.model) for _ in clusters)
@@ -168,6 +168,39 @@ async def test_clusters_and_trial_rest_on_rounds_with_everybody(tmp_path) -> Non
     assert after.history[12].asked < 6
     assert after.trial is not None
     assert after.trial.ids == tuple(f"d{i:02d}" for i in range(6))
+
+
+async def test_what_a_trial_leaves_grows_with_the_devices_not_with_their_pairs(tmp_path, monkeypatch) -> None:
+    async def untried(state, *_: object):
+        return state, {}
+
+    monkeypatch.setattr(module, "try_clusters", untried)
+    fleet, layout, first, _ = digits(tmp_path, n=4)
+    method = Fedge(EXACT)
+    before = method.initial(layout, first)
+    left = []
+    for n in (200, 400):
+        directions = np.random.default_rng(n).normal(size=(n, 8)).astype(np.float32)
+        held = fleet.put({f"d{i:03}": direction for i, direction in enumerate(directions)})
+        state = msgspec.structs.replace(before, directions=held)
+        state = await module.split(state, fleet, 4, method.options, np.random.default_rng(0))
+        assert state.trial is not None
+        assert len(state.trial.places) == n
+        left.append([len(dump(state)), len(json.dumps(method.summary(state), indent=1))])
+    assert (np.diff(left, axis=0) < 200 * 400).all(), "bytes of the state and of summary.json"
+
+
+@pytest.mark.parametrize("n", [64, 70])
+async def test_a_device_without_cluster_is_offered_as_many_experts_as_an_order_holds(tmp_path, n) -> None:
+    """By labels or profiles there may be more clusters than that: it chooses among the largest."""
+    fleet, layout, first, _ = digits(tmp_path, n=4)
+    clusters = [(f"x{k}", f"y{k}") if k == 65 else (f"x{k}",) for k in range(n)]
+    state = with_clusters(Fedge(EXACT).initial(layout, first), fleet, *clusters)
+    order = Train(starts=starts(state, "d00", 8), sgd=EXACT.sgd)
+    fit = module.candidates(state, fleet.devices()[0], EXACT, module.Options(), local=False)
+    require_sendable([order, fit])
+    assert [start.cluster for start in order.starts] == [*range(63), 63 if n == 64 else 65]
+    assert [start.cluster for start in starts(state, "x63", 8)] == [63]
 
 
 async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:

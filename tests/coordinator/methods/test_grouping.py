@@ -28,12 +28,12 @@ def trained(before: float, after: float) -> Trained:
 
 
 def test_an_arm_is_the_device_with_the_work_of_one_order() -> None:
-    sgd = Sgd(steps=7, batch_size=3)
-    assert arm(Device("a", 9), sgd) == ccmab.Arm(id="a", n_samples=9, work=21)
-    context = Context(device_id="a", cpu_ghz=1.5, free_ram_gb=0.5)
-    full = ccmab.Arm(id="a", n_samples=9, work=21, cpu_ghz=1.5, free_ram_gb=0.5)
-    assert arm(Device("a", 9, context), sgd) == full
-    assert arm(Device("a", 10), Sgd(epochs=2, batch_size=3)).work == 7 * 3  # two passes over 10 in batches of 3
+    sgd, model = Sgd(steps=7, batch_size=3), BlobRef(digest="0" * 64, size_bytes=123)
+    assert arm(Device("a", 9), sgd, model) == ccmab.Arm(id="a", n_samples=9, work=21, model_bytes=123)
+    context = Context(device_id="a", cpu_ghz=1.5, free_ram_gb=0.5, link_mbit_s=8.0)
+    full = ccmab.Arm(id="a", n_samples=9, work=21, cpu_ghz=1.5, free_ram_gb=0.5, link_mbit_s=8.0, model_bytes=123)
+    assert arm(Device("a", 9, context), sgd, model) == full
+    assert arm(Device("a", 10), Sgd(epochs=2, batch_size=3), model).work == 7 * 3  # two passes over 10 in batches of 3
 
 
 def profiled(n: int) -> Profiled:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import deploy
 from coordinator.fleet import Answer
@@ -51,7 +52,7 @@ def state() -> FedgeState:
         statistic=None,
         deltas={"a": 0.25},
         split=True,
-        similarity=np.array([[1.0, -0.5], [-0.5, 1.0]]),
+        places=((0.5, 0.0), (-0.5, 0.0)),
     )
     return FedgeState(
         round=3,
@@ -75,8 +76,19 @@ def test_a_state_survives_the_way_to_bytes_and_back() -> None:
     assert after.bandits[0].lowest == (math.inf,) * 5
     assert after.trial is not None
     assert before.trial is not None
-    np.testing.assert_array_equal(after.trial.similarity, before.trial.similarity)
+    assert after.trial == before.trial
     assert dump(after) == dump(before)
+
+
+class TrialWithSimilarities(TrialOutcome, frozen=True, kw_only=True):
+    similarity: NDArray[np.float64]
+
+
+def test_a_state_that_still_holds_all_similarities_is_read_without_them() -> None:
+    now = state()
+    assert now.trial is not None
+    trial = TrialWithSimilarities(similarity=np.eye(2), **msgspec.structs.asdict(now.trial))
+    assert load(dump(msgspec.structs.replace(now, trial=trial)), FedgeState) == now
 
 
 def test_every_stored_tensor_of_a_state_is_found() -> None:

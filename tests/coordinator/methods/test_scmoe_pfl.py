@@ -237,6 +237,24 @@ async def test_uploads_do_not_depend_on_sensitive_samples(tmp_path) -> None:
     assert digests[0] == digests[1]
 
 
+def test_more_experts_than_an_order_holds_are_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"<= 64.*n_clusters"):
+        method_of(n_clusters=70)
+    assert method_of(n_clusters=64).options.n_clusters == 64
+
+
+async def test_of_more_experts_than_an_order_holds_a_device_without_cluster_is_offered_the_largest(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3)
+    members = tuple((f"x{k}", f"y{k}")[: 1 + (k >= 6)] for k in range(70))
+    made = Clusters(made=1, members=members, tau=0.5, separability=None, silhouette=0.0)
+    method = method_of(clustering="labels")
+    state = msgspec.structs.replace(method.initial(layout, first), round=4, clusters=made, experts=(first,) * 70)
+    assert [start.cluster for start in starts(state, "d00")] == list(range(6, 70))
+    assert [start.cluster for start in starts(state, "x3")] == [3]
+    fleet.round = 5
+    assert accepted(await fleet.run("train", {"d00": method._order(state, "d00", measure=False)}))
+
+
 def test_a_wrong_option_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean 'energy'"):
         method_of(enrgy=False)

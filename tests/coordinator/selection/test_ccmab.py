@@ -1,6 +1,7 @@
 """CICS: worked numbers and rules of fedepc.md sections 5 and 10."""
 
 import math
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -37,6 +38,16 @@ def play(state, devices, settings_, drop_of):
     drops = {i: drop_of(i) for i in selection.ids}
     told = {i: None if d is None else outcome(d) for i, d in drops.items()}
     return selection, ccmab.observe(state, selection, told, settings_)
+
+
+def covariances(found):
+    """All of a posterior's columns, (n, n)."""
+    return np.stack([found.column(i) for i in range(len(found.mean))], axis=1)
+
+
+def parts(cov):
+    """A covariance matrix as a search takes it: variances, and columns by number."""
+    return cov.diagonal(), cov.__getitem__
 
 
 # ------------------------------------------------------------------------------------------------ contexts
@@ -102,12 +113,37 @@ def test_worked_round_time():
     assert ccmab.round_time(500, 3.0, cycles_per_sample=0.02, model_mbit=1.2) == pytest.approx(10 / 3)
 
 
-def test_measured_times_replace_the_first_term():
-    arm = Arm(id="a", n_samples=100, work=100, cpu_ghz=1.0, link_mbit_s=2.0)
-    past = [Participation(gradient_norm=1, loss_drop=0, seconds=s) for s in (4.0, 6.0)]
-    assert ccmab.predicted_seconds(arm, 1.0, past, Settings(model_mbit=3.0)) == 5.0 + 3.0
-    assert ccmab.predicted_seconds(arm, 1.0, (), Settings(model_mbit=3.0)) == 100 * 0.1 + 3.0
-    assert ccmab.predicted_seconds(arm, 0.0, (), Settings(model_mbit=3.0)) == 3.0
+SLOW_LINK = Arm(id="a", n_samples=100, work=100, cpu_ghz=1.0, link_mbit_s=2.0, model_bytes=375_000)  # 2 B / r: 3 s
+
+
+def measured(*seconds):
+    return [Participation(gradient_norm=1, loss_drop=0, seconds=s) for s in seconds]
+
+
+def test_the_model_takes_its_time_on_the_way_until_the_whole_is_measured():
+    assert ccmab.predicted_seconds(SLOW_LINK, 1.0, (), Settings()) == pytest.approx(100 * 0.1 + 3.0)
+    assert ccmab.predicted_seconds(SLOW_LINK, 0.0, (), Settings()) == pytest.approx(3.0)
+    assert ccmab.predicted_seconds(SLOW_LINK, 1.0, measured(4.0, 6.0), Settings()) == 5.0
+    unknown = msgspec.structs.replace(SLOW_LINK, link_mbit_s=None)
+    assert ccmab.predicted_seconds(unknown, 1.0, (), Settings()) == 10.0
+
+
+def test_the_way_of_the_model_is_no_part_of_the_measured_cycles():
+    def cycles(*seconds):
+        return ccmab.measured_cycles([SLOW_LINK], np.array([2.0]), {"a": measured(*seconds)}, 0.1)
+
+    assert cycles(4.0, 6.0) == pytest.approx((5.0 - 3.0) * 2.0 / 100)
+    assert cycles(1.0) == 0.0  # a small update: less than 2 B / r in all
+    assert cycles() == 0.1
+
+
+def test_of_equal_devices_those_with_fast_links_are_feasible():
+    devices = [
+        Arm(id=f"d{i}", n_samples=10, work=10, cpu_ghz=1.0, link_mbit_s=rate, model_bytes=10**6)
+        for i, rate in enumerate((1.0, 20.0, 1.0, 20.0, 1.0, 20.0, 20.0))
+    ]
+    selection, _ = ccmab.select(State(), devices, Settings(quota=1.0, deadline_s=5.0))
+    assert selection.ids == ("d1", "d3", "d5", "d6")
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (100, 20)])
@@ -166,23 +202,23 @@ def test_worked_ridge():
 
 def test_worked_posterior():
     x = np.array([[0.5] * 5, [0.0] * 5])
-    mean, cov = ccmab.posterior(x, x[:1], np.array([0.4]), Settings())
-    np.testing.assert_allclose(mean, [0.393996, 0.063560], atol=5e-7)
-    np.testing.assert_allclose(cov.diagonal(), [0.009615, 0.206893], atol=5e-7)
+    found = ccmab.posterior(x, x[:1], np.array([0.4]), Settings())
+    np.testing.assert_allclose(found.mean, [0.393996, 0.063560], atol=5e-7)
+    np.testing.assert_allclose(found.variance, [0.009615, 0.206893], atol=5e-7)
 
 
 def test_no_history_is_the_prior():
     x = np.random.default_rng(0).random((4, 5))
-    mean, cov = ccmab.posterior(x, np.zeros((0, 5)), np.zeros(0), Settings())
-    np.testing.assert_array_equal(mean, np.zeros(4))
-    np.testing.assert_array_equal(cov, ccmab.kernel(x, x))
+    found = ccmab.posterior(x, np.zeros((0, 5)), np.zeros(0), Settings())
+    np.testing.assert_array_equal(found.mean, np.zeros(4))
+    np.testing.assert_array_equal(covariances(found), ccmab.kernel(x, x))
 
 
 def test_mean_interpolates_when_the_noise_vanishes():
     rng = np.random.default_rng(1)
     x, r = rng.random((12, 5)), rng.uniform(-1, 1, 12)
-    mean, _ = ccmab.posterior(x, x, r, Settings(noise=1e-10))
-    np.testing.assert_allclose(mean, r, atol=1e-6)
+    found = ccmab.posterior(x, x, r, Settings(noise=1e-10))
+    np.testing.assert_allclose(found.mean, r, atol=1e-6)
 
 
 def test_variance_never_grows_with_data_and_never_exceeds_the_prior():
@@ -190,7 +226,7 @@ def test_variance_never_grows_with_data_and_never_exceeds_the_prior():
     x, seen, r = rng.random((6, 5)), rng.random((40, 5)), rng.uniform(-1, 1, 40)
     before = np.full(6, 0.25)
     for h in range(41):
-        variance = ccmab.posterior(x, seen[:h], r[:h], Settings())[1].diagonal()
+        variance = ccmab.posterior(x, seen[:h], r[:h], Settings()).variance
         assert (variance <= before + 1e-12).all()
         before = variance
 
@@ -207,16 +243,18 @@ def test_posterior_agrees_with_the_formula_by_inversion():
 
     inverse = np.linalg.inv(np.array([[kap(a, b) for b in seen] for a in seen]) + 0.01 * np.eye(20))
     k = np.array([[kap(a, b) for b in seen] for a in x])
-    mean, cov = ccmab.posterior(x, seen, r, Settings())
-    np.testing.assert_allclose(mean, np.hstack([x, x**2]) @ theta + k @ inverse @ (r - phi @ theta), atol=1e-10)
-    np.testing.assert_allclose(cov, [[kap(a, b) for b in x] for a in x] - k @ inverse @ k.T, atol=1e-10)
+    found = ccmab.posterior(x, seen, r, Settings())
+    np.testing.assert_allclose(found.mean, np.hstack([x, x**2]) @ theta + k @ inverse @ (r - phi @ theta), atol=1e-10)
+    np.testing.assert_allclose(found.variance, covariances(found).diagonal(), atol=1e-12)
+    np.testing.assert_allclose(covariances(found), [[kap(a, b) for b in x] for a in x] - k @ inverse @ k.T, atol=1e-10)
 
 
 def test_repeated_contexts_do_not_break_cholesky():
     x = np.full((50, 5), 0.5)
-    mean, cov = ccmab.posterior(x[:2], x, np.ones(50), Settings(noise=1e-18))
-    assert np.isfinite(mean).all()
-    assert np.isfinite(cov).all()
+    found = ccmab.posterior(x[:2], x, np.ones(50), Settings(noise=1e-18))
+    assert np.isfinite(found.mean).all()
+    assert np.isfinite(found.variance).all()
+    assert np.isfinite(covariances(found)).all()
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -254,22 +292,39 @@ def test_greedy_is_the_slow_greedy(seed, size):
         chosen.append(
             max((i for i in allowed if i not in chosen), key=lambda i: set_score(mean, cov, 3.0, [*chosen, i]))
         )
-    assert ccmab.greedy(mean, cov, 3.0, first=first, allowed=allowed, size=size, purse=FREE) == chosen
+    assert ccmab.greedy(mean, *parts(cov), 3.0, first=first, allowed=allowed, size=size, purse=FREE) == chosen
 
 
 def test_greedy_ties_go_to_the_lowest_and_it_stops_when_nobody_is_left():
     mean, cov = np.zeros(4), np.eye(4)
-    assert ccmab.greedy(mean, cov, 1.0, first=[], allowed=[3, 1, 2], size=2, purse=FREE) == [1, 2]
-    assert ccmab.greedy(mean, cov, 1.0, first=[0], allowed=[2], size=4, purse=FREE) == [0, 2]
+    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[], allowed=[3, 1, 2], size=2, purse=FREE) == [1, 2]
+    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[0], allowed=[2], size=4, purse=FREE) == [0, 2]
 
 
 def test_batch_spreads_over_unlike_contexts():
     x = np.array([[0.0] * 5, [0.01] * 5, [1.0] * 5])
     mean, cov = np.array([0.02, 0.01, 0.0]), ccmab.kernel(x, x)
     kept = cov.copy()
-    assert ccmab.greedy_batch(mean, cov, 4.0, first=[], allowed=[0, 1, 2], size=2, purse=FREE, noise=0.01) == [0, 2]
-    assert ccmab.greedy_batch(mean, cov, 4.0, first=[0], allowed=[1, 2], size=2, purse=FREE, noise=0.01) == [0, 2]
+    assert ccmab.greedy_batch(mean, *parts(cov), 4.0, first=[], allowed=[0, 1, 2], size=2, purse=FREE, noise=0.01) == [
+        0,
+        2,
+    ]
+    assert ccmab.greedy_batch(mean, *parts(cov), 4.0, first=[0], allowed=[1, 2], size=2, purse=FREE, noise=0.01) == [
+        0,
+        2,
+    ]
     np.testing.assert_array_equal(cov, kept)
+
+
+@pytest.mark.parametrize("search", ["set", "batch"])
+def test_a_round_of_thousands_of_devices_holds_no_matrix_of_all_pairs(search):
+    devices, rules = arms(3000), Settings(quota=0.01, search=search)
+    _, state = play(State(), devices, rules, lambda _: 0.1)
+    tracemalloc.start()
+    ccmab.select(state, devices, rules)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6  # 3,000 x 3,000 numbers are 72 MB
 
 
 def test_overdue_oldest_first_at_most_a_quarter():
@@ -362,7 +417,7 @@ def test_a_budget_passes_over_those_who_do_not_fit():
     mean, cov = np.array([0.3, 0.2, 0.1]), np.eye(3) * 1e-6
     purse = ccmab.Purse(5.0, np.array([4.0, 2.0, 1.0]))
     for search in (ccmab.greedy, lambda *a, **k: ccmab.greedy_batch(*a, **k, noise=0.01)):
-        assert search(mean, cov, 1.0, first=[], allowed=[0, 1, 2], size=3, purse=purse) == [0, 2]
+        assert search(mean, *parts(cov), 1.0, first=[], allowed=[0, 1, 2], size=3, purse=purse) == [0, 2]
 
 
 @pytest.mark.parametrize("search", ["set", "batch"])
