@@ -12,10 +12,15 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from fedge.broker import LocalBroker, mosquitto_path
 from tests.support.broker import BROKERS, local_broker
+
+# No test measures how fast this machine is: others may be at work on it.
+hypothesis.settings.register_profile("fedge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("fedge")
 
 ROOT = Path(__file__).parent
 KINDS = ("unit", "broker", "process", "statistical")
