@@ -22,7 +22,6 @@ from tests.support.broker import BROKERS, local_broker
 hypothesis.settings.register_profile("fedge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("fedge")
 
-ROOT = Path(__file__).parent
 KINDS = ("unit", "broker", "process", "statistical")
 BROKER_FIXTURES = {"broker", "one_broker", "mosquitto", "mosquitto_program"}
 PROCESS_FOLDERS = ("benchmarks", "faults", "integration")
@@ -33,7 +32,7 @@ def kind_of(item: pytest.Item) -> str:
     for kind in KINDS:
         if item.get_closest_marker(kind):
             return kind
-    if item.path.relative_to(ROOT).parts[0] in PROCESS_FOLDERS:
+    if item.path.parent.name in PROCESS_FOLDERS:
         return "process"
     return "unit" if BROKER_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) else "broker"
 
