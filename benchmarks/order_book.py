@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.fleet.orders import Checked, DeviceAppeared, Event, OrderBook, ReportReceived, Tick
-from fedge.messages import Declined, DescribeLabels, Order, Report
+from fedge.messages import Order, Report
+from fedge.step import Declined
+from fedge.steps.describe_labels import DescribeLabels
 
 DEADLINE_S = 600.0
 

@@ -36,7 +36,9 @@ import msgspec
 import numpy as np
 
 from fedge.broker import LocalBroker
-from fedge.messages import BlobRef, Codec, Declined, Order, Result, Train, Trained
+from fedge.messages import BlobRef, Codec, Order
+from fedge.step import Declined, Result
+from fedge.steps.train import Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Tensors, digest_of, from_bytes
 from fedge.transport import BrokerSettings

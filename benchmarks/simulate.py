@@ -56,8 +56,10 @@ from coordinator.fleet.simulated import SimulatedFleet, one_by_one, run
 from coordinator.methods import MethodSettings, make
 from edge_agent.worker import Worker
 from fedge import models
-from fedge.messages import BlobRef, Codec, Sgd, Start, Train
+from fedge.messages import BlobRef, Codec
 from fedge.models.training import batches
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, Pool, partition, pool, share_data
 from fedge.tensors import unflatten
@@ -104,7 +106,7 @@ class Speed:
         fleet = SimulatedFleet(self.task, self.layout, workers or self.workers, seed=0, **how)
         sgd = msgspec.structs.replace(self.sgd, steps=self.sgd.steps if steps is None else steps)
         method = make("fedavg", MethodSettings(rounds=1, sgd=sgd, codec=Codec.FLOAT32))
-        state = method.initial(self.layout, fleet.put(unflatten(self.first, self.layout)))
+        state = method.init(self.layout, fleet.put(unflatten(self.first, self.layout)))
         fleet.round = 1
         start = time.perf_counter()
         asyncio.run(method.round(state, fleet))
@@ -250,7 +252,7 @@ def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     layout, first = models.initial(task, 0)
     fleet = SimulatedFleet(task, layout, workers_of(task, data, home), seed=0)
     method = make("fedge", MethodSettings(rounds=args.rounds, participation=args.participation))
-    state = method.initial(layout, fleet.put(unflatten(first, layout)))
+    state = method.init(layout, fleet.put(unflatten(first, layout)))
     ends, cpu = [time.perf_counter()], time.process_time()
 
     def on_round(state: Any) -> None:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from coordinator.proxy import FEWEST
 from edge_agent.sparsity import sparsity_profile
 from fedge.errors import FedgeError
-from fedge.messages import Sgd
 from fedge.models import initial
 from fedge.models.training import Network, Trainer
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import to_bytes, unflatten
 

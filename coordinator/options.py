@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from coordinator.methods import FINE_TUNED, METHODS, MethodSettings, Option, options_of
+from coordinator.methods import MethodSettings, Option, method_class, options_of
 from fedge.config import section_of
 from fedge.errors import ConfigError
-from fedge.loading import load_object
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,12 +67,14 @@ def _value(text: str) -> Option:
 
 
 def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
-    """A method with its options after colons: "fedepc:clustering=k-means:warmup=5".
+    """A method with its options after colons: "fedepc:clustering=k-means", "package.module:Class:option=value".
 
     Raises:
         ConfigError: an option is no NAME=VALUE.
     """
     name, *pairs = text.strip().split(":")
+    if pairs and "=" not in pairs[0] and "." in name + pairs[0]:
+        name = f"{name}:{pairs.pop(0)}"
     return name, parsed(pairs)
 
 
@@ -83,8 +84,4 @@ def check(name: str, options: Mapping[str, Option]) -> None:
     Raises:
         ConfigError: there is no such method, or it has no such option or value.
     """
-    settings = MethodSettings(options=dict(options))
-    base = name.removesuffix(FINE_TUNED)
-    if base not in METHODS:
-        raise ConfigError(f"there is no method {name!r}; choose one of {', '.join(sorted(METHODS))}")
-    options_of(settings, load_object(METHODS[base]).Options)
+    options_of(MethodSettings(options=dict(options)), method_class(name).Options)

@@ -22,8 +22,8 @@ from coordinator.aggregation.correlation import Array
 from coordinator.assembling import files_of, mixture_of
 from export.gate import POOLED
 from fedge.errors import ConfigError
-from fedge.messages import Sgd
 from fedge.models.training import CPU, Network, Trainer, batches, seeded, tensor
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
 

@@ -21,7 +21,6 @@ from msgspec import Meta
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.methods import (
     FINE_TUNED,
-    METHODS,
     BatchSize,
     LearningRate,
     LocalEpochs,
@@ -30,8 +29,10 @@ from coordinator.methods import (
     MethodSettings,
     Momentum,
     Option,
+    Server,
     State,
     dump,
+    installed_methods,
     load,
     make,
     settings_of,
@@ -54,7 +55,7 @@ log = logging.getLogger("fedge.coordinator")
 Observer = Callable[[str, dict[str, Any]], None]
 
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
-METHOD_NAMES: Final = ", ".join(METHODS)
+METHOD_NAMES: Final = ", ".join(installed_methods())
 
 
 class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
@@ -149,8 +150,8 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
             f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
         )
     reserved = None if settings.reserved is None else labelled(task, settings.reserved)
-    method = make(settings.method, settings.for_method(options), task=task, reserved=reserved)
-    if settings.welcome and not hasattr(method, "welcome"):
+    method = make(settings.method, settings.for_method(options), Server(task, reserved))
+    if settings.welcome and not method.WELCOMES:
         raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
     return method
 
@@ -174,7 +175,7 @@ async def serve(
     method = method_of(settings, task, options)
     layout, model = start(settings, task, store, options)
     saved = store.state()
-    state = method.initial(layout, model) if saved is None else load(saved, type(method.initial(layout, model)))
+    state = method.init(layout, model) if saved is None else load(saved, type(method.init(layout, model)))
     fleet = MqttFleet(
         settings.at(settings.broker),
         store,
@@ -191,7 +192,7 @@ async def serve(
         while not method.done(state):
             number = state.round + 1
             await fleet.begin(number, settings.devices if number == 1 else 1)
-            state = await method.round(state, fleet)
+            state = await method.advance(state, fleet)
             commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
             observe("round_done", write_summary(settings, method, state, store, fleet))
@@ -217,7 +218,7 @@ async def welcome(
         number = state.round + 1
         await fleet.admit(number, tried, state.installed)
         observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
-        state = msgspec.structs.replace(await method.welcome(state, fleet), round=number)  # type: ignore[attr-defined]
+        state = msgspec.structs.replace(await method.welcome(state, fleet), round=number)
         commit(store, fleet, number, state, time.monotonic() - began)
         observe("round_done", write_summary(settings, method, state, store, fleet))
         tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}

@@ -25,6 +25,8 @@ from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 EXPIRED: Final = "no report before the deadline"
+FEDGE_0_1: Final = 1
+"""Schema of the stores of fedge 0.1."""
 
 
 class Status(StrEnum):
@@ -133,8 +135,9 @@ class Store:
         with self._transaction() as db:
             for order in orders:
                 db.execute(
-                    "INSERT OR IGNORE INTO orders (id, round, step, device_id, body, status) VALUES (?, ?, ?, ?, ?, ?)",
-                    (order.id, order.round, order.step, order.device_id, msgspec.msgpack.encode(order), Status.OPEN),
+                    "INSERT OR IGNORE INTO orders (id, round, label, device_id, body, status) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    (order.id, order.round, order.label, order.device_id, msgspec.msgpack.encode(order), Status.OPEN),
                 )
                 entries[order.device_id] = _entry(
                     db.execute("SELECT body, status, reason, report FROM orders WHERE id = ?", (order.id,)).fetchone()
@@ -150,10 +153,10 @@ class Store:
         return None if row is None else _entry(row)
 
     def entries(self, number: int) -> tuple[Entry, ...]:
-        """All orders of a round, by step and device id."""
+        """All orders of a round, by label and device id."""
         with _guarded():
             rows = self._db.execute(
-                "SELECT body, status, reason, report FROM orders WHERE round = ? ORDER BY step, device_id", (number,)
+                "SELECT body, status, reason, report FROM orders WHERE round = ? ORDER BY label, device_id", (number,)
             ).fetchall()
         return tuple(_entry(row) for row in rows)
 
@@ -229,13 +232,24 @@ def _entry(row: tuple[bytes, str, str, bytes | None]) -> Entry:
 
 
 def migrate(db: sqlite3.Connection) -> None:
-    """Bring the schema up to date; each migration and its record are one transaction."""
+    """Bring the schema up to date; each migration and its record are one transaction.
+
+    Raises:
+        ConfigError: the store is fedge 0.1's, whose orders no agent understands any more.
+        StoreError: it is a newer fedge's.
+    """
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    scripts = sorted(MIGRATIONS.glob("*.sql"))
-    if version > len(scripts):
-        raise StoreError(f"the store has schema {version}, this fedge knows {len(scripts)}: update fedge")
-    for number, script in enumerate(scripts[version:], start=version + 1):
-        db.executescript(f"BEGIN IMMEDIATE;\n{script.read_text()}\nPRAGMA user_version = {number};\nCOMMIT;")
+    scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}
+    if version == FEDGE_0_1:
+        raise ConfigError(
+            "this home was made by fedge 0.1, whose rounds fedge 0.2 cannot go on with: finish them with fedge 0.1, or "
+            "begin anew with another --home; bundles that are installed on devices go on answering"
+        )
+    if version > max(scripts):
+        raise StoreError(f"the store has schema {version}, this fedge knows {max(scripts)}: update fedge")
+    for number, script in scripts.items():
+        if number > version:
+            db.executescript(f"BEGIN IMMEDIATE;\n{script.read_text()}\nPRAGMA user_version = {number};\nCOMMIT;")
 
 
 @contextlib.contextmanager

@@ -19,22 +19,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import msgspec
-
 import fedge
 from edge_agent import context
+from edge_agent.device import CACHED_MODELS
 from edge_agent.outbox import Outbox
-from edge_agent.outcome import CACHED_MODELS, MAX_REASON
 from edge_agent.session import (
     LAST_RESEND_S,
     MAX_ACKED,
     Acknowledge,
     AckReceived,
-    Action,
     Closing,
     Connected,
     Discard,
@@ -50,32 +48,43 @@ from edge_agent.session import (
     WorkFinished,
     WorkStopped,
 )
+from edge_agent.session import Action as SessionAction
+from edge_agent.worker import MAX_REASON
 from fedge.background import Background
 from fedge.errors import ProtocolError, StoreError, TransportError
-from fedge.files import BlobFolder
+from fedge.files import BlobFolder, highest_release
 from fedge.messages import (
     Ack,
     BlobRef,
     Capabilities,
     Context,
-    Declined,
-    Failed,
     Order,
     Presence,
     Report,
-    Result,
     Status,
     Want,
     blobs_of,
     decode,
     encode,
 )
+from fedge.step import (
+    Action,
+    Declined,
+    Failed,
+    Refusal,
+    Steps,
+    Unsupported,
+    installed_steps,
+    read_action,
+    read_result,
+    report_of,
+)
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
 
 if TYPE_CHECKING:
-    from edge_agent.outcome import Outcome
+    from edge_agent.worker import Finished
     from fedge.task import TaskSpec
 
 log = logging.getLogger("fedge.agent")
@@ -90,7 +99,9 @@ GOODBYE_S: Final = 5.0
 class Works(Protocol):
     """What carries out orders: `edge_agent.worker.Worker`, or a stand-in in tests and benchmarks."""
 
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+    def execute(
+        self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
+    ) -> Finished:
         """Do the work of one order. Raises anything soon after `stop()` became true."""
 
 
@@ -121,7 +132,8 @@ class Limits:
 class Identity:
     """Who the agent is and what it has.
 
-    n_shared: training samples not marked sensitive, nobody learns how many are; 0 where nothing is trained.
+    n_shared: training samples not marked sensitive, nobody learns how many are; 0 where nothing is trained. steps: what
+    the device can be asked.
     """
 
     device_id: str
@@ -129,6 +141,7 @@ class Identity:
     task: TaskSpec
     n_shared: int
     trains: bool = True
+    steps: Steps = field(default_factory=installed_steps)
 
 
 def silent(event: str, fields: dict[str, object]) -> None:
@@ -176,6 +189,7 @@ class Agent:
         self._fetching: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background(self._fail)
+        self._release = 0  # that the last status told
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._something_waits = asyncio.Event()
         self._end: asyncio.Future[None] | None = None
@@ -321,7 +335,7 @@ class Agent:
         except StoreError as error:
             self._fail(error)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: SessionAction) -> None:
         match action:
             case Persist(order):
                 self._outbox.persist(order)
@@ -337,9 +351,11 @@ class Agent:
             case Keep(report):
                 self._outbox.keep(report)
                 self._say(
-                    "order_done", order=report.order_id, result=_tag(report.result), seconds=round(report.seconds, 3)
+                    "order_done", order=report.order_id, result=str(report.outcome), seconds=round(report.seconds, 3)
                 )
                 self._send(self._measure())
+                if highest_release(self._home) != self._release:  # a new bundle
+                    self._send(self._status(Presence.ONLINE))
             case Publish(report):
                 self._send(report)
             case Acknowledge(ack):
@@ -355,36 +371,37 @@ class Agent:
         """Do one order from its models to its report; nothing comes of it if it was stopped."""
         self._say("order_started", **_about(order))
         began = time.monotonic()
+        report: Report | None = None
         try:
-            result = self._refuse_work(order)
-            if result is None and await self._fetch(order):
-                result = await asyncio.get_running_loop().run_in_executor(self._pool, self._execute, order)
+            action = read_action(order, self._identity.steps)
+            if isinstance(action, Unsupported):
+                report = report_of(order, action, time.monotonic() - began)
+            elif (refused := self._refuse_work(order, action)) is not None:
+                report = report_of(order, refused, time.monotonic() - began)
+            elif await self._fetch(action):
+                work = partial(self._execute, order, action, began)
+                report = await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
-            result = Failed(reason=str(error)[:MAX_REASON])
+            report = report_of(order, Failed(reason=str(error)[:MAX_REASON]), time.monotonic() - began)
         self._forget_models()
-        if result is None:
-            self._feed(WorkStopped(order.id))
-            return
-        seconds = time.monotonic() - began
-        report = Report(order_id=order.id, device_id=self._identity.device_id, seconds=seconds, result=result)
-        self._feed(WorkFinished(report))
+        self._feed(WorkStopped(order.id) if report is None else WorkFinished(report))
 
-    def _refuse_work(self, order: Order) -> Result | None:
+    def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
         """What needs no model and no worker to be answered."""
         mine = self._identity.task.fingerprint()
         if order.task_fingerprint != mine:
             return Failed(reason=f"task: the order is for task {order.task_fingerprint}, this device has {mine}")
-        needed = sum(ref.size_bytes for ref in blobs_of(order) if ref.digest not in self._models)
+        needed = sum(ref.size_bytes for ref in blobs_of(action) if ref.digest not in self._models)
         if needed > (free := shutil.disk_usage(self._home).free):
             return Declined(reason=f"disk: the models need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
         excuse = self._limits.excuse(self._measure())
         return None if excuse is None else Declined(reason=excuse)
 
-    async def _fetch(self, order: Order) -> bool:
-        """Bring all models of an order into the folder; False if it was stopped meanwhile."""
+    async def _fetch(self, action: Action) -> bool:
+        """Bring all models that an action names into the folder; False if it was stopped meanwhile."""
         if self._stop_work.is_set():
             return False
-        self._fetching = asyncio.create_task(self._fetch_models(order))
+        self._fetching = asyncio.create_task(self._fetch_models(action))
         try:
             await self._fetching
         except asyncio.CancelledError:
@@ -395,58 +412,62 @@ class Agent:
             self._fetching = None
         return True
 
-    async def _fetch_models(self, order: Order) -> None:
+    async def _fetch_models(self, action: Action) -> None:
         me = self._identity.device_id
         wants = self._topics.agent(me, "wants")
-        for ref in blobs_of(order):
+        for ref in blobs_of(action):
             chunks = self._topics.model_chunk(ref.digest)
             path = await self._receiver.fetch(ref, chunks=chunks, wants=wants, device_id=me)
             with suppress(OSError):  # not ours, or read-only: it may be deleted earlier than others, no more
                 os.utime(path)
 
-    def _execute(self, order: Order) -> Result | None:
+    def _execute(self, order: Order, action: Action, began: float) -> Report | None:
         """In the worker thread: do the work, make its tensors durable. None: it was stopped."""
         try:
             if self._worker is None:
                 self._worker = self._make_worker()
-            outcome = self._worker.execute(order, self._model, stop=self._stop_work.is_set)
-            self._check(order, outcome.result)
+            finished = self._worker.execute(order, self._model, stop=self._stop_work.is_set, action=action)
+            report = report_of(order, finished.result, time.monotonic() - began)
+            read_result(decode(encode(report), Report), action)  # what the coordinator would refuse is refused here
         except StoreError:
             raise
         except Exception as error:  # whatever an order or a user's own network does, the agent lives on
             if self._stop_work.is_set():
                 return None
             log.exception("event=order_failed order=%s", order.id)
-            return Failed(reason=f"{type(error).__name__}: {error}"[:MAX_REASON])
-        for digest, data in outcome.blobs.items():
+            failed = Failed(reason=f"{type(error).__name__}: {error}"[:MAX_REASON])
+            return report_of(order, failed, time.monotonic() - began)
+        for digest, data in finished.blobs.items():
             self._outbox.put_blob(digest, data)
-        return outcome.result
-
-    def _check(self, order: Order, result: Result) -> None:
-        """Refuse here what the coordinator would refuse, such as the NaN of a training that diverged."""
-        report = Report(order_id=order.id, device_id=self._identity.device_id, seconds=0.0, result=result)
-        decode(encode(report), Report)
+        return report
 
     def _model(self, ref: BlobRef) -> bytes:
         return self._models.get(ref.digest)
 
     def _forget_models(self) -> None:
         """Delete the models that no open order names, but for the few that were used last."""
-        needed = {ref.digest for order in self._session.orders for ref in blobs_of(order)}
+        needed = {ref.digest for order in self._session.orders for ref in self._named(order)}
         others = sorted(set(self._models) - needed, key=lambda digest: self._models.path(digest).stat().st_mtime_ns)
         for digest in others[:-CACHED_MODELS]:
             self._models.remove(digest)
 
+    def _named(self, order: Order) -> Iterator[BlobRef]:
+        """The models that an order names; none of one that the device does not understand."""
+        with suppress(ProtocolError):
+            yield from blobs_of(read_action(order, self._identity.steps))
+
     # ------------------------------------------------------------------------------------------------- outwards
 
     def _status(self, presence: Presence) -> Status:
+        self._release = highest_release(self._home)
         return Status(
             device_id=self._identity.device_id,
             incarnation=self._incarnation,
             presence=presence,
             task_fingerprint=self._identity.task.fingerprint(),
             n_samples=self._identity.n_shared,
-            capabilities=capabilities(trains=self._identity.trains),
+            release=self._release,
+            capabilities=capabilities(trains=self._identity.trains, steps=self._identity.steps),
         )
 
     def _measure(self) -> Context:
@@ -485,10 +506,11 @@ class Agent:
         self._observe(event, fields)
 
 
-def capabilities(*, trains: bool) -> Capabilities:
+def capabilities(*, trains: bool, steps: Steps) -> Capabilities:
     """What this machine can do."""
     return Capabilities(
         trains=trains,
+        steps={name: kind.VERSION for name, kind in steps.items() if trains or not kind.TRAINS},
         fedge_version=fedge.__version__,
         python_version=platform.python_version(),
         machine=platform.machine(),
@@ -497,9 +519,4 @@ def capabilities(*, trains: bool) -> Capabilities:
 
 
 def _about(order: Order) -> dict[str, object]:
-    return {"order": order.id, "round": order.round, "action": _tag(order.action)}
-
-
-def _tag(message: msgspec.Struct) -> str:
-    """The name of an action or a result on the wire, such as "train"."""
-    return str(message.__struct_config__.tag)
+    return {"order": order.id, "round": order.round, "step": order.step}

@@ -19,6 +19,7 @@ from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.processor import Processor, TrainOn
+from fedge.step import Steps, known_steps
 
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
@@ -78,6 +79,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     context_interval_s: Annotated[
         float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
     ] = 10.0
+    steps: Annotated[
+        str, Meta(description="Steps of your own, package.module:Class, comma-separated, beside those installed.")
+    ] = ""
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30
@@ -125,8 +129,9 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
     trains = not settings.inference_only and find_spec("torch") is not None
     if settings.train_on is Processor.CUDA and not trains:
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
-    n_shared, make_worker = _training(settings, task) if trains else _inference(settings, task)
-    identity = Identity(settings.id, settings.federation, task, n_shared, trains)
+    steps = known_steps(path for path in settings.steps.split(",") if path)
+    n_shared, make_worker = (_training if trains else _inference)(settings, task, steps)
+    identity = Identity(settings.id, settings.federation, task, n_shared, trains, steps)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
@@ -139,7 +144,7 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
     )
 
 
-def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[], Works]]:
+def _training(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[int, Callable[[], Works]]:
     """How many samples there are for updates, and how to make the worker that learns."""
     from fedge.tasks import device_data
     from fedge.validation import Validation
@@ -155,28 +160,27 @@ def _training(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[]
         """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""
         import torch
 
+        from edge_agent.device import Owner
         from edge_agent.worker import Worker
         from fedge.models.training import torch_device
 
         torch.set_num_threads(1)
-        processor = torch_device(settings.train_on)
-        return Worker(
-            settings.id, task, data, settings.home, shares_private=settings.share_private, processor=processor
-        )
+        owner, processor = Owner(shares_private=settings.share_private), torch_device(settings.train_on)
+        return Worker(settings.id, task, data, settings.home, owner=owner, steps=steps, processor=processor)
 
     return data.n_shared, make_worker
 
 
-def _inference(settings: AgentSettings, task: TaskSpec) -> tuple[int, Callable[[], Works]]:
+def _inference(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[int, Callable[[], Works]]:
     """The same for a device that does not learn."""
-    from fedge.tasks import device_inputs
+    from fedge.tasks import DeviceData, device_inputs
 
-    x = device_inputs(task, settings.data)
+    data = DeviceData.unlabelled(device_inputs(task, settings.data))
 
     def make_worker() -> Works:
-        from edge_agent.cold_start import InferenceWorker
+        from edge_agent.worker import Worker
 
-        return InferenceWorker(settings.id, task, x, settings.home)
+        return Worker(settings.id, task, data, settings.home, steps=steps, trains=False)
 
     return 0, make_worker
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from export.mixture import ENERGY_CLIP, MIN_ENERGY_STD
 from fedge.calibration import grid
-from fedge.messages import Calibration, Role
+from fedge.messages import Role
+from fedge.steps.fit_weights import Calibration
 
 Array = NDArray[np.float64]
 

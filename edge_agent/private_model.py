@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, log_prior, total_loss
-from fedge.messages import Sgd
-from fedge.models.training import Network, Trainer, never
+from fedge.models.training import Network, Trainer
+from fedge.sgd import Sgd
+from fedge.stopping import never
 from fedge.tensors import Model
 
 CHECKPOINTS: Final = (20, 40, 80, 160)

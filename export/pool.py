@@ -27,9 +27,8 @@ from export.mixture import Array
 from export.parity import features_of, logits_of
 from fedge.bundle import INPUT, LOGITS, OUTPUTS
 from fedge.errors import ConfigError
-from fedge.messages import Part
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, Tensors, to_bytes, unflatten
+from fedge.tensors import HEAD, Layout, Model, Tensors, to_bytes, unflatten
 
 SLOPE: Final = 0.01
 """Of the gate's LeakyReLU, section 5."""
@@ -237,7 +236,7 @@ def pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]
 
 def _features(model: Any, layout: Layout) -> str:
     """Name of the tensor that the head multiplies in the network's graph."""
-    weight = layout.part(Part.HEAD).tensors[0].name
+    weight = layout.select(HEAD).tensors[0].name
     for node in model.graph.node:
         if node.op_type == "Gemm" and len(node.input) > 1 and node.input[1] == weight and node.output[0] == LOGITS:
             name: str = node.input[0]

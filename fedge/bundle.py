@@ -31,10 +31,12 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.errors import UpdateRejected
-from fedge.messages import MAX_POOL, Count, Digest, NonNegative, Role, Share
+from fedge.messages import Count, Digest, NonNegative, Role, Share
 from fedge.task import TaskSpec
 
 SCHEMA_VERSION: Final = 1
+MAX_POOL: Final = 400
+"""Private modules of a pool: an order names each of them in about 100 bytes."""
 MANIFEST: Final = "manifest.json"
 SKELETON: Final = "skeleton.onnx"
 BRANCH: Final = "branch.onnx"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from fedge.messages import Calibration, Role
+from fedge.messages import Role
+from fedge.steps.fit_weights import Calibration
 
 TEMPERATURES: Final = (1.0, 1.4, 2.0, 2.8)
 """T, section 7."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import tempfile
@@ -144,6 +145,17 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         replace_folder(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def highest_release(home: Path) -> int:
+    """The highest release of a bundle that a device has had, whoever made it; 0: none.
+
+    HOME/bundles/N are those of its agent, HOME/slots.json says the highest that ever answered (`deploy.slots`).
+    """
+    numbers = [int(path.name) for path in (home / "bundles").glob("[0-9]*") if path.name.isdecimal()]
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # its own reader says what is wrong
+        numbers.append(int(json.loads((home / "slots.json").read_bytes()).get("highest_release", 0)))
+    return max(numbers, default=0)
 
 
 class BlobFolder:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -19,7 +20,6 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import Keep, KeepModel, KeepOffset, KeepPart, Part
 
 N = TypeVar("N", bound=np.generic)
 
@@ -46,64 +46,74 @@ Floats = NDArray[np.float32]
 Tensors = dict[str, NDArray[np.generic]]
 
 
-class TensorInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One tensor of a model. kind: "param" (float32, trainable), "buffer" (float32), "counter" (int64)."""
+Selector = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=200)], ...], Meta(max_length=64)]
+"""Some tensors of a network, by kind of layer ("head", "norm", "conv", "linear") or by name ("features.*").
+
+A pattern that begins with "!" leaves tensors out; with such patterns alone, all others are meant. (): none."""
+HEAD: Final[Selector] = ("head",)
+BASE: Final[Selector] = ("!head",)
+
+
+class TensorInfo(Struct, frozen=True, kw_only=True):
+    """One tensor of a model. kind: "param" (float32, trainable), "buffer" (float32), "counter" (int64).
+
+    layer: the kind of the layer that it belongs to, as in `Selector`; "" for all others.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: str = "param"
+    layer: str = ""
 
     @property
     def size(self) -> int:
         """Number of elements, 1 for a scalar."""
         return math.prod(self.shape)
 
+    def matches(self, pattern: str) -> bool:
+        """Whether a pattern without "!" means this tensor."""
+        return pattern == self.layer or fnmatchcase(self.name, pattern)
 
-class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class Layout(Struct, frozen=True, kw_only=True):
     """Names, shapes and order of all tensors of a model; equal on all machines of a federation.
 
-    `has_head`: whether the last parameters are the head (`fedge.models.head_name`), where they look like one.
+    The head (`fedge.models.head_name`), where there is one, comes last among the parameters: weight (C, D), bias (C).
     """
 
     tensors: Annotated[tuple[TensorInfo, ...], Meta(min_length=1)]
-    has_head: bool = True
 
     def of_kind(self, kind: str) -> tuple[TensorInfo, ...]:
         """The tensors of one kind, in order."""
         return tuple(t for t in self.tensors if t.kind == kind)
 
-    def part(self, part: Part) -> Layout:
-        """The tensors of a part. The head comes last among the parameters: its weight (C, D) and bias (C).
+    def select(self, selector: Selector) -> Layout:
+        """The tensors that a selector means, in order; at least one.
 
         Raises:
-            ConfigError: the network has no head.
+            ConfigError: a pattern means nothing of this network.
         """
-        if part is Part.ALL:
+        for pattern in {p.removeprefix("!") for p in selector}:
+            if not any(t.matches(pattern) for t in self.tensors):
+                raise ConfigError(_missing(pattern))
+        chosen = _chosen(self.tensors, selector)
+        if not chosen:
+            raise ConfigError(f"{','.join(selector)} selects no tensor of the network")
+        return Layout(tensors=chosen)
+
+    def without(self, selector: Selector) -> Layout:
+        """All other tensors, in order; at least one.
+
+        Raises:
+            ConfigError: a pattern means nothing of this network, or the selector means all of it.
+        """
+        if not selector:
             return self
-        weight, bias = self.of_kind("param")[-2:] if self.has_head and len(self.of_kind("param")) > 2 else (None, None)
-        if weight is None or bias is None or len(weight.shape) != 2 or bias.shape != weight.shape[:1]:
-            raise ConfigError(
-                "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
-                "output the logits; change the network, or choose a method that keeps no part of it, such as fedavg"
-            )
-        head = (weight.name, bias.name)
-        return Layout(tensors=tuple(t for t in self.tensors if (t.name in head) == (part is Part.HEAD)))
-
-    def kept(self, keep: Keep) -> Layout:
-        """The tensors that a device keeps for itself: those of a part, a whole model, a second head, or "offset" (D,).
-
-        Raises:
-            ConfigError: the network has no head.
-        """
-        match keep:
-            case KeepPart(private=part):
-                return self.part(part)
-            case KeepModel():
-                return self
-        head = self.part(Part.HEAD)
-        if isinstance(keep, KeepOffset):
-            return Layout(tensors=(TensorInfo(name="offset", shape=head.tensors[0].shape[1:]),))
-        return head
+        chosen = self.select(selector).tensors
+        others = tuple(t for t in self.tensors if t not in chosen)
+        if not others:
+            raise ConfigError(f"{','.join(selector)} selects all tensors of the network: none is left to share")
+        return Layout(tensors=others)
 
     @property
     def n_params(self) -> int:
@@ -118,6 +128,25 @@ class Model:
     params: Floats
     buffers: Floats
     counters: NDArray[np.int64]
+
+
+def _chosen(tensors: Sequence[TensorInfo], selector: Selector) -> tuple[TensorInfo, ...]:
+    wanted = [pattern for pattern in selector if not pattern.startswith("!")]
+    left_out = [pattern[1:] for pattern in selector if pattern.startswith("!")]
+    return tuple(
+        t
+        for t in tensors
+        if (any(map(t.matches, wanted)) or (left_out and not wanted)) and not any(map(t.matches, left_out))
+    )
+
+
+def _missing(pattern: str) -> str:
+    if pattern == "head":
+        return (
+            "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
+            "output the logits; change the network, or choose a method that keeps no part of it, such as fedavg"
+        )
+    return f"the network has no layer {pattern!r}: a selector takes head, norm, conv, linear, or names such as layer1.*"
 
 
 def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:

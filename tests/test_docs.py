@@ -13,19 +13,8 @@ import pytest
 from msgspec import Struct
 
 from coordinator.options import check, method_and_options, parsed
-from fedge.messages import (
-    Action,
-    BlobRef,
-    Capabilities,
-    Context,
-    Health,
-    Message,
-    Quality,
-    Report,
-    Result,
-    Status,
-    Want,
-)
+from fedge.messages import BlobRef, Capabilities, Context, Health, Message, Quality, Report, Status, Want
+from fedge.step import Action, Result
 from tests.support import method_reference
 from tests.support.cli_reference import commands, reference
 

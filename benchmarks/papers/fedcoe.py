@@ -54,14 +54,16 @@ from numpy.typing import NDArray
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, State, make
+from coordinator.methods import MethodSettings, Server, State, make
 from coordinator.methods.fedcoe import FedCoE, FedCoEState
 from coordinator.reserved import ReservedSet
 from edge_agent.worker import Worker
-from fedge.messages import Codec, Sgd, Train, Trained, blobs_of
+from fedge.messages import Codec, blobs_of
 from fedge.models import initial
 from fedge.models.training import Network, Trainer, torch_device
 from fedge.processor import Processor
+from fedge.sgd import Sgd
+from fedge.steps.train import Train, Trained
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import DeviceData, pool
 from fedge.tensors import Layout, Model, unflatten
@@ -298,7 +300,7 @@ class Trial:
         settings = MethodSettings(
             rounds=self.rounds, sgd=sgd, codec=codec, seed=self.seed, train_on=self.train_on, options=options
         )
-        method = make(name, settings, task=self.task, reserved=self.split.reserved)
+        method = make(name, settings, Server(self.task, self.split.reserved))
         state = method.initial(self.layout, fleet.put(unflatten(start, self.layout)))
         for number in range(1, self.rounds + 1):
             fleet.round = number

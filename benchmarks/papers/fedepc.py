@@ -54,10 +54,11 @@ from coordinator.methods import MethodSettings, State, make
 from coordinator.methods.fedepc import Description, FedEpcState
 from edge_agent.sparsity import sparsity_profile
 from edge_agent.worker import Worker
-from fedge.messages import Codec, Sgd, blobs_of
+from fedge.messages import Codec, blobs_of
 from fedge.models import initial
 from fedge.models.training import Network
 from fedge.processor import Processor
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, partition, pool
 from fedge.tensors import unflatten

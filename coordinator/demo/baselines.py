@@ -19,9 +19,9 @@ from coordinator.methods import MethodSettings, RoundSummary, make
 from coordinator.methods.local import learn_alone
 from edge_agent.worker import Worker
 from fedge import bundle
-from fedge.messages import Installed
 from fedge.models import initial
 from fedge.models.training import Network
+from fedge.steps.install import Installed
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, flatten, from_bytes, unflatten
@@ -61,7 +61,7 @@ async def learn(
 
     shared, alone = fleet("fedavg"), fleet("local")
     method = make("fedavg+ft", settings)
-    state = await run(method, method.initial(layout, shared.put(unflatten(first, layout))), shared)
+    state = await run(method, method.init(layout, shared.put(unflatten(first, layout))), shared)
     steps = {i: settings.sgd.steps_for(own.n_shared) * participations.get(i, 0) for i, own in data.items()}
     local = await learn_alone(alone, alone.put(unflatten(first, layout)), settings.sgd, steps)
     return Baselines(

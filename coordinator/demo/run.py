@@ -26,11 +26,11 @@ from coordinator.service import METHOD_NAMES, NO_OPTIONS
 from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.errors import TransportError
-from fedge.messages import Part, Role
+from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 from fedge.tasks import Share, partition, pool, set_apart, share_data, write_share, write_task
-from fedge.tensors import Layout, Model, Tensors, flatten, from_bytes
+from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
@@ -385,7 +385,7 @@ def best_expert(folder: Path, layout: Layout) -> Model:
         if manifest.pool.trunk is None:
             return flatten(own, layout)
         trunk = tensors(manifest.pool.trunk)
-        head = (tensor.name for tensor in layout.part(Part.HEAD).tensors)
+        head = (tensor.name for tensor in layout.select(HEAD).tensors)
         added = {name: np.add(trunk[name], own[short]) for name, short in zip(head, ("weight", "bias"), strict=True)}
         return flatten(trunk | added, layout)
     candidates = {candidate.role: candidate for candidate in manifest.candidates}

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.messages import Action, BlobRef, Codec, Context, Order, Result
+from fedge.messages import BlobRef, Codec, Context, Order, Report
+from fedge.step import Action, Refusal, Result, body_of, read_result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
 
@@ -28,7 +29,8 @@ class Device:
     `incarnation`: of its agent, new at each start of it, and of the bundle that drifts, if one does. Where it differs
     from before, the device may not be what it was; a connection that was lost and came back changes nothing.
     `trains`: False for an inference-only device. `drift`: its runtime says that what it sees has left its bundle's
-    reference.
+    reference. `steps`: what it can be asked, by name the version; None: all there is. `release`: the highest of a
+    bundle that it has had.
     """
 
     id: str
@@ -37,6 +39,12 @@ class Device:
     incarnation: str = ""
     trains: bool = True
     drift: bool = False
+    steps: Mapping[str, int] | None = None
+    release: int = 0
+
+    def knows(self, action: Action) -> bool:
+        """Whether the device can be asked this."""
+        return self.steps is None or self.steps.get(action.STEP) == action.VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +60,40 @@ def order_for(
     run: str,
     seed: int,
     round_number: int,
-    step: str,
+    label: str,
     device_id: str,
-    task: TaskSpec,
+    task_fingerprint: str,
     action: Action,
     *,
     deadline: float,
 ) -> Order:
-    """The order for one action: the same run, round, step and device always give the same id and seed."""
-    name = f"{run}.{round_number}.{step}.{device_id}"
-    entropy = hashlib.sha256(f"{seed}.{round_number}.{step}.{device_id}".encode()).digest()
+    """The order for one action: the same run, round, label and device always give the same id and seed."""
+    entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
     return Order(
-        id=name,
+        id=f"{run}.{round_number}.{label}.{device_id}",
         device_id=device_id,
+        run=run,
         round=round_number,
-        step=step,
+        label=label,
         seed=int.from_bytes(entropy[:6]),
-        task_fingerprint=task.fingerprint(),
+        task_fingerprint=task_fingerprint,
         deadline=deadline,
-        action=action,
+        step=action.STEP,
+        version=action.VERSION,
+        body=body_of(action),
     )
+
+
+def checked(action: Action, report: Report, task: TaskSpec) -> Result:
+    """What a report says, if it answers the action in this task; its tensors are checked when they are decoded.
+
+    Raises:
+        ProtocolError: `malformed`, `not-finite`, `wrong-result`, or what the step's own check says.
+    """
+    result = read_result(report, action)
+    if not isinstance(result, Refusal):
+        action.check(result, task)
+    return result
 
 
 def require_sendable(actions: Iterable[Action]) -> None:
@@ -82,8 +104,8 @@ def require_sendable(actions: Iterable[Action]) -> None:
     """
     for action in {id(action): action for action in actions}.values():  # most of a step share one
         try:
-            msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=Action)
-        except (msgspec.ValidationError, OverflowError) as error:
+            msgspec.msgpack.decode(body_of(action), type=type(action))
+        except (msgspec.ValidationError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"no order can say this: {error}; change the option of the method that sets it"
             ) from error
@@ -100,11 +122,12 @@ class Fleet(Protocol):
     def inference_only(self) -> tuple[Device, ...]:
         """Those that cannot train, by ascending id, of the same snapshot: for `Route` and `InstallBundle` alone."""
 
-    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Have each device do its action; answers by ascending device id, one for each action.
 
-        `step` is unique within the round. Returns when all have answered, or at the round's deadline. Called again
-        after a crash with the same step and actions it repeats nothing that was already answered.
+        `label` is unique within the round. A device that does not know a step is not asked: its answer is
+        `Unsupported`. Returns when all have answered, or at the round's deadline. Called again
+        after a crash with the same label and actions it repeats nothing that was already answered.
         """
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:

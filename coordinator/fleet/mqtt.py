@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, order_for, require_sendable
-from coordinator.fleet.checks import check
+from coordinator.fleet import Answer, Device, checked, order_for, require_sendable
 from coordinator.fleet.orders import (
     CLOSED,
     Accept,
@@ -38,33 +37,27 @@ from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.proportion import without_outliers
 from coordinator.registry import MAX_DEVICES, Registry
-from coordinator.store import EXPIRED, Entry, Store
+from coordinator.store import EXPIRED, Store
 from coordinator.store import Status as OrderStatus
 from fedge import codec
 from fedge.background import Background
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.messages import (
     Ack,
-    Action,
     BlobRef,
     Codec,
     Context,
-    Declined,
-    Failed,
     Health,
     Order,
-    PrivateShared,
+    Outcome,
     Report,
-    Result,
-    SharePrivate,
     Status,
-    Train,
-    Trained,
     Want,
     blobs_of,
     decode,
     encode,
 )
+from fedge.step import Action, Refusal, Unsupported, installed_steps, read_action, read_result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
 from fedge.topics import Topics
@@ -134,6 +127,8 @@ class MqttFleet:
         self._run = run
         self.task = task
         self._layout = layout
+        self._fingerprint = task.fingerprint()
+        self._actions: dict[str, Action] = {}  # of the present step, by order
         self._seed = seed
         self._deadline_s = deadline_s
         self._observe = observe
@@ -219,17 +214,23 @@ class MqttFleet:
         for past in range(max(number - RECALLED_ROUNDS, 1), number + 1) if self._round == 0 else ():
             self._n_samples = {device.id: device.n_samples for device in self._store.snapshot(past) or ()}
             for entry in self._store.entries(past):
-                result = entry.report.result if entry.report else None
-                self._learn(entry.order, result, entry.report.seconds if entry.report else 0.0)
-                if reason := entry.reason or _trouble(result):
+                if entry.report is not None and entry.report.outcome is Outcome.DONE:
+                    self._recall(entry.order, entry.report.seconds)
+                if reason := entry.reason or _trouble(entry.report):
                     self._keep_problem(entry.order.device_id, Problem(round=past, reason=reason))
         self._round, self._devices = number, devices
         self._n_samples = {device.id: device.n_samples for device in devices}
 
-    def _learn(self, order: Order, result: Result | None, seconds: float) -> None:
+    def _recall(self, order: Order, seconds: float) -> None:
+        """How fast a device was, as far as its step is installed here."""
+        action = read_action(order, installed_steps())
+        if not isinstance(action, Unsupported):
+            self._paces.note(order.device_id, self._work(order.device_id, action), seconds)
+
+    def _learn(self, device_id: str, action: Action, answer: Answer) -> None:
         """How fast a device is."""
-        if result is not None and not isinstance(result, Declined | Failed):
-            self._paces.note(order.device_id, self._work(order.device_id, order.action), seconds)
+        if answer.result is not None and not isinstance(answer.result, Refusal):
+            self._paces.note(device_id, self._work(device_id, action), answer.seconds)
 
     def _work(self, device_id: str, action: Action) -> float:
         return work_of(action, self._n_samples.get(device_id, 0))
@@ -249,33 +250,43 @@ class MqttFleet:
         """Those of the snapshot that do not."""
         return tuple(device for device in self._devices if not device.trains)
 
-    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadlines."""
         require_sendable(actions.values())
-        works = {device: self._work(device, action) for device, action in actions.items()}
+        known = {device.id: device for device in self._devices}
+        unsupported = {i: self._unsupported(i, action) for i, action in actions.items() if not known[i].knows(action)}
+        works = {i: self._work(i, action) for i, action in actions.items() if i not in unsupported}
         now = time.time()
         deadlines = {i: now + s for i, s in self._paces.allowed_s(works, least_s=self._deadline_s).items()}
         entries = self._store.write_orders(
             order_for(
-                self._run, self._seed, self._round, step, device, self.task, actions[device], deadline=deadlines[device]
+                self._run,
+                self._seed,
+                self._round,
+                label,
+                device,
+                self._fingerprint,
+                actions[device],
+                deadline=deadlines[device],
             )
-            for device in sorted(actions)
+            for device in sorted(deadlines)
         )
         still_open = [
             msgspec.structs.replace(entry.order, deadline=deadlines[device])
             for device, entry in entries.items()
             if entry.status is OrderStatus.OPEN
         ]
+        self._actions = {entry.order.id: actions[device] for device, entry in entries.items()}
         self._offered = {ref.digest for action in actions.values() for ref in blobs_of(action)}
         self._book = OrderBook(still_open)
         self._decide(Tick())
         while not self._book.done:
             await self._wait(self._book.next_wakeup())
             self._decide(Tick())
-        found = [_answer(device, self._store.entry(entry.order.id)) for device, entry in entries.items()]
-        for answer in found:
-            self._learn(entries[answer.device_id].order, answer.result, answer.seconds)
-        answers = {answer.device_id: answer for answer in found}
+        found = {i: self._answer(i, actions[i], entry.order.id) for i, entry in entries.items()}
+        for i, answer in found.items():
+            self._learn(i, actions[i], answer)
+        answers = dict(sorted((found | unsupported).items()))
         answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self._norms_of)
         self._norms.clear()
         for device, error in refused.items():
@@ -289,6 +300,20 @@ class MqttFleet:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._or_failure(self._something_happened.wait())
+
+    def _answer(self, device: str, action: Action, order_id: str) -> Answer:
+        entry = self._store.entry(order_id)
+        report = entry.report if entry else None
+        return Answer(device, None) if report is None else Answer(device, read_result(report, action), report.seconds)
+
+    def _unsupported(self, device: str, action: Action) -> Answer:
+        """The answer of a device that is not asked, since its status says that it does not know the step."""
+        reason = (
+            f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
+        )
+        log.warning("event=unsupported device=%s step=%s reason=%r", device, action.STEP, reason)
+        self._note_problem(device, reason)
+        return Answer(device, Unsupported(reason=reason))
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""
@@ -416,13 +441,12 @@ class MqttFleet:
                 self._checks[order.id] = self._background.spawn(self._check(order, report))
             case Accept(report):
                 self._store.accept(report, time.time())
-                kind = type(report.result).__name__
+                kind = str(report.outcome)
                 self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
-                if reason := _trouble(report.result):
+                if reason := _trouble(report):
                     log.warning(
-                        "event=order_%s device=%s order=%s reason=%r",
-                        kind.lower(), report.device_id, report.order_id, reason,
-                    )  # fmt: skip
+                        "event=order_%s device=%s order=%s reason=%r", kind, report.device_id, report.order_id, reason
+                    )
                     self._note_problem(report.device_id, reason)
             case Reject(order, reason):
                 self._store.reject(order.id, reason, time.time())
@@ -456,17 +480,14 @@ class MqttFleet:
             self._under_way.discard((topic, payload))
 
     async def _check(self, order: Order, report: Report) -> None:
-        """Fetch the update that a report names, and see that it is one."""
+        """See that a report answers its order, and fetch and check the tensors that it brings."""
         error = None
+        action = self._actions[order.id]
         try:
-            check(order.action, report.result, self.task)
-            match order.action, report.result:
-                case Train() as action, Trained() as result:
-                    await self._fetch(result.update, order.device_id, self._layout.part(action.part))
-                case SharePrivate() as action, PrivateShared() as shared:
-                    await self._fetch(shared.module, order.device_id, self._layout.kept(action.keep))
-                case _:
-                    pass
+            result = checked(action, report, self.task)
+            if not isinstance(result, Refusal):
+                for ref, layout in action.uploads(result, self._layout).items():
+                    await self._fetch(ref, order.device_id, layout)
         except ProtocolError as refusal:
             self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
             error = str(refusal)
@@ -515,11 +536,6 @@ class MqttFleet:
             waiting.cancel()
 
 
-def _trouble(result: Result | None) -> str:
+def _trouble(report: Report | None) -> str:
     """Why a device did not do what it was asked; empty: it did, or said nothing."""
-    return f"{type(result).__name__.lower()}: {result.reason}" if isinstance(result, Declined | Failed) else ""
-
-
-def _answer(device: str, entry: Entry | None) -> Answer:
-    report = entry.report if entry else None
-    return Answer(device, report.result if report else None, report.seconds if report else 0.0)
+    return "" if report is None or report.outcome is Outcome.DONE else f"{report.outcome}: {report.reason}"

@@ -1,8 +1,8 @@
 """How long a device takes for an order, from what it took before: no order is cut off that would have been answered.
 
-Work is counted in forward passes of one sample (`clock.passes`). A device tells only how many samples it shares, so all
-three of its sets count as that many. A device's pace is that of the most laborious order that it has answered: in the
-short ones the network and the start of torch weigh too much.
+Work is counted in forward passes of one sample (`Action.passes`). A device tells only how many samples it shares, so
+all three of its sets count as that many. A device's pace is that of the most laborious order that it has answered: in
+the short ones the network and the start of torch weigh too much.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
-from coordinator.fleet.clock import passes
-from fedge.messages import Action
+from fedge.step import Action
 
 ROOM: Final = 4.0
 """An order may take so many times what the device's pace says: of its samples we know a part, and it may be busy."""
@@ -24,7 +23,7 @@ A_BATCH: Final = 32
 def work_of(action: Action, n_samples: int) -> float:
     """Forward passes of an order on a device with `n_samples` that are not sensitive."""
     n = n_samples or A_BATCH
-    return passes(action, n_shared=n, n_train=n, n_val=n)
+    return action.passes(n, n, n)
 
 
 class Paces:

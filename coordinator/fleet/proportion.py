@@ -15,7 +15,9 @@ import numpy as np
 from coordinator.fleet import Answer
 from fedge.codec import Norms
 from fedge.errors import ProtocolError
-from fedge.messages import Action, BlobRef, Train, Trained
+from fedge.messages import BlobRef
+from fedge.step import Action
+from fedge.steps.train import Train, Trained
 from fedge.tensors import Layout
 
 FACTOR: Final = 100.0
@@ -79,11 +81,11 @@ def without_outliers(
     def norms_of_start(i: str) -> Norms:
         action = actions[i]
         assert isinstance(action, Train)
-        found = [norms_of(start.model, layout.part(action.part)) for start in action.starts]
+        found = [norms_of(start.model, layout.without(action.personal)) for start in action.starts]
         return max(params for params, _ in found), max(buffers for _, buffers in found)
 
     norms = {
-        i: norms_of(answer.result.update, layout.part(action.part))
+        i: norms_of(answer.result.update, layout.without(action.personal))
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }

@@ -1,6 +1,6 @@
 """A fleet of workers in this process: the same `edge_agent.worker.Worker` that devices run, without a network.
 
-Orders of a step are carried out together where that is faster (`edge_agent.together`); time is that of a simulated
+Orders of a step are carried out together where that is faster (`edge_agent.batched`); time is that of a simulated
 clock. Not durable on purpose: a simulation that dies is started again. Everything is deterministic for a seed.
 """
 
@@ -18,17 +18,17 @@ from coordinator.fleet import Answer, Device, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.proportion import without_outliers
 from coordinator.methods import Method, S
-from edge_agent import together
-from edge_agent.cold_start import InferenceWorker
-from edge_agent.outcome import CACHED_MODELS, Outcome, Unpacked
-from edge_agent.sending import in_one_process
-from edge_agent.worker import Worker
+from edge_agent import batched
+from edge_agent.device import CACHED_MODELS, Unpacked
+from edge_agent.encoding import in_one_process
+from edge_agent.worker import Finished, Worker
 from fedge import codec
 from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
-from fedge.messages import Action, BlobRef, Codec, Context, blobs_of
+from fedge.messages import BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
+from fedge.step import Action, Unsupported
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
 
@@ -37,11 +37,7 @@ log = logging.getLogger("fedge.coordinator")
 GIVEN_UP_S: Final = 60.0
 """What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
 INSTANT: Final = Hardware()
-
-
-def one_by_one(jobs: Sequence[together.Job]) -> list[Outcome]:
-    """Each worker alone, as on its device."""
-    return [job.alone() for job in jobs]
+RUN: Final = "simulation"
 
 
 class SimulatedFleet:
@@ -53,25 +49,25 @@ class SimulatedFleet:
     Args:
         task: what is learned.
         layout: of the model.
-        workers: by device id; `InferenceWorker` for devices that do not train.
+        workers: by device id.
         seed: of orders and of the clock.
         hardware: what each device is; those not named, and without it all, take no time and are always there.
         deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
         arrives: the first round in which a device is there; those not named are there from the beginning.
-        execute: how the orders of a step are carried out; `one_by_one` gives what devices give to the last bit.
+        execute: how the orders of a step are carried out; `batched.one_by_one` gives what devices give to the last bit.
     """
 
     def __init__(
         self,
         task: TaskSpec,
         layout: Layout,
-        workers: Mapping[str, Worker | InferenceWorker],
+        workers: Mapping[str, Worker],
         *,
         seed: int,
         hardware: Mapping[str, Hardware] | None = None,
         deadline_s: float | None = None,
         arrives: Mapping[str, int] | None = None,
-        execute: Callable[[Sequence[together.Job]], list[Outcome]] = together.execute,
+        execute: Callable[[Sequence[batched.Job]], list[Finished]] = batched.execute,
     ) -> None:
         tune_malloc(large=True)
         self.round = 0
@@ -81,6 +77,7 @@ class SimulatedFleet:
         self.workers = dict(sorted(workers.items()))
         self.task = task
         self._layout = layout
+        self._fingerprint = task.fingerprint()
         self._seed = seed
         self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
         self._timed = hardware is not None
@@ -97,7 +94,7 @@ class SimulatedFleet:
         return tuple(
             Device(i, worker.data.n_shared, self._context(i, worker.data.n_shared))
             for i, worker in self._present().items()
-            if isinstance(worker, Worker)
+            if worker.trains
         )
 
     def inference_only(self) -> tuple[Device, ...]:
@@ -105,7 +102,7 @@ class SimulatedFleet:
         return tuple(
             Device(i, 0, self._context(i, 0), trains=False)
             for i, worker in self._present().items()
-            if not isinstance(worker, Worker)
+            if not worker.trains
         )
 
     def _context(self, device_id: str, n_samples: int) -> Context | None:
@@ -120,7 +117,7 @@ class SimulatedFleet:
             n_samples=n_samples,
         )
 
-    def _present(self) -> dict[str, Worker | InferenceWorker]:
+    def _present(self) -> dict[str, Worker]:
         """The Markov chain of each device, from its first round to this one."""
         if self.round < self._there_in:
             self._there, self._there_in = {}, -1
@@ -135,25 +132,21 @@ class SimulatedFleet:
     def _arrived(self, device_id: str) -> bool:
         return self.round >= self._arrives.get(device_id, 0)
 
-    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         require_sendable(actions.values())
         present = self._present()
-        reached = [i for i in sorted(actions) if i in present and not self._drops(step, i)]
-        jobs = [
-            together.Job(
-                self.workers[i],
-                order_for("simulation", self._seed, self.round, step, i, self.task, actions[i], deadline=0.0),
-                self._bytes,
-            )
-            for i in reached
-        ]
+        unsupported = {i for i in actions if not self.workers[i].knows(actions[i])}
+        reached = [i for i in sorted(actions) if i in present and i not in unsupported and not self._drops(label, i)]
+        jobs = [self._job(label, i, actions[i]) for i in reached]
         with volatile(), in_one_process():
-            outcomes = dict(zip(reached, self._execute(jobs), strict=True))
+            finished = dict(zip(reached, self._execute(jobs), strict=True))
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
-            if i in outcomes:
-                answers[i] = self._answer(step, i, actions[i], outcomes.pop(i))
+            if i in finished:
+                answers[i] = self._answer(label, i, actions[i], finished.pop(i))
+            elif i in unsupported:
+                answers[i] = Answer(i, Unsupported(reason=f"{i} does not know step {actions[i].STEP}"))
             else:
                 answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
         answers, refused = without_outliers(answers, actions, self._layout, self._norms)
@@ -163,22 +156,26 @@ class SimulatedFleet:
         await asyncio.sleep(0)  # lets Ctrl-C in
         return answers
 
-    def _drops(self, step: str, device_id: str) -> bool:
-        own = self._hardware[device_id]
-        return clock.dropped(own, seed=self._seed, round_number=self.round, step=step, device=device_id)
+    def _job(self, label: str, device_id: str, action: Action) -> batched.Job:
+        order = order_for(RUN, self._seed, self.round, label, device_id, self._fingerprint, action, deadline=0.0)
+        return batched.Job(self.workers[device_id], order, action, self._bytes)
 
-    def _answer(self, step: str, device_id: str, action: Action, outcome: Outcome) -> Answer:
+    def _drops(self, label: str, device_id: str) -> bool:
+        own = self._hardware[device_id]
+        return clock.dropped(own, seed=self._seed, round_number=self.round, label=label, device=device_id)
+
+    def _answer(self, label: str, device_id: str, action: Action, finished: Finished) -> Answer:
         """The answer as it comes in, or none if it is late; what a late device sent is not kept."""
         bytes_down = self._downloaded(device_id, action)
         self.bytes_down += bytes_down
-        bytes_up = sum(ref.size_bytes for ref in blobs_of(outcome.result))
+        bytes_up = sum(ref.size_bytes for ref in blobs_of(finished.result))
         self.bytes_up += bytes_up
-        taken = self._seconds(step, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
+        taken = self._seconds(label, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
         if self._deadline_s is not None and taken > self._deadline_s:
             return Answer(device_id, None, self._deadline_s)
-        self._blobs |= outcome.blobs
-        self._blobs |= outcome.unpacked
-        return Answer(device_id, outcome.result, taken)
+        self._blobs |= finished.blobs
+        self._blobs |= finished.unpacked
+        return Answer(device_id, finished.result, taken)
 
     def _downloaded(self, device_id: str, action: Action) -> int:
         """Bytes of the models that an order names and its device does not have from the orders before."""
@@ -188,13 +185,12 @@ class SimulatedFleet:
         self._held[device_id] = [*others[-CACHED_MODELS:], *named]
         return missing
 
-    def _seconds(self, step: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
+    def _seconds(self, label: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
         worker = self.workers[device_id]
         work = 0.0  # without torch: a few calls of ONNX Runtime
-        if isinstance(worker, Worker):
+        if action.TRAINS:
             data = worker.data
-            n = clock.passes(action, n_shared=data.n_shared, n_train=data.n_train, n_val=len(data.y_val))
-            work = n * flops(worker.network)
+            work = action.passes(data.n_shared, data.n_train, len(data.y_val)) * flops(worker.network)
         return clock.seconds(
             self._hardware[device_id],
             work=work,
@@ -202,7 +198,7 @@ class SimulatedFleet:
             bytes_up=bytes_up,
             seed=self._seed,
             round_number=self.round,
-            step=step,
+            label=label,
             device=device_id,
         )
 
@@ -251,7 +247,7 @@ async def run(method: Method[S], state: S, fleet: SimulatedFleet, on_round: Call
     """Run a method to its end on a simulated fleet; `on_round` is given the state after each round."""
     while not method.done(state):
         fleet.round = state.round + 1
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)})
         on_round(state)
     return state

@@ -1,8 +1,8 @@
 """Methods: one paper, one file that reads like its pseudocode.
 
-A method is an explicit state and a function from one round to the next. The state is a frozen struct of plain values,
-arrays and references to stored tensors; `dump` and `load` turn it into bytes and back. All random numbers of a round
-come from (seed, round), so a round that is run again after a crash writes the same orders.
+A method is an explicit state and a function from one round to the next, over the steps of `fedge.steps`. The state is a
+frozen struct of plain values, arrays and references to stored tensors; `dump` and `load` turn it into bytes and back.
+All random numbers of a round come from (seed, round), so a round that is run again after a crash writes equal orders.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import difflib
 import logging
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args, get_origin
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -23,23 +25,15 @@ from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import (
-    Action,
-    BlobRef,
-    Codec,
-    Declined,
-    FineTune,
-    Install,
-    InstallBundle,
-    Installed,
-    Keep,
-    Part,
-    Sgd,
-    Trained,
-)
+from fedge.messages import BlobRef, Codec
 from fedge.processor import Processor
+from fedge.sgd import Sgd
+from fedge.step import Action, Declined
+from fedge.steps.install import FineTune, Install, Installed
+from fedge.steps.install_bundle import InstallBundle
+from fedge.steps.train import Trained
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, from_bytes, to_bytes
+from fedge.tensors import Layout, Selector, from_bytes, to_bytes
 
 log = logging.getLogger("fedge.method")
 
@@ -113,78 +107,125 @@ class State(Struct, frozen=True, kw_only=True):
 
 
 S = TypeVar("S", bound=State)
+R = TypeVar("R")
 
 
-class Method(Protocol[S]):
-    """One way to learn. `round` is called until `done`; the last one leaves a bundle on each device."""
+class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """There are none."""
 
-    name: str
-    settings: MethodSettings
-
-    @property
-    def Options(self) -> type[Struct]:  # noqa: N802 - a class
-        """What a configuration may set in the table [method], or `--option NAME=VALUE`."""
-
-    def initial(self, layout: Layout, model: BlobRef) -> S:
-        """The state before round 1; `model` is the common initial model."""
-
-    async def round(self, state: S, fleet: Fleet) -> S:
-        """Do round `state.round + 1`."""
-
-    def done(self, state: S) -> bool:
-        """Whether nothing is left to do."""
-
-    def serves(self, state: S, device_id: str) -> BlobRef:
-        """The shared model that the device would be given now (what it kept for itself comes on top of it)."""
-
-    def summary(self, state: S) -> dict[str, Any]:
-        """What a person or a plot wants to know, as JSON values."""
-
-
-METHODS: Final = {
-    "cfic": "coordinator.methods.cfic:Cfic",
-    "dbe": "coordinator.methods.dbe:Dbe",
-    "ditto": "coordinator.methods.ditto:Ditto",
-    "fedavg": "coordinator.methods.fedavg:FedAvg",
-    "fedavgm": "coordinator.methods.fedavgm:FedAvgM",
-    "fedcoe": "coordinator.methods.fedcoe:FedCoE",
-    "fedepc": "coordinator.methods.fedepc:FedEpc",
-    "fedge": "coordinator.methods.fedge:Fedge",
-    "fedper": "coordinator.methods.fedper:FedPer",
-    "fedprox": "coordinator.methods.fedprox:FedProx",
-    "fedrep": "coordinator.methods.fedrep:FedRep",
-    "fedrod": "coordinator.methods.fedrod:FedRod",
-    "lg-fedavg": "coordinator.methods.lg_fedavg:LgFedAvg",
-    "local": "coordinator.methods.local:Local",
-    "pm-moe": "coordinator.methods.pm_moe:PmMoe",
-    "scmoe-pfl": "coordinator.methods.scmoe_pfl:ScmoePfl",
-}
-"""Name -> where its class is; imported when it is asked for."""
-FINE_TUNED: Final = "+ft"
-WITH_RESERVED_SET: Final = frozenset({"fedcoe", "fedepc"})
-"""Methods that are given the task and the server's labelled samples."""
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
-def make(
-    name: str, settings: MethodSettings, *, task: TaskSpec | None = None, reserved: Samples | None = None
-) -> Method[Any]:
-    """The method of that name; "fedavg+ft" is "fedavg" with fine-tuning at the end.
+class Server(NamedTuple):
+    """What the server has besides devices: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
 
-    `reserved`: model inputs (n, *input_shape) and labels (n,) on the server; `fedcoe` needs them and the
-    task, `fedepc` where its extractor is to be trained on them.
+    task: TaskSpec | None = None
+    samples: Samples | None = None
+
+
+NO_DATA: Final = Server()
+
+
+class Method(Generic[S]):
+    """One way to learn: the server half, over the steps that it composes.
+
+    A method of your own says its `name`, its `Options` if it has any, its `State`, and `round`. By default R rounds of
+    training are followed by one in which every device installs what it is served.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type[Struct]] = NoOptions
+    NO_FINE_TUNING: ClassVar[str] = ""
+    """Why "+ft" makes no sense; empty: it does."""
+    WELCOMES: ClassVar[bool] = False
+    """Whether `welcome` has something for devices that come after the end."""
+
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        self.settings = settings
+        self.server = server
+        self.options: Any = options_of(settings, self.Options)
+        if settings.fine_tune and self.NO_FINE_TUNING:
+            raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
+
+    def init(self, layout: Layout, model: BlobRef) -> S:
+        """The state before round 1; `model` is the common initial model."""
+        raise NotImplementedError
+
+    async def round(self, state: S, fleet: Fleet) -> S:
+        """Train: do round `state.round + 1`."""
+        raise NotImplementedError
+
+    def serves(self, state: S, device_id: str) -> BlobRef:
+        """The shared model that the device would be given now (what it kept for itself comes on top of it)."""
+        raise NotImplementedError
+
+    async def finish(self, state: S, fleet: Fleet) -> S:
+        """The last round: leave a bundle on each device."""
+        return await install(self, state, fleet)
+
+    async def welcome(self, state: S, fleet: Fleet) -> S:
+        """A bundle for each device that comes after the end."""
+        raise NotImplementedError
+
+    async def advance(self, state: S, fleet: Fleet) -> S:
+        """Do the next round, whatever it is."""
+        return await (self.finish if state.round == self.settings.rounds else self.round)(state, fleet)
+
+    def done(self, state: S) -> bool:
+        """Whether nothing is left to do: R rounds of training and the last one."""
+        return state.round > self.settings.rounds
+
+    def summary(self, state: S) -> dict[str, Any]:
+        """What a person or a plot wants to know, as JSON values."""
+        return {
+            "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
+            "round": min(state.round, self.settings.rounds),
+            "rounds": self.settings.rounds,
+            "done": self.done(state),
+            "history": msgspec.to_builtins(state.history),
+            "selection": state.participations,
+            "installed": msgspec.to_builtins(state.installed),
+            "split": False,
+            "clusters": {},
+        }
+
+
+FINE_TUNED: Final = "+ft"
+GROUP: Final = "fedge.methods"
+"""Entry points of installed packages, ours among them, that name a `Method` each."""
+
+
+@cache
+def installed_methods() -> Mapping[str, EntryPoint]:
+    """The methods of all installed packages, by name; each is imported when it is asked for."""
+    return {point.name: point for point in sorted(entry_points(group=GROUP))}
+
+
+def method_class(name: str) -> type[Method[Any]]:
+    """The method of that name, or of that path: `package.module:Class`; "+ft" at the end does not matter.
 
     Raises:
-        ConfigError: there is none, or it has no such option; the text lists them.
+        ConfigError: there is none; the text lists those that are installed.
     """
     base = name.removesuffix(FINE_TUNED)
-    if base not in METHODS:
-        raise ConfigError(f"there is no method {name!r}; choose one of {', '.join(sorted(METHODS))}")
-    tuned = msgspec.structs.replace(settings, fine_tune=settings.fine_tune or base != name)
-    kind = load_object(METHODS[base])
-    method: Method[Any] = kind(tuned, task, reserved) if base in WITH_RESERVED_SET else kind(tuned)
-    return method
+    known = installed_methods()
+    if ":" not in base and base not in known:
+        raise ConfigError(f"there is no method {name!r}; {nearest(base, list(known), 'choose one of')}")
+    kind = load_object(base) if ":" in base else known[base].load()
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ConfigError(f"{base} is no method: it must be a subclass of coordinator.methods.Method")
+    return kind
+
+
+def make(name: str, settings: MethodSettings, server: Server = NO_DATA) -> Method[Any]:
+    """The method of that name or path; "fedavg+ft" is "fedavg" with fine-tuning at the end.
+
+    Raises:
+        ConfigError: there is none, or it has no such option, or it lacks something of the server.
+    """
+    kind = method_class(name)
+    return kind(msgspec.structs.replace(settings, fine_tune=settings.fine_tune or name.endswith(FINE_TUNED)), server)
 
 
 OwnOptions = TypeVar("OwnOptions", bound=Struct)
@@ -276,15 +317,15 @@ ATTEMPTS: Final = 3
 """How often a device is asked for the steps that end in its bundle: without them all of its work was for nothing."""
 
 
-async def insist(fleet: Fleet, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+async def insist(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
     """`fleet.run`, and the same again, `ATTEMPTS` times in all, for the devices from which nothing acceptable came."""
-    answers = await fleet.run(step, actions)
+    answers = await fleet.run(label, actions)
     for attempt in range(2, ATTEMPTS + 1):
         missing = {i: action for i, action in actions.items() if answers[i].result is None}
         if not missing:
             break
-        log.warning("event=asked_again step=%s attempt=%d devices=%s", step, attempt, sorted(missing))
-        answers |= await fleet.run(f"{step}-{attempt}", missing)
+        log.warning("event=asked_again label=%s attempt=%d devices=%s", label, attempt, sorted(missing))
+        answers |= await fleet.run(f"{label}-{attempt}", missing)
     return answers
 
 
@@ -292,56 +333,59 @@ async def install(
     method: Method[Any],
     state: S,
     fleet: Fleet,
-    release: int = 1,
     *,
     among: Container[str] | None = None,
     model: BlobRef | None = None,
-    part: Part = Part.ALL,
-    keep: Keep | None = None,
+    personal: Selector = (),
+    kept_by: str | None = None,
     initial: BlobRef | None = None,
 ) -> S:
     """The last round of a method whose devices run one model: each installs what it is served, or `model`.
 
     `among`: the devices that do; None: all, and if a whole model travels, a finished bundle for those without training.
-    `part`, `keep`, `initial`: as in `Install`.
+    `personal`, `kept_by`, `initial`: as in `Install`.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
     orders = {
         device.id: Install(
-            global_model=model or method.serves(state, device.id),
-            release=release,
+            model=model or method.serves(state, device.id),
             method=method.name,
-            part=part,
-            keep=keep,
+            personal=personal,
+            kept_by=kept_by,
             initial=initial,
             fine_tune=tuning if settings.fine_tune else None,
         )
         for device in fleet.devices()
         if among is None or device.id in among
     }
-    answers = await insist(fleet, "install", orders)
-    installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+    installed = results(await insist(fleet, "install", orders), Installed)
     state = msgspec.structs.replace(state, round=state.round + 1, installed=installed)
-    if among is not None or part is not Part.ALL:
+    if among is not None or personal:
         return state
-    served = {device.id: model or method.serves(state, device.id) for device in fleet.inference_only()}
-    return await equip(method, state, fleet, served, release)
+    return await equip(
+        method, state, fleet, {device.id: model or method.serves(state, device.id) for device in fleet.inference_only()}
+    )
 
 
-async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str, BlobRef], release: int = 1) -> S:
+async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str, BlobRef]) -> S:
     """A finished bundle for each device that does not train and has none: its model, with kappa = 0 (fedge.md 12).
 
     `models`: by device id; each is made into a bundle once.
     """
     new = {i: model for i, model in models.items() if i not in state.installed}
+    release = next_release(fleet)
     finished = {model: await _finished(method, state, fleet, model, release) for model in dict.fromkeys(new.values())}
     orders = {i: order for i, model in new.items() if (order := finished[model]) is not None}
     if not orders:
         return state
-    answers = await insist(fleet, "equip", orders)
-    installed = state.installed | {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+    installed = state.installed | results(await insist(fleet, "equip", orders), Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+
+def next_release(fleet: Fleet) -> int:
+    """Of a bundle that the server makes: higher than any that a device of the fleet has had."""
+    return 1 + max((device.release for device in (*fleet.devices(), *fleet.inference_only())), default=0)
 
 
 async def _finished(
@@ -359,19 +403,9 @@ async def _finished(
     return InstallBundle(files={name: fleet.put_bytes(data) for name, data in files.items()}, release=release)
 
 
-def summary_of(method: Method[S], state: S) -> dict[str, Any]:
-    """What every method's summary holds."""
-    return {
-        "method": method.name + (FINE_TUNED if method.settings.fine_tune else ""),
-        "round": min(state.round, method.settings.rounds),
-        "rounds": method.settings.rounds,
-        "done": method.done(state),
-        "history": msgspec.to_builtins(state.history),
-        "selection": state.participations,
-        "installed": msgspec.to_builtins(state.installed),
-        "split": False,
-        "clusters": {},
-    }
+def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
+    """What came of one kind, by ascending device id."""
+    return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
 
 
 def round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:

@@ -26,16 +26,17 @@ from coordinator.clustering import Clustering, aidc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
+    NO_DATA,
     Idle,
+    Method,
     MethodSettings,
+    Server,
     accepted,
     counted,
-    install,
-    options_of,
+    results,
     round_rng,
     sizes,
     summarise,
-    summary_of,
 )
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
@@ -48,9 +49,12 @@ from coordinator.methods.grouping import (
     of_profiles,
     told_directions,
 )
-from coordinator.methods.silence import HearingState, ask, awake, results
+from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.selection import Selection, ccmab, choose, cohort_size, stratified, uniform
-from fedge.messages import BlobRef, DescribeLabels, LabelsDescribed, Profiled, Start, Train, Trained
+from fedge.messages import BlobRef
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.profile import Profiled
+from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Layout, Model, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -113,7 +117,7 @@ class Description(Struct, frozen=True, kw_only=True):
     incarnation: str
 
 
-class CficState(HearingState, frozen=True, kw_only=True):
+class CficState(AskingState, frozen=True, kw_only=True):
     """`model`: w; `memory`: h, none is 0; `visits`: by cluster the last round in which a member was drawn.
 
     `extractor`: the common model, and `profiles` or `directions`: of clusters that are not of labels; `bandits`: by
@@ -131,31 +135,24 @@ class CficState(HearingState, frozen=True, kw_only=True):
     long_rounds: int = 0  # in a row, up to now
 
 
-class Cfic:
+class Cfic(Method[CficState]):
     """Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "cfic"
     Options: ClassVar[type[CficOptions]] = CficOptions
 
-    def __init__(self, settings: MethodSettings) -> None:
-        self.settings = settings
-        self.options = options_of(settings, CficOptions)
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        super().__init__(settings, server)
         self._by_label = self.options.clustering == "labels"
         self._unknown = 0 if self._by_label else settings.rounds // 3  # rounds in which no device has a cluster
         self._bandit = bandit_of(settings)
 
-    def initial(self, layout: Layout, model: BlobRef) -> CficState:
+    def init(self, layout: Layout, model: BlobRef) -> CficState:
         """The state before round 1."""
         return CficState(round=0, layout=layout, model=model)
 
-    def done(self, state: CficState) -> bool:
-        """R rounds of training and one of installing."""
-        return state.round > self.settings.rounds
-
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
-        """One round of Algorithm 1, or the installation."""
-        if state.round == self.settings.rounds:
-            return await install(self, state, fleet)
+        """One round of Algorithm 1."""
         r = state.round + 1
         if self.options.registration == "eager":
             state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
@@ -322,7 +319,7 @@ class Cfic:
 
     def summary(self, state: CficState) -> dict[str, Any]:
         """History, clusters by label feature, selection counts, bundles."""
-        return summary_of(self, state) | {
+        return super().summary(state) | {
             "clusters": {str(key): members for key, members in clusters(state, state.described).items()}
         }
 

@@ -8,19 +8,22 @@ and the mean of those means, weighted by samples, is fixed as g. If nobody answe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from coordinator.fleet import Fleet
-from coordinator.methods import Idle, MethodSettings, options_of
+from coordinator.methods import Idle, results
 from coordinator.methods.fedavg import FedAvgOptions
-from coordinator.methods.keeping import Keeping, KeepingState
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from fedge.errors import ConfigError
-from fedge.messages import MAX_FEATURES, BlobRef, FeaturesMeasured, KeepOffset, MeanFeatures, Part
-from fedge.tensors import Layout
+from fedge.messages import BlobRef
+from fedge.steps.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
+from fedge.steps.train import Train
+from fedge.steps.train_dbe import TrainDbe
+from fedge.tensors import HEAD, Layout
 
 
 class DbeOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,47 +34,44 @@ class DbeOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields
     kappa: Annotated[float, Meta(ge=0)] = 1.0
 
 
-class DbeState(KeepingState, frozen=True, kw_only=True):
+class DbeState(PersonalState, frozen=True, kw_only=True):
     """`global_mean`: g (D,), once it is measured."""
 
     global_mean: BlobRef | None = None
 
 
-class Dbe(Keeping[DbeState]):
+class Dbe(PersonalLayers[DbeState]):
     """Base and head travel; the prediction is Hd(B(x) + P_i)."""
 
     name = "dbe"
-    kind = DbeState
+    State: ClassVar[type[DbeState]] = DbeState
     Options: ClassVar[type[FedAvgOptions]] = DbeOptions
+    needs_head = True
 
-    def __init__(self, settings: MethodSettings) -> None:
-        super().__init__(settings)
-        own = options_of(settings, DbeOptions)
-        self.feature_momentum, self.kappa = own.feature_momentum, own.kappa
-
-    def initial(self, layout: Layout, model: BlobRef) -> DbeState:
+    def init(self, layout: Layout, model: BlobRef) -> DbeState:
         """The state before round 1.
 
         Raises:
             ConfigError: the network has no linear layer as its last one, or more features than a message takes.
         """
-        state = super().initial(layout, model)
+        state = super().init(layout, model)
         if (d := n_features(layout)) > MAX_FEATURES:
             raise ConfigError(
                 f"dbe sends the mean of all features: the network has {d}, at most {MAX_FEATURES} will do"
             )
         return state
 
-    def keep(self, state: DbeState) -> KeepOffset | None:
-        """The vector P_i, from the round on in which g is known."""
+    def step(self, state: DbeState, **common: Any) -> Train:
+        """The vector P_i learns from the round on in which g is known."""
         if state.global_mean is None:
-            return None
-        return KeepOffset(global_mean=state.global_mean, momentum=self.feature_momentum, kappa=self.kappa)
+            return Train(**common)
+        o = self.options
+        return TrainDbe(global_mean=state.global_mean, momentum=o.feature_momentum, kappa=o.kappa, **common)
 
     async def round(self, state: DbeState, fleet: Fleet) -> DbeState:
-        """One round of training, with the measurement of g at the end of the first, or the installation."""
+        """One round of training, with the measurement of g at the end of the first."""
         after = await super().round(state, fleet)
-        if after.global_mean is not None or after.round > self.settings.rounds:
+        if after.global_mean is not None:
             return after
         return msgspec.structs.replace(after, global_mean=await self._measured(after, fleet))
 
@@ -80,8 +80,8 @@ class Dbe(Keeping[DbeState]):
         order = MeanFeatures(model=state.model)
         answers = await fleet.run("mean", {device.id: order for device in fleet.devices()})
         d = n_features(state.layout)
-        found = [a.result for a in answers.values() if isinstance(a.result, FeaturesMeasured)]
-        found = [result for result in found if result.n_samples and is_mean(result.mean, d)]
+        told = results(answers, FeaturesMeasured).values()
+        found = [result for result in told if result.n_samples and is_mean(result.mean, d)]
         if not found:
             return None
         g = np.average([result.mean for result in found], axis=0, weights=[result.n_samples for result in found])
@@ -90,7 +90,7 @@ class Dbe(Keeping[DbeState]):
 
 def n_features(layout: Layout) -> int:
     """D, what the head takes in."""
-    return layout.part(Part.HEAD).tensors[0].shape[1]
+    return layout.select(HEAD).tensors[0].shape[1]
 
 
 def is_mean(mean: Sequence[float], d: int) -> bool:

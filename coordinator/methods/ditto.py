@@ -6,14 +6,13 @@ scmoe_pfl.md section 14. A device takes twice as many steps in a round as in Fed
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from coordinator.methods import MethodSettings, options_of
 from coordinator.methods.fedavg import FedAvgOptions
-from coordinator.methods.keeping import Keeping, KeepingState
-from fedge.messages import KeepModel
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.train_ditto import TrainDitto
 
 
 class DittoOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,18 +21,12 @@ class DittoOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     proximal_lambda: Annotated[float, Meta(ge=0)] = 0.1
 
 
-class Ditto(Keeping[KeepingState]):
+class Ditto(PersonalLayers[PersonalState]):
     """The global model is FedAvg's; v_i predicts on device i and stays there."""
 
     name = "ditto"
-    kind = KeepingState
-    splits = False
     Options: ClassVar[type[FedAvgOptions]] = DittoOptions
 
-    def __init__(self, settings: MethodSettings) -> None:
-        super().__init__(settings)
-        self.proximal_lambda = options_of(settings, DittoOptions).proximal_lambda
-
-    def keep(self, state: KeepingState) -> KeepModel:  # noqa: ARG002 - always the same
-        """The personal model v_i."""
-        return KeepModel(proximal_lambda=self.proximal_lambda)
+    def step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
+        """Both models learn."""
+        return TrainDitto(proximal_lambda=self.options.proximal_lambda, **common)

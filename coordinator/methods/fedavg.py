@@ -7,26 +7,19 @@ the same.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from coordinator.aggregation import averaged
 from coordinator.fleet import Fleet
-from coordinator.methods import (
-    MethodSettings,
-    accepted,
-    counted,
-    install,
-    options_of,
-    sizes,
-    summarise,
-    summary_of,
-)
+from coordinator.methods import Method, MethodSettings, accepted, counted, sizes, summarise
 from coordinator.methods.cohort import NOT_STRATIFIED, Choice, ChoosingState, drawn, learned
-from coordinator.methods.moving import Moving, moved
-from fedge.messages import BlobRef, Start, Train
+from coordinator.methods.server_optimizer import ServerModel, stepped
+from fedge.messages import BlobRef
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train
 from fedge.tensors import Layout
 
 
@@ -50,40 +43,32 @@ class FedAvgState(ChoosingState, frozen=True, kw_only=True):
 F = TypeVar("F", bound=FedAvgState)
 
 
-class FedAvg:
+class FedAvg(Method[FedAvgState]):
     """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "fedavg"
     Options: ClassVar[type[FedAvgOptions]] = FedAvgOptions
 
-    def __init__(self, settings: MethodSettings) -> None:
-        self.settings = settings
-        self.options = options_of(settings, self.Options)
-        self.sgd = settings.sgd
-        self.gamma = 0.0  # server momentum
-
-    def initial(self, layout: Layout, model: BlobRef) -> FedAvgState:
+    def init(self, layout: Layout, model: BlobRef) -> FedAvgState:
         """The state before round 1."""
         return FedAvgState(round=0, layout=layout, model=model)
 
-    def done(self, state: FedAvgState) -> bool:
-        """R rounds of training and one of installing."""
-        return state.round > self.settings.rounds
+    def sgd(self) -> Sgd:
+        """Of the devices."""
+        return self.settings.sgd
+
+    def gamma(self) -> float:
+        """Momentum of the server."""
+        return 0.0
 
     async def round(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
-        """One round of Algorithm 1, or the installation."""
-        if state.round == self.settings.rounds:
-            return await install(self, state, fleet)
-        order = Train(starts=(Start(model=state.model),), sgd=self.sgd, codec=self.settings.codec)
-        return await train(state, fleet, order, state.layout, self.settings, self.options, gamma=self.gamma)
+        """One round of Algorithm 1."""
+        order = Train(starts=(Start(model=state.model),), sgd=self.sgd(), codec=self.settings.codec)
+        return await train(state, fleet, order, state.layout, self.settings, self.options, gamma=self.gamma())
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The global model."""
         return state.model
-
-    def summary(self, state: FedAvgState) -> dict[str, Any]:
-        """History, selection counts, bundles."""
-        return summary_of(self, state)
 
 
 async def train(
@@ -101,11 +86,11 @@ async def train(
     order = msgspec.structs.replace(order, measure=cohort.measured)
     answers = await fleet.run("train", dict.fromkeys(cohort.ids, order))
     updates = accepted(answers)
-    shared = Moving(model=state.model, velocity=state.velocity)
+    shared = ServerModel(model=state.model, velocity=state.velocity)
     if len(updates) >= settings.min_reports:
         # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
         changes = (fleet.get(u.update, layout) for u in updates.values())
-        shared = moved(shared, averaged(changes, sizes(updates), layout), layout, fleet, gamma=gamma)
+        shared = stepped(shared, averaged(changes, sizes(updates), layout), layout, fleet, gamma=gamma)
     return msgspec.structs.replace(
         learned(options.selection, state, cohort, answers, settings),
         round=state.round + 1,

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from coordinator.methods import MethodSettings, options_of
 from coordinator.methods.fedavg import FedAvg, FedAvgOptions
 
 
@@ -26,6 +25,6 @@ class FedAvgM(FedAvg):
     name = "fedavgm"
     Options: ClassVar[type[FedAvgOptions]] = FedAvgMOptions
 
-    def __init__(self, settings: MethodSettings) -> None:
-        super().__init__(settings)
-        self.gamma = options_of(settings, FedAvgMOptions).gamma
+    def gamma(self) -> float:
+        """Momentum of the server."""
+        return float(self.options.gamma)

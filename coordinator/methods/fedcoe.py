@@ -21,27 +21,32 @@ from numpy.typing import NDArray
 from coordinator.aggregation import correlation
 from coordinator.fleet import Fleet
 from coordinator.methods import (
+    NO_DATA,
     Idle,
+    Method,
     MethodSettings,
     Option,
-    Samples,
+    Server,
     accepted,
     counted,
     insist,
     install,
-    options_of,
+    next_release,
+    results,
     round_rng,
     sizes,
     summarise,
-    summary_of,
 )
 from coordinator.methods.cohort import NOT_STRATIFIED, Choice, ChoosingState, drawn, learned
 from coordinator.reserved import ReservedSet
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, InstallBundle, Installed, Route, Routed, Share, Start, Train, Trained
+from fedge.messages import BlobRef, Share
 from fedge.models.training import torch_device
-from fedge.task import TaskSpec
+from fedge.steps.install import Installed
+from fedge.steps.install_bundle import InstallBundle
+from fedge.steps.route import Route, Routed
+from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Layout, Model, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -128,16 +133,17 @@ class FedCoEState(ChoosingState, frozen=True, kw_only=True):
     profiles: dict[str, tuple[float, ...]] = {}  # rho of devices that started cold
 
 
-class FedCoE:
+class FedCoE(Method[FedCoEState]):
     """arXiv 2605.21264; at the end clients install their own models, all other devices an assembled one."""
 
     name = "fedcoe"
-    Options = Options
+    Options: ClassVar[type[Struct]] = Options
+    WELCOMES = True
 
-    def __init__(self, settings: MethodSettings, task: TaskSpec, reserved: Samples | None) -> None:
-        self.settings = settings
-        self.options = options_of(settings, Options)
-        if reserved is None:
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        super().__init__(settings, server)
+        task, reserved = server
+        if task is None or reserved is None:
             raise ConfigError(
                 "fedcoe needs labelled samples on the server: name them with --reserved (an .npz or a folder of "
                 "images; in a simulation a share of the global test set; a small public set of the same task will do, "
@@ -147,21 +153,14 @@ class FedCoE:
         self.reserved = ReservedSet(task, *reserved, torch_device(settings.train_on))
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
 
-    def initial(self, layout: Layout, model: BlobRef) -> FedCoEState:
+    def init(self, layout: Layout, model: BlobRef) -> FedCoEState:
         """The state before round 1; experts come from `model` when it begins."""
         return FedCoEState(round=0, layout=layout, common=model)
 
-    def done(self, state: FedCoEState) -> bool:
-        """R rounds of training and one of installing."""
-        return state.round > self.settings.rounds
-
     async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Section 5, after section 3 the first time; or the end."""
+        """Section 5, after section 3 the first time."""
         if not state.experts:
             state = await self._pretrained(state, fleet)
-        if state.round == self.settings.rounds:
-            state = await install(self, state, fleet, among=state.clients)
-            return await self.welcome(state, fleet)
         cohort = drawn(self.options.selection, state, fleet.devices(), self.settings, state.common)
         answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
         updates = accepted(answers)
@@ -173,6 +172,12 @@ class FedCoE:
             participations=counted(state.participations, updates),
             history=(*state.history, summarise(state.round + 1, len(cohort.ids), updates)),
         )
+
+    async def finish(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """Clients install their own models; all other devices start cold."""
+        if not state.experts:
+            state = await self._pretrained(state, fleet)
+        return await self.welcome(await install(self, state, fleet, among=state.clients), fleet)
 
     def _order(self, state: FedCoEState, device_id: str, *, measure: bool = False) -> Train:
         start = Start(model=self.serves(state, device_id))
@@ -325,8 +330,7 @@ class FedCoE:
         if left := sorted(set(new) - set(profiles)):
             log.warning("event=no_profile devices=%s", left)
         orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
-        answers = await insist(fleet, "assemble", orders)
-        installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+        installed = results(await insist(fleet, "assemble", orders), Installed)
         return msgspec.structs.replace(
             state,
             installed=dict(sorted((state.installed | installed).items())),
@@ -335,7 +339,7 @@ class FedCoE:
 
     async def _assembled(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
         """Eq. 13 with the profile prior, as a bundle for ONNX Runtime."""
-        options, release = self.options, 1
+        options, release = self.options, next_release(fleet)
         rho = rho / rho.sum()
         experts = self._experts(state, fleet)
         prior = None
@@ -382,7 +386,7 @@ class FedCoE:
 
     def summary(self, state: FedCoEState) -> dict[str, Any]:
         """History, diagnostics of the experts, profiles of devices that started cold, bundles."""
-        return summary_of(self, state) | {
+        return super().summary(state) | {
             "diagnostics": msgspec.to_builtins(state.diagnostics),
             "profiles": msgspec.to_builtins(state.profiles),
         }

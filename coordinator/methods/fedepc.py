@@ -6,10 +6,10 @@ Departures: a warm-up of shared rounds gives all clusters their start (section 9
 use labelled samples of its own (extractor=proxy, and --reserved), the warm-up's model is the extractor of the profiles,
 and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs 5`), so
 that time and progress grow with a device's samples; by default all take equally many steps. Silent devices rest
-(`coordinator.methods.silence`). The stop rule of section 6 is off unless asked for: the specification's table 8.2 is
-without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop
-early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower
-and 6.4 higher: no clear winner, with fewer uploads.
+(`coordinator.methods.unresponsive`). The stop rule of section 6 is off unless asked for: the specification's table 8.2
+is without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may
+stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points
+lower and 6.4 higher: no clear winner, with fewer uploads.
 
 The parts can be exchanged by options: as printed the method is warm_up=0, fairness=false; with selection=uniform and
 deadline=none its clusters alone are seen. With clustering=mctc every device trains once more from the warm-up's model,
@@ -35,18 +35,20 @@ from coordinator.clustering import Clustering, Features, Labels, Profiles, aidc,
 from coordinator.clustering.aidc import Clusters, Place
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
+    NO_DATA,
     Idle,
+    Method,
     MethodSettings,
     Samples,
+    Server,
     accepted,
     counted,
     install,
     mean_loss,
-    options_of,
+    results,
     round_rng,
     sizes,
     summarise,
-    summary_of,
 )
 from coordinator.methods.grouping import (
     arm,
@@ -57,12 +59,15 @@ from coordinator.methods.grouping import (
     of_one_length,
     told_directions,
 )
-from coordinator.methods.moving import Moving, moved
-from coordinator.methods.silence import HearingState, ask, awake, results
+from coordinator.methods.server_optimizer import ServerModel, stepped
+from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.proxy import check_samples, trained_extractor
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, LabelsDescribed, Profiled, Start, Train, Trained
+from fedge.messages import BlobRef
+from fedge.steps.describe_labels import LabelsDescribed
+from fedge.steps.profile import Profiled
+from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
 
@@ -138,7 +143,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
     visited: int = 0
 
 
-class FedEpcState(HearingState, frozen=True, kw_only=True):
+class FedEpcState(AskingState, frozen=True, kw_only=True):
     """State of a federation between two rounds.
 
     `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, where a proxy set says it. `n_moved`:
@@ -155,16 +160,16 @@ class FedEpcState(HearingState, frozen=True, kw_only=True):
     seen: dict[str, int] = {}
 
 
-class FedEpc:
+class FedEpc(Method[FedEpcState]):
     """Tang et al.; after the last round every device installs the model of its cluster."""
 
     name = "fedepc"
-    Options = Options
+    Options: ClassVar[type[Struct]] = Options
 
-    def __init__(self, settings: MethodSettings, task: TaskSpec | None = None, reserved: Samples | None = None) -> None:
-        self.settings = settings
-        self.options = options = options_of(settings, Options)
-        self._proxy = proxy_of(options, task, reserved)
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        super().__init__(settings, server)
+        options = self.options
+        self._proxy = proxy_of(options, *server)
         if options.sigma_dp and self._proxy is None and options.unit is None:
             raise ConfigError("option of the method: with sigma_dp nobody tells halves: set extractor=proxy, or unit")
         try:
@@ -182,24 +187,30 @@ class FedEpc:
             fairness=options.fairness,
         )
 
-    def initial(self, layout: Layout, model: BlobRef) -> FedEpcState:
+    def init(self, layout: Layout, model: BlobRef) -> FedEpcState:
         """The state before round 1."""
         return FedEpcState(round=0, layout=layout, shared=model)
-
-    def done(self, state: FedEpcState) -> bool:
-        """R rounds of training and one of installing."""
-        return state.round > self.settings.rounds
 
     async def round(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """One round of section 1: warm-up, then clusters; newcomers are described and placed before each."""
         r = state.round + 1
-        state = msgspec.structs.replace(state, seen=state.seen | dict.fromkeys((d.id for d in fleet.devices()), r))
         if r <= self._warm_up:
-            return await self._shared_round(state, fleet, r)
-        state = await self._describe(self._without_gone(state, r), fleet, r)
-        if r > self.settings.rounds:
-            return await install(self, state, fleet)
-        return await self._cluster_round(state, fleet, r)
+            return await self._shared_round(self._seen(state, fleet, r), fleet, r)
+        return await self._cluster_round(await self._described(state, fleet, r), fleet, r)
+
+    async def finish(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
+        """Newcomers are placed, too; then every device installs the model of its cluster."""
+        r = state.round + 1
+        state = self._seen(state, fleet, r) if r <= self._warm_up else await self._described(state, fleet, r)
+        return await install(self, state, fleet)
+
+    @staticmethod
+    def _seen(state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        return msgspec.structs.replace(state, seen=state.seen | dict.fromkeys((d.id for d in fleet.devices()), r))
+
+    async def _described(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """4.6: who has left is forgotten, who came or changed is described and placed."""
+        return await self._describe(self._without_gone(self._seen(state, fleet, r), r), fleet, r)
 
     # ------------------------------------------------------------------------------------------ section 6: warm-up
 
@@ -214,7 +225,7 @@ class FedEpc:
         if len(updates) >= self.settings.min_reports:
             changes = (fleet.get(u.update, state.layout) for u in updates.values())
             mean = averaged(changes, sizes(updates), state.layout)
-            shared = moved(Moving(model=shared), mean, state.layout, fleet, gamma=0.0).model
+            shared = stepped(ServerModel(model=shared), mean, state.layout, fleet, gamma=0.0).model
         return self._after(msgspec.structs.replace(state, shared=shared), len(cohort), updates)
 
     def _order(self, model: BlobRef, cluster: int = -1) -> Train:
@@ -409,7 +420,7 @@ class FedEpc:
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
-                model = moved(Moving(model=cluster.model), mean, state.layout, fleet, gamma=0.0).model
+                model = stepped(ServerModel(model=cluster.model), mean, state.layout, fleet, gamma=0.0).model
                 losses = (*cluster.losses, round_loss(own))[-2 * WINDOW :]
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)
@@ -442,7 +453,7 @@ class FedEpc:
 
     def summary(self, state: FedEpcState) -> dict[str, Any]:
         """History, clusters, which of them have converged, selection counts, bundles."""
-        return summary_of(self, state) | {
+        return super().summary(state) | {
             "split": len(state.clusters) > 1,
             "clusters": {str(k): list(cluster.members) for k, cluster in enumerate(state.clusters)},
             "converged": [k for k, cluster in enumerate(state.clusters) if cluster.converged],

@@ -6,7 +6,7 @@ Source: its specification, docs/methods/fedge.md, which is put together from
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
 model is the extractor of the profiles. In the round of the trial every device takes part, too, and clusters and trial
 rest on those rounds alone: only updates from a common start can be compared (docs/results.md has what that is worth).
-Silent devices rest (`coordinator.methods.silence`): the bandits see those alone that are awake.
+Silent devices rest (`coordinator.methods.unresponsive`): the bandits see those alone that are awake.
 """
 
 from __future__ import annotations
@@ -26,49 +26,39 @@ from coordinator.aggregation.trial import ETA_0, trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
+    NO_DATA,
     Idle,
+    Method,
     MethodSettings,
+    Server,
     accepted,
     counted,
     equip,
     grouping,
     install,
-    options_of,
+    results,
     round_rng,
     sizes,
     steps_alone,
     summarise,
-    summary_of,
 )
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import arm, newly_profiled, observed, of_one_length
-from coordinator.methods.moving import Moving, moved
-from coordinator.methods.silence import HearingState, ask, awake, results
+from coordinator.methods.server_optimizer import ServerModel, stepped
+from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
 from fedge.calibration import BETAS, grid
 from fedge.errors import ConfigError
-from fedge.messages import (
-    BlobRef,
-    Calibration,
-    CandidatesFitted,
-    DescribeLabels,
-    EnergyFitted,
-    FitCandidates,
-    FitEnergy,
-    FitGate,
-    FitWeights,
-    Installed,
-    LabelsDescribed,
-    Profile,
-    Profiled,
-    Role,
-    Start,
-    Train,
-    Trained,
-    Trial,
-    Tried,
-    WeightsFitted,
-)
+from fedge.messages import BlobRef, Role
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.fit_energy import EnergyFitted, FitEnergy
+from fedge.steps.fit_gate import FitGate
+from fedge.steps.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.install import Installed
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.train import Start, Train, Trained
+from fedge.steps.trial import Trial, Tried
 from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -206,11 +196,11 @@ class Pool(Struct, frozen=True, kw_only=True):
     n_validation: int
 
 
-class FedgeState(HearingState, frozen=True, kw_only=True):
+class FedgeState(AskingState, frozen=True, kw_only=True):
     """State of a federation between two rounds."""
 
     initial_model: BlobRef
-    shared: Moving  # w, v
+    shared: ServerModel  # w, v
     extractor: BlobRef | None = None
     profiles: dict[str, Profiled] = {}
     groups: tuple[tuple[str, ...], ...] = ()
@@ -219,41 +209,31 @@ class FedgeState(HearingState, frozen=True, kw_only=True):
     directions: BlobRef | None = None  # per device the sum of its unit updates
     last: dict[str, LastUpdate] = {}
     trial: TrialOutcome | None = None
-    experts: tuple[Moving, ...] = ()
+    experts: tuple[ServerModel, ...] = ()
     primary: dict[str, Primary] = {}
     pool: Pool | None = None
 
 
-class Fedge:
+class Fedge(Method[FedgeState]):
     """The default method; `round` follows the table of the specification's section 1."""
 
     name = "fedge"
-    Options = Options
+    Options: ClassVar[type[Struct]] = Options
+    WELCOMES = True
 
-    def __init__(self, settings: MethodSettings) -> None:
-        self.settings = settings
-        self.options = options_of(settings, Options)
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        super().__init__(settings, server)
         if settings.fine_tune and self.options.mode == "mixture":
             raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
         self._bandit = bandit_of(settings)
 
-    def initial(self, layout: Layout, model: BlobRef) -> FedgeState:
+    def init(self, layout: Layout, model: BlobRef) -> FedgeState:
         """The state before round 1."""
-        return FedgeState(round=0, layout=layout, initial_model=model, shared=Moving(model=model))
-
-    def done(self, state: FedgeState) -> bool:
-        """R rounds of training, and one that makes the mixtures."""
-        return state.round > self.settings.rounds
+        return FedgeState(round=0, layout=layout, initial_model=model, shared=ServerModel(model=model))
 
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """Steps 1 to 3 in rounds 1..R, steps 4 to 8 after the last."""
+        """Steps 1 to 3."""
         r = state.round + 1
-        if state.round == self.settings.rounds:
-            if self.options.mode == "shift":
-                return await install(self, state, fleet)
-            state = await personalise(state, fleet, self.settings, self.options, r)
-            state = await equip(self, state, fleet, for_inference(state, fleet))
-            return msgspec.structs.replace(state, round=r)
         if r > WARM_UP:
             state = await profile(state, fleet, r)
         present = awake(state, fleet, r)
@@ -279,6 +259,15 @@ class Fedge:
             participations=counted(state.participations, updates),
             history=(*state.history, summarise(r, len(cohort), updates)),
         )
+
+    async def finish(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Steps 4 to 8."""
+        if self.options.mode == "shift":
+            return await install(self, state, fleet)
+        r = state.round + 1
+        state = await personalise(state, fleet, self.settings, self.options, r)
+        state = await equip(self, state, fleet, for_inference(state, fleet))
+        return msgspec.structs.replace(state, round=r)
 
     def _tries(self, state: FedgeState, r: int) -> bool:
         """Whether the trial is held after this round (section 5)."""
@@ -350,7 +339,7 @@ class Fedge:
     def summary(self, state: FedgeState) -> dict[str, Any]:
         """History, groups, clusters, the trial, selection counts, what was pooled, bundles."""
         trial = msgspec.to_builtins(state.trial) if state.trial else None
-        return summary_of(self, state) | {
+        return super().summary(state) | {
             "groups": {str(k): list(members) for k, members in enumerate(state.groups)},
             "trial": trial,
             "split": bool(state.experts),
@@ -461,7 +450,7 @@ def train_shared(
             yield change
 
     mean = averaged(changes(), sizes(updates), state.layout)
-    shared = moved(state.shared, mean, state.layout, fleet, gamma=gamma)
+    shared = stepped(state.shared, mean, state.layout, fleet, gamma=gamma)
     if not seeking:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
@@ -518,7 +507,7 @@ async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: 
         split=splits,
         places=tuple((x, y) for x, y in np.round(mctc.plane(z), 4).tolist()),
     )
-    experts = tuple(Moving(model=state.shared.model) for _ in clusters) if splits else ()
+    experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
     return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
 
 
@@ -553,7 +542,7 @@ def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Flee
         (fleet.get(u.update, state.layout) for u in updates.values()), sizes(updates), members, state.layout
     )
     experts = tuple(
-        expert if mean is None else moved(expert, mean, state.layout, fleet, gamma=gamma)
+        expert if mean is None else stepped(expert, mean, state.layout, fleet, gamma=gamma)
         for expert, mean in zip(state.experts, means, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)
@@ -625,7 +614,7 @@ async def personalise(
     pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
     for turn in ("weights-1", "weights-2") if weighing and options.weights == "learned" else ():
         order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
-        state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.silent})
+        state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.unresponsive})
         weighed = results(answers, WeightsFitted)
         pooled = tuple(
             pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
@@ -636,7 +625,9 @@ async def personalise(
     chosen, beta = int(options.local == "always" and Role.LOCAL in mixed), 0.0
     if weighing:
         energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=options.a)
-        state, answers = await ask(state, fleet, r, "energy", {i: energy for i in fitted if i not in state.silent})
+        state, answers = await ask(
+            state, fleet, r, "energy", {i: energy for i in fitted if i not in state.unresponsive}
+        )
         measured = results(answers, EnergyFitted)
         piloted = [m for i, m in measured.items() if i in pilots]
         if piloted and options.local == "pooled":
@@ -670,8 +661,7 @@ async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, opt
     fits = {device.id: candidates(state, device, settings, options, local=local) for device in new}
     state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
     finish = {
-        i: mixture_of(pool, result, settings, options, release=r if i in state.installed else 1)
-        for i, result in results(answers, CandidatesFitted).items()
+        i: mixture_of(pool, result, settings, options) for i, result in results(answers, CandidatesFitted).items()
     }
     state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
     installed = state.installed | results(answers, Installed)
@@ -731,9 +721,7 @@ def roles_mixed(roles: Sequence[Role], options: Options) -> list[Role]:
     return [role for role in roles if role in wanted] or [Role.GLOBAL]
 
 
-def mixture_of(
-    pool: Pool, fitted: CandidatesFitted, settings: MethodSettings, options: Options, *, release: int = 1
-) -> FitGate:
+def mixture_of(pool: Pool, fitted: CandidatesFitted, settings: MethodSettings, options: Options) -> FitGate:
     """The last step on a device, with what was pooled; who has none of the candidates takes the global model."""
     weights = pool.weights if pool.weights.keys() & fitted.losses.keys() else {Role.GLOBAL: 1.0}
     return FitGate(
@@ -745,7 +733,6 @@ def mixture_of(
         gate=options.gate,
         final_fit=options.final_fit,
         guard=options.guard and not options.alone,
-        release=release,
     )
 
 

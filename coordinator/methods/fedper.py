@@ -6,19 +6,12 @@ layer as personalization layer; pm_moe.md section 4.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from coordinator.methods.keeping import Keeping, KeepingState
-from fedge.messages import KeepPart, Part
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.tensors import HEAD
 
 
-class FedPer(Keeping[KeepingState]):
+class FedPer(PersonalLayers[PersonalState]):
     """Each round a device loads the global base, trains base and head together, and sends the base."""
 
     name = "fedper"
-    kind = KeepingState
-    part: ClassVar[Part] = Part.BASE
-
-    def keep(self, state: KeepingState) -> KeepPart:  # noqa: ARG002 - always the same
-        """The head."""
-        return KeepPart(private=Part.HEAD)
+    personal = HEAD

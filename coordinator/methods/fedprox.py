@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from coordinator.methods import MethodSettings, options_of
 from coordinator.methods.fedavg import FedAvg, FedAvgOptions
+from fedge.sgd import Sgd
 
 
 class FedProxOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +28,6 @@ class FedProx(FedAvg):
     name = "fedprox"
     Options: ClassVar[type[FedAvgOptions]] = FedProxOptions
 
-    def __init__(self, settings: MethodSettings) -> None:
-        super().__init__(settings)
-        mu = options_of(settings, FedProxOptions).proximal_mu
-        self.sgd = msgspec.structs.replace(settings.sgd, proximal_mu=mu)
+    def sgd(self) -> Sgd:
+        """With the proximal term."""
+        return msgspec.structs.replace(self.settings.sgd, proximal_mu=self.options.proximal_mu)

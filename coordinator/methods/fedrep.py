@@ -6,14 +6,14 @@ pm_moe.md section 4. A device takes `head_steps` more steps in a round than in o
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from coordinator.methods import MethodSettings, options_of
 from coordinator.methods.fedavg import FedAvgOptions
-from coordinator.methods.keeping import Keeping, KeepingState
-from fedge.messages import KeepPart, Part
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.train import Train
+from fedge.tensors import HEAD
 
 
 class FedRepOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,18 +22,13 @@ class FedRepOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fie
     head_steps: Annotated[int, Meta(ge=1)] = 10
 
 
-class FedRep(Keeping[KeepingState]):
+class FedRep(PersonalLayers[PersonalState]):
     """The base travels; head and base learn one after the other."""
 
     name = "fedrep"
-    kind = KeepingState
-    part: ClassVar[Part] = Part.BASE
+    personal = HEAD
     Options: ClassVar[type[FedAvgOptions]] = FedRepOptions
 
-    def __init__(self, settings: MethodSettings) -> None:
-        super().__init__(settings)
-        self.head_steps = options_of(settings, FedRepOptions).head_steps
-
-    def keep(self, state: KeepingState) -> KeepPart:  # noqa: ARG002 - always the same
-        """The head, trained alone at first."""
-        return KeepPart(private=Part.HEAD, head_steps=self.head_steps)
+    def step(self, state: PersonalState, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
+        """The head is trained alone at first."""
+        return Train(head_steps=self.options.head_steps, **common)

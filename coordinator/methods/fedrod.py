@@ -6,16 +6,18 @@ pm_moe.md section 4. Global prediction: Hd_g(f); personal prediction: Hd_g(f) + 
 
 from __future__ import annotations
 
-from coordinator.methods.keeping import Keeping, KeepingState
-from fedge.messages import KeepHead
+from typing import Any
+
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.train_rod import TrainRod
 
 
-class FedRod(Keeping[KeepingState]):
-    """Base and global head travel."""
+class FedRod(PersonalLayers[PersonalState]):
+    """Base and global head travel; the second head is kept."""
 
     name = "fedrod"
-    kind = KeepingState
+    needs_head = True
 
-    def keep(self, state: KeepingState) -> KeepHead:  # noqa: ARG002 - always the same
-        """The second head."""
-        return KeepHead()
+    def step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
+        """Both heads learn."""
+        return TrainRod(**common)

@@ -19,23 +19,14 @@ from numpy.typing import NDArray
 from coordinator.clustering import Clustering, Directions, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
-from coordinator.methods import accepted, declined
-from coordinator.methods.silence import results
+from coordinator.methods import accepted, declined, results
 from coordinator.selection import ccmab
-from fedge.messages import (
-    MAX_STARTS,
-    Action,
-    BlobRef,
-    Codec,
-    Context,
-    DescribeLabels,
-    Profile,
-    Profiled,
-    Sgd,
-    Start,
-    Train,
-    Trained,
-)
+from fedge.messages import BlobRef, Codec, Context
+from fedge.sgd import Sgd
+from fedge.step import Action
+from fedge.steps.describe_labels import DescribeLabels
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.train import MAX_STARTS, Start, Train, Trained
 from fedge.tensors import Layout
 
 log = logging.getLogger("fedge.method")

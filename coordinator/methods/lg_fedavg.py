@@ -6,19 +6,12 @@ Algorithm 1; pm_moe.md section 4.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from coordinator.methods.keeping import Keeping, KeepingState
-from fedge.messages import KeepPart, Part
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.tensors import BASE
 
 
-class LgFedAvg(Keeping[KeepingState]):
+class LgFedAvg(PersonalLayers[PersonalState]):
     """Each round a device loads the global head, trains base and head together, and sends the head."""
 
     name = "lg-fedavg"
-    kind = KeepingState
-    part: ClassVar[Part] = Part.HEAD
-
-    def keep(self, state: KeepingState) -> KeepPart:  # noqa: ARG002 - always the same
-        """The base."""
-        return KeepPart(private=Part.BASE)
+    personal = BASE

@@ -7,23 +7,16 @@ have had in the federation: rounds x steps x participation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 from msgspec import Struct
 
 from coordinator.fleet import Fleet
-from coordinator.methods import (
-    MethodSettings,
-    State,
-    insist,
-    options_of,
-    steps_alone,
-    summary_of,
-)
-from coordinator.methods.silence import results
-from fedge.errors import ConfigError
-from fedge.messages import BlobRef, FineTune, Install, Installed, Sgd
+from coordinator.methods import Method, State, insist, results, steps_alone
+from fedge.messages import BlobRef
+from fedge.sgd import Sgd
+from fedge.steps.install import FineTune, Install, Installed
 from fedge.tensors import Layout
 
 
@@ -42,19 +35,14 @@ class LocalState(State, frozen=True, kw_only=True):
     model: BlobRef
 
 
-class Local:
+class Local(Method[LocalState]):
     """One round: each device trains and installs what it has learned."""
 
     name = "local"
-    Options = Options
+    Options: ClassVar[type[Struct]] = Options
+    NO_FINE_TUNING = "local models have nothing to be fine-tuned from"
 
-    def __init__(self, settings: MethodSettings) -> None:
-        self.settings = settings
-        options_of(settings, Options)
-        if settings.fine_tune:
-            raise ConfigError("local models have nothing to be fine-tuned from: leave out +ft")
-
-    def initial(self, layout: Layout, model: BlobRef) -> LocalState:
+    def init(self, layout: Layout, model: BlobRef) -> LocalState:
         """The state before the round."""
         return LocalState(round=0, layout=layout, model=model)
 
@@ -70,21 +58,20 @@ class Local:
         installed = await learn_alone(fleet, state.model, settings.sgd, steps)
         return msgspec.structs.replace(state, round=1, installed=installed)
 
+    async def finish(self, state: LocalState, fleet: Fleet) -> LocalState:
+        """With no rounds at all, each device trains one step."""
+        return await self.round(state, fleet)
+
     def serves(self, state: LocalState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The initial model: there is no other that is shared."""
         return state.model
-
-    def summary(self, state: LocalState) -> dict[str, Any]:
-        """Bundles."""
-        return summary_of(self, state)
 
 
 async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
     """Each device trains `first` for its number of steps and installs it; the bundles that were written."""
     orders = {
         i: Install(
-            global_model=first,
-            release=1,
+            model=first,
             method=Local.name,
             fine_tune=FineTune(sgd=sgd, checkpoints=(n,), otherwise=n),
         )

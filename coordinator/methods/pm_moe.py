@@ -11,24 +11,31 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet
 from coordinator.methods import (
+    NO_DATA,
     Idle,
+    Method,
     MethodSettings,
+    Server,
     State,
     insist,
     install,
     make,
-    options_of,
+    results,
     round_rng,
 )
 from coordinator.methods.dbe import DbeOptions
 from coordinator.methods.fedrep import FedRepOptions
-from coordinator.methods.keeping import Keeping, KeepingState
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError
-from fedge.messages import MAX_POOL, BlobRef, FitPool, Installed, PrivateShared, SharePrivate
+from fedge.messages import BlobRef
+from fedge.steps.fit_pool import FitPool
+from fedge.steps.install import Installed
+from fedge.steps.share_private import PrivateShared, SharePrivate
 from fedge.tensors import Layout
 
 
@@ -57,17 +64,15 @@ class Options(DbeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True)
     noise: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class PmMoe:
+class PmMoe(Method[PersonalState]):
     """Stage 1: the base's rounds. Stage 2, once: collect the pool, send it out, a gate on every device."""
 
     name = "pm-moe"
-    Options = Options
+    Options: ClassVar[type[Struct]] = Options
+    NO_FINE_TUNING = "pm-moe ends in a gate over what the devices kept"
 
-    def __init__(self, settings: MethodSettings) -> None:
-        self.settings = settings
-        self.options = options_of(settings, Options)
-        if settings.fine_tune:
-            raise ConfigError("pm-moe ends in a gate over what the devices kept: leave out +ft")
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        super().__init__(settings, server)
         if self.options.top == 1 and self.options.preset == "anchored":
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more, or preset = paper")
         if self.options.noise and self.options.clip is None:
@@ -75,44 +80,39 @@ class PmMoe:
         of_bases = {field.name for field in msgspec.structs.fields(FedRepOptions) + msgspec.structs.fields(DbeOptions)}
         passed = {name: value for name, value in settings.options.items() if name in of_bases}
         try:
-            base = make(self.options.base, msgspec.structs.replace(settings, options=passed))
+            base = make(self.options.base, msgspec.structs.replace(settings, options=passed), server)
         except ConfigError as error:
             raise ConfigError(f"base {self.options.base} of pm-moe: {error}") from error
-        self._base: Keeping[Any] = base  # type: ignore[assignment]
+        assert isinstance(base, PersonalLayers)
+        self._base: PersonalLayers[Any] = base
 
-    def initial(self, layout: Layout, model: BlobRef) -> KeepingState:
+    def init(self, layout: Layout, model: BlobRef) -> PersonalState:
         """The base's state before round 1."""
-        state: KeepingState = self._base.initial(layout, model)
+        state: PersonalState = self._base.init(layout, model)
         return state
 
-    def done(self, state: KeepingState) -> bool:
-        """R rounds of the base and one of stage 2."""
-        return self._base.done(state)
+    async def round(self, state: PersonalState, fleet: Fleet) -> PersonalState:
+        """A round of the base."""
+        after: PersonalState = await self._base.round(state, fleet)
+        return after
 
-    async def round(self, state: KeepingState, fleet: Fleet) -> KeepingState:
-        """A round of the base, or stage 2."""
-        if state.round < self.settings.rounds:
-            after = await self._base.round(state, fleet)
-            assert isinstance(after, KeepingState)
-            return after
-        return await self._second_stage(state, fleet)
-
-    async def _second_stage(self, state: KeepingState, fleet: Fleet) -> KeepingState:
+    async def finish(self, state: PersonalState, fleet: Fleet) -> PersonalState:
         """Section 7. A device without a module of its own (it never trained) installs the base's model."""
-        o, keep = self.options, self._base.keep(state)
-        if keep is None or not state.round:  # nothing was ever kept
+        o, base = self.options, self._base
+        kept_by, personal = base.kept_by(state), base.personal
+        if kept_by is None or not state.round:  # nothing was ever kept
             return await install(self, state, fleet)
-        share = SharePrivate(keep=keep, clip=o.clip, noise=o.noise)
+        share = SharePrivate(kept_by=kept_by, personal=personal, clip=o.clip, noise=o.noise)
         answers = await fleet.run("share", {device.id: share for device in fleet.devices()})
-        modules = {i: a.result.module for i, a in answers.items() if isinstance(a.result, PrivateShared)}
+        modules = {i: shared.module for i, shared in results(answers, PrivateShared).items()}
         numbers = round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
         n_pools = -(-len(numbers) // MAX_POOL)  # more devices than a pool takes: several of about equal size
         pools = [numbers[k::n_pools] for k in range(n_pools)]
         orders = {
             i: FitPool(
-                global_model=state.model,
-                part=self._base.part,
-                keep=keep,
+                model=state.model,
+                personal=personal,
+                kept_by=kept_by,
                 initial=state.initial,
                 pool=tuple(None if other == i else modules[other] for other in members),  # the own one is there
                 own=own,
@@ -125,13 +125,11 @@ class PmMoe:
                 learning_rate=o.gate_learning_rate,
                 dropout=o.dropout,
                 guard=o.guard,
-                release=1,
             )
             for members in pools
             for own, i in enumerate(members)
         }
-        answers = await insist(fleet, "pool", orders)
-        fitted = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+        fitted = results(await insist(fleet, "pool", orders), Installed)
         others = {device.id for device in fleet.devices()} - set(fitted)
         after = await install(
             self,
@@ -139,14 +137,14 @@ class PmMoe:
             fleet,
             among=others,
             model=state.model,
-            part=self._base.part,
-            keep=keep,
+            personal=personal,
+            kept_by=kept_by,
             initial=state.initial,
         )
         installed = dict(sorted((after.installed | fitted).items()))
         return msgspec.structs.replace(after, installed=installed)
 
-    def serves(self, state: KeepingState, device_id: str) -> BlobRef:
+    def serves(self, state: PersonalState, device_id: str) -> BlobRef:
         """What the base serves."""
         return self._base.serves(state, device_id)
 

@@ -21,34 +21,26 @@ from coordinator.aggregation import cluster_averages
 from coordinator.clustering import Directions, Features, Labels, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.methods import (
+    NO_DATA,
     Idle,
+    Method,
     MethodSettings,
+    Server,
     accepted,
     counted,
     insist,
-    options_of,
+    results,
     round_rng,
     sizes,
     summarise,
-    summary_of,
 )
 from coordinator.methods.cohort import Choice, ChoosingState, drawn, learned
 from coordinator.methods.grouping import offered
-from coordinator.methods.silence import results
-from fedge.errors import ConfigError
-from fedge.messages import (
-    MAX_STARTS,
-    Alone,
-    BlobRef,
-    DescribeLabels,
-    FitMixture,
-    GateData,
-    Installed,
-    LabelsDescribed,
-    Start,
-    Train,
-    Trained,
-)
+from fedge.messages import BlobRef
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.fit_mixture import Alone, FitMixture, GateData
+from fedge.steps.install import Installed
+from fedge.steps.train import MAX_STARTS, Start, Train, Trained
 from fedge.tensors import Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -188,32 +180,24 @@ class ScmoeState(ChoosingState, frozen=True, kw_only=True):
     since_best: int = 0
 
 
-class ScmoePfl:
+class ScmoePfl(Method[ScmoeState]):
     """SCMoE-PFL; section 12 is its pseudocode."""
 
     name = "scmoe-pfl"
-    Options = Options
+    Options: ClassVar[type[Struct]] = Options
+    NO_FINE_TUNING = "scmoe-pfl ends in mixtures with a fine-tuned private model"
 
-    def __init__(self, settings: MethodSettings) -> None:
-        self.settings = settings
-        self.options = options_of(settings, Options)
-        if settings.fine_tune:
-            raise ConfigError("scmoe-pfl ends in mixtures with a fine-tuned private model: leave out +ft")
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        super().__init__(settings, server)
         own = "n_clusters" in settings.options  # a preset's number is of MCTC
         self._rivals_clusters = self.options.n_clusters if own else None
 
-    def initial(self, layout: Layout, model: BlobRef) -> ScmoeState:
+    def init(self, layout: Layout, model: BlobRef) -> ScmoeState:
         """The state before round 1."""
         return ScmoeState(round=0, layout=layout, initial_model=model)
 
-    def done(self, state: ScmoeState) -> bool:
-        """R rounds of training, or convergence, and one that makes the mixtures."""
-        return state.round > self.settings.rounds
-
     async def round(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
-        """Train, cluster, aggregate; after the last round gates."""
-        if state.round == self.settings.rounds:
-            return await self._install(state, fleet)
+        """Train, cluster, aggregate."""
         r = state.round + 1
         cohort = drawn(self.options.selection, state, fleet.devices(), self.settings, state.initial_model)
         answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
@@ -359,7 +343,7 @@ class ScmoePfl:
             state, since_best=since, round=self.settings.rounds if since >= PATIENCE else state.round
         )
 
-    async def _install(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
+    async def finish(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Sections 10 and 11, on every device."""
         o, sgd = self.options, self.settings.sgd
         sgd = msgspec.structs.replace(sgd, steps=o.private_steps or 0, epochs=0)
@@ -378,12 +362,10 @@ class ScmoePfl:
                 top=o.top,
                 space=o.space,
                 temperature=o.temperature,
-                release=1,
             )
             for device in fleet.devices()
         }
-        answers = await insist(fleet, "mixture", orders)
-        installed = {i: a.result for i, a in answers.items() if isinstance(a.result, Installed)}
+        installed = results(await insist(fleet, "mixture", orders), Installed)
         return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
 
     def serves(self, state: ScmoeState, device_id: str) -> BlobRef:
@@ -393,7 +375,7 @@ class ScmoePfl:
     def summary(self, state: ScmoeState) -> dict[str, Any]:
         """What all methods tell, and the clusters."""
         clusters = state.clusters
-        return summary_of(self, state) | {
+        return super().summary(state) | {
             "split": len(state.experts) > 1,
             "clusters": {str(k): list(members) for k, members in enumerate(clusters.members)} if clusters else {},
             "tau": clusters.tau if clusters else None,

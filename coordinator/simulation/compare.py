@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from coordinator.methods import make
+from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
@@ -164,8 +164,8 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
     for text in sorted(methods):
         name, options = method_and_options(text)
         try:
-            method = make(name, scenario.for_method(seed, options), task=federation.task, reserved=federation.reserved)
-            method.initial(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
+            method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.reserved))
+            method.init(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from error
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import devices
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.simulation.settings import Groups, Hardware, Partition, Scenario
+from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.errors import ConfigError
@@ -26,6 +28,8 @@ from fedge.tasks.dealing import Milder
 from fedge.tensors import Layout, Model, unflatten
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
+ALLOWS: Final = Owner(shares_private=True)
+"""What the owners of simulated devices have decided: all methods can be compared."""
 DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
 _LOT = 77  # keeps the draw of the newcomers apart from the other uses of the seed
@@ -109,9 +113,7 @@ def gather(
     """
     processor = torch_device(scenario.train_on)
     workers = {
-        i: Worker(
-            i, federation.task, share_data(federation.task, share), home / i, shares_private=True, processor=processor
-        )
+        i: Worker(i, federation.task, share_data(federation.task, share), home / i, owner=ALLOWS, processor=processor)
         for i, share in federation.shares.items()
     }
     fleet = SimulatedFleet(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.fleet import simulated
-from coordinator.methods import Option, State, make
+from coordinator.methods import Option, Server, State, make
 from coordinator.simulation.evaluation import Evaluation, Final
 from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, sample_accuracy, worst_decile
@@ -54,7 +54,7 @@ async def _run(
     federation: Federation,
     began: float,
 ) -> RunOutcome:
-    method = make(name, scenario.for_method(seed, options), task=federation.task, reserved=federation.reserved)
+    method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.reserved))
     fleet, first, workers = gather(federation, scenario, seed, home)
     evaluation = Evaluation(federation, workers, torch_device(scenario.train_on))
     curve: list[Point] = []
@@ -75,7 +75,7 @@ async def _run(
         if not method.done(state) and state.round % scenario.spacing == 0:
             measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.newcomers))
 
-    state = method.initial(federation.layout, first)
+    state = method.init(federation.layout, first)
     on_round(state)
     state = await simulated.run(method, state, fleet, on_round)
     final = evaluation.finally_(method, state, fleet)

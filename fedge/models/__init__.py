@@ -8,6 +8,7 @@ layers share counts once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,13 +16,17 @@ from torch import nn
 
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import Part
 from fedge.models import torchvision_ops
 from fedge.models.networks import NETWORKS
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, TensorInfo, flatten, unflatten
+from fedge.tensors import HEAD, Layout, Model, TensorInfo, flatten, unflatten
 
 _KINDS = {torch.float32: "buffer", torch.int64: "counter"}
+_LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
+    "norm": (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm),  # noqa: SLF001 - torch's own base of them
+    "conv": (nn.modules.conv._ConvNd,),  # noqa: SLF001
+    "linear": (nn.Linear,),
+}
 
 
 def build(task: TaskSpec) -> nn.Module:
@@ -99,7 +104,7 @@ def head_of(module: nn.Module, layout: Layout) -> nn.Linear:
     Raises:
         ConfigError: the network has none.
     """
-    weight, _ = layout.part(Part.HEAD).tensors
+    weight, _ = layout.select(HEAD).tensors
     head = module.get_submodule(weight.name.rpartition(".")[0])
     assert isinstance(head, nn.Linear)
     return head
@@ -126,11 +131,13 @@ def layout_of(module: nn.Module, head: str | None = None) -> Layout:
     Raises:
         ConfigError: a tensor is neither float32 nor an int64 buffer.
     """
-    tensors = [_info(name, tensor) for name, tensor in state(module)]
-    last = {f"{head}.weight", f"{head}.bias"}
+    layers = {name: _layer(layer) for name, layer in module.named_modules()}
+    if head is not None:
+        layers[head] = "head"
+    tensors = [_info(name, tensor, layers[name.rpartition(".")[0]]) for name, tensor in state(module)]
     buffers = [info for info in tensors if info.kind != "param"]
-    params = sorted((info for info in tensors if info.kind == "param"), key=lambda info: info.name in last)
-    return Layout(tensors=(*params, *buffers), has_head=head is not None)
+    params = sorted((info for info in tensors if info.kind == "param"), key=lambda info: info.layer == "head")
+    return Layout(tensors=(*params, *buffers))
 
 
 def load(module: nn.Module, model: Model, layout: Layout) -> None:
@@ -157,8 +164,13 @@ def state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
-def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+def _layer(layer: nn.Module) -> str:
+    """The kind of a layer, as selectors name it."""
+    return next((kind for kind, classes in _LAYERS.items() if isinstance(layer, classes)), "")
+
+
+def _info(name: str, tensor: torch.Tensor, layer: str) -> TensorInfo:
     kind = "param" if tensor.requires_grad and tensor.dtype is torch.float32 else _KINDS.get(tensor.dtype)
     if kind is None:
         raise ConfigError(f"tensor {name} is {tensor.dtype}; a network may have float32 tensors and int64 buffers")
-    return TensorInfo(name=name, shape=tuple(tensor.shape), kind=kind)
+    return TensorInfo(name=name, shape=tuple(tensor.shape), kind=kind, layer=layer)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -29,14 +29,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedge import models
 from fedge.errors import ConfigError
-from fedge.messages import Part, Sgd
 from fedge.processor import Processor
+from fedge.sgd import Sgd
+from fedge.stopping import StoppedError, never
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model
+from fedge.tensors import BASE, Layout, Model
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Module in training mode, inputs (b, ...), labels (b,) -> mean loss of the batch, a scalar that has a gradient."""
 
+Part = Literal["all", "base", "head"]
+"""Which weights learn: all, the head (the last linear layer), or the base (everything else)."""
 CHUNK: Final = 512
 """Samples per forward pass outside training: bounds the memory."""
 PADDING: Final = -100
@@ -47,15 +50,6 @@ CPU: Final = torch.device("cpu")
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SHARED: Final = 4
 """Networks that are kept in a thread, and for which it is remembered what was found out about them."""
-
-
-class StoppedError(Exception):
-    """The work was stopped from outside; nothing came of it."""
-
-
-def never() -> bool:
-    """Nobody asks to stop."""
-    return False
 
 
 def torch_device(processor: Processor) -> torch.device:
@@ -126,10 +120,10 @@ class Network:
         Raises:
             ConfigError: the network has no head.
         """
-        if part is Part.ALL:
+        if part == "all":
             return slice(None)
-        n_base = self.layout.part(Part.BASE).n_params
-        return slice(n_base, None) if part is Part.HEAD else slice(0, n_base)
+        n_base = self.layout.select(BASE).n_params
+        return slice(n_base, None) if part == "head" else slice(0, n_base)
 
     def load(self, model: Model) -> None:
         """Take over a model's weights, in evaluation mode."""
@@ -206,7 +200,7 @@ class Stack:
         Raises:
             ValueError: another part than all.
         """
-        if part is not Part.ALL:
+        if part != "all":
             raise ValueError("models side by side learn in whole")
         return slice(None)
 
@@ -413,7 +407,7 @@ class Trainer:
         rng: np.random.Generator | Iterator[NDArray[np.int64]],
         *,
         loss: Loss = cross_entropy,
-        moves: Part = Part.ALL,
+        moves: Part = "all",
         anchor: NDArray[np.float32] | None = None,
     ) -> None:
         self._network = network

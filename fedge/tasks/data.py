@@ -35,6 +35,11 @@ class DeviceData:
                 "there must be one label and one mark per training sample, one label per validation sample"
             )
 
+    @classmethod
+    def unlabelled(cls, x: NDArray[np.float32]) -> DeviceData:
+        """The data of a device that does not train: model inputs alone, (n, *input_shape)."""
+        return cls(x, np.zeros(len(x), np.int64), np.zeros(len(x), np.bool_), x[:0], np.zeros(0, np.int64))
+
     def require_labels_of(self, task: TaskSpec) -> None:
         """Refuse labels that the task does not have.
 
@@ -60,6 +65,16 @@ class DeviceData:
     def shared(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """D_iL: inputs and labels of the training samples that are not sensitive."""
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
+
+    @property
+    def validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Held-out samples: they choose, and train nothing before everything is chosen."""
+        return self.x_val, self.y_val
+
+    @property
+    def training(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """All training samples, sensitive ones, too: for what never leaves the device."""
+        return self.x_train, self.y_train
 
     @property
     def labelled(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -13,7 +13,8 @@ from coordinator.aggregation import correlation
 from coordinator.reserved import ReservedSet
 from fedge import models, preprocess
 from fedge.errors import ConfigError
-from fedge.messages import Role, Sgd
+from fedge.messages import Role
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tasks import pool, task_spec
 from fedge.tensors import Layout, Model

@@ -23,8 +23,10 @@ from coordinator.store import Status, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
-from fedge.messages import BlobRef, Codec, Install, Installed, Order, Role, Train, blobs_of
+from fedge.messages import BlobRef, Codec, Order, Role, blobs_of
 from fedge.processor import Processor
+from fedge.steps.install import Install, Installed
+from fedge.steps.train import Train
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten

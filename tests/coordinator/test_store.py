@@ -18,7 +18,8 @@ from coordinator import store as module
 from coordinator.fleet import Device
 from coordinator.store import Status, Store
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import BlobRef, Context, Order, Profile, Profiled, Report
+from fedge.messages import BlobRef, Context, Order, Report
+from fedge.steps.profile import Profile, Profiled
 
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 

@@ -18,24 +18,14 @@ import msgspec
 import pytest
 
 from edge_agent.agent import Agent, Identity, Limits, Works
-from edge_agent.outcome import CACHED_MODELS
+from edge_agent.device import CACHED_MODELS
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import (
-    Ack,
-    BlobRef,
-    Context,
-    Declined,
-    Failed,
-    Order,
-    Presence,
-    Profile,
-    Trained,
-    Trial,
-    Tried,
-    Want,
-    encode,
-)
+from fedge.messages import Ack, BlobRef, Context, Order, Presence, Want, encode
+from fedge.step import Declined, Failed
+from fedge.steps.profile import Profile
+from fedge.steps.train import Trained
+from fedge.steps.trial import Trial, Tried
 from fedge.transport import BrokerSettings
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Outcome, Peer, later, order_of, train
 

@@ -21,7 +21,9 @@ from edge_agent.cli import AgentSettings, agent, build
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.errors import ConfigError
-from fedge.messages import Declined, Failed, Presence, Profile
+from fedge.messages import Presence
+from fedge.step import Declined, Failed
+from fedge.steps.profile import Profile
 from fedge.tasks import device_data, task_spec
 from fedge.transport import parse_address
 from tests.support.broker import local_broker

@@ -10,28 +10,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from edge_agent.cold_start import CHUNK, InferenceWorker
 
 import deploy
 from coordinator.fleet import order_for
 from coordinator.reserved import Gate
-from edge_agent.cold_start import CHUNK, InferenceWorker
 from export import write_bundle
 from export.gate import gate_onnx
 from fedge.bundle import MANIFEST, SKELETON
 from fedge.errors import StoreError
-from fedge.messages import (
-    Action,
-    BlobRef,
-    Declined,
-    Failed,
-    InstallBundle,
-    Installed,
-    Profile,
-    Result,
-    Role,
-    Route,
-    Routed,
-)
+from fedge.messages import BlobRef, Role
+from fedge.step import Action, Declined, Failed, Result
+from fedge.steps.install import Installed
+from fedge.steps.install_bundle import InstallBundle
+from fedge.steps.profile import Profile
+from fedge.steps.route import Route, Routed
 from fedge.tensors import digest_of
 from tests.support.tables import inputs, layout_of, mixture_of, task_of
 

@@ -12,8 +12,9 @@ from torch.nn import functional
 from edge_agent import dbe
 from fedge import models
 from fedge.errors import ProtocolError
-from fedge.messages import KeepOffset, Part, Sgd
+from fedge.messages import KeepOffset, Part
 from fedge.models.training import Network, Trainer, batches
+from fedge.sgd import Sgd
 from fedge.tensors import Model, Tensors, to_bytes
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, part_of, samples
 

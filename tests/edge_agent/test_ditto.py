@@ -6,8 +6,9 @@ import pytest
 
 from edge_agent import ditto
 from fedge import models
-from fedge.messages import KeepModel, Sgd
+from fedge.messages import KeepModel
 from fedge.models.training import Network, Trainer
+from fedge.sgd import Sgd
 from fedge.tensors import Model, Tensors, flatten, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, samples
 

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edge_agent.install import fine_tuned
 
 from deploy import load
-from edge_agent.install import fine_tuned
 from edge_agent.worker import Worker
 from fedge import codec, models
 from fedge.errors import ProtocolError
-from fedge.messages import BlobRef, Codec, FineTune, Install, Installed, Order, Role, Sgd
-from fedge.models.training import Network, StoppedError, Trainer, mean_loss
+from fedge.messages import BlobRef, Codec, Order, Role
+from fedge.models.training import Network, Trainer, mean_loss
+from fedge.sgd import Sgd
+from fedge.steps.install import FineTune, Install, Installed
+from fedge.stopping import StoppedError
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, unflatten

@@ -5,13 +5,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from edge_agent.labels import label_feature, randomised_response
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.labels import label_feature, randomised_response
 from edge_agent.worker import Worker
 from fedge.errors import StoreError
-from fedge.messages import DescribeLabels, LabelsDescribed, Order
+from fedge.messages import Order
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 

@@ -10,7 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from edge_agent import mixture as mx
 from export import Candidate, GateWeights, Mixture, reference
-from fedge.messages import Calibration, Role
+from fedge.messages import Role
+from fedge.steps.fit_weights import Calibration
 from fedge.tensors import Model
 
 FLAT = mx.log_prior(np.zeros(3, np.int64))

@@ -13,7 +13,10 @@ import pytest
 from edge_agent.outbox import Outbox
 from edge_agent.session import MAX_ACKED
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import Ack, BlobRef, Declined, Order, Profile, Report, Trained, encode
+from fedge.messages import Ack, BlobRef, Order, Report, encode
+from fedge.step import Declined
+from fedge.steps.profile import Profile
+from fedge.steps.train import Trained
 from fedge.tensors import digest_of
 
 DEVICE = "pi-1"

@@ -8,35 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edge_agent.personal import newest
 
 from deploy import load as load_bundle
 from edge_agent import personal
 from edge_agent.mixture import PLAIN, calibrated
-from edge_agent.outcome import Outcome
-from edge_agent.personal import newest
-from edge_agent.worker import Worker
+from edge_agent.worker import Outcome, Worker
 from fedge import codec
 from fedge.errors import StoreError
-from fedge.messages import (
-    BlobRef,
-    Codec,
-    Declined,
-    Failed,
-    FeaturesMeasured,
-    Install,
-    Installed,
-    Keep,
-    KeepHead,
-    KeepModel,
-    KeepOffset,
-    KeepPart,
-    MeanFeatures,
-    Part,
-    Sgd,
-    Start,
-    Train,
-    Trained,
-)
+from fedge.messages import BlobRef, Codec, Keep, KeepHead, KeepModel, KeepOffset, KeepPart, Part
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.install import Install, Installed
+from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
+from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Model, from_bytes, unflatten
 from tests.support.orders import INITIAL, LAYOUT, Blobs, D, device_data, order, worker
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from edge_agent.pool import confidences, denoised, gate_network, select
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -15,27 +16,15 @@ from torch import nn
 
 from deploy import load
 from edge_agent import pool as stage2
-from edge_agent.pool import confidences, denoised, gate_network, select
 from edge_agent.worker import Worker
 from export.pool import gate_logits, top_weights
-from fedge.messages import (
-    BlobRef,
-    Codec,
-    Failed,
-    FitPool,
-    Installed,
-    KeepHead,
-    KeepModel,
-    KeepOffset,
-    KeepPart,
-    Order,
-    Part,
-    Role,
-    Sgd,
-    Start,
-    Train,
-)
+from fedge.messages import BlobRef, Codec, KeepHead, KeepModel, KeepOffset, KeepPart, Order, Part, Role
 from fedge.models.training import Network
+from fedge.sgd import Sgd
+from fedge.step import Failed
+from fedge.steps.fit_pool import FitPool
+from fedge.steps.install import Installed
+from fedge.steps.train import Start, Train
 from fedge.tensors import digest_of, to_bytes, unflatten
 from tests.edge_agent.test_worker import TASK, Blobs, make_data
 

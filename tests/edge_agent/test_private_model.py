@@ -5,8 +5,8 @@ import pytest
 
 from edge_agent.private_model import _overfits, fit, fit_private, log_likelihood, mean_model
 from fedge import models
-from fedge.messages import Sgd
 from fedge.models.training import Network
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import Model
 

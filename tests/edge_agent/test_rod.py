@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from edge_agent import rod
 from fedge import models
-from fedge.messages import Part, Sgd
+from fedge.messages import Part
 from fedge.models.training import Network, Trainer, batches
+from fedge.sgd import Sgd
 from fedge.tensors import Model, Tensors, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, part_of, samples
 

@@ -14,7 +14,11 @@ from edge_agent.worker import Worker
 from export.reference import gate_features
 from fedge import models
 from fedge.bundle import read
-from fedge.messages import FitMixture, Installed, Role, Sgd, Start
+from fedge.messages import Role
+from fedge.sgd import Sgd
+from fedge.steps.fit_mixture import FitMixture
+from fedge.steps.install import Installed
+from fedge.steps.train import Start
 from fedge.tensors import flatten, from_bytes
 from tests.edge_agent.test_worker import TASK, Blobs, make_data, order
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.outcome import Unpacked
-from edge_agent.sending import in_one_process, sent
+from edge_agent.device import Unpacked
+from edge_agent.encoding import in_one_process, sent
 from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Codec, DescribeLabels, Order, Part
+from fedge.messages import Codec, Order, Part
+from fedge.steps.describe_labels import DescribeLabels
 from fedge.tensors import Layout, Model, TensorInfo, digest_of
 
 LAYOUT = Layout(

@@ -37,7 +37,9 @@ from edge_agent.session import (
     check_invariants,
 )
 from fedge.errors import ProtocolError
-from fedge.messages import Ack, BlobRef, Order, Profile, Report, Tried
+from fedge.messages import Ack, BlobRef, Order, Report
+from fedge.steps.profile import Profile
+from fedge.steps.trial import Tried
 
 DEVICE = "pi-1"
 

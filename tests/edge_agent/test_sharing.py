@@ -6,28 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edge_agent.sharing import clipped, noisy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent import personal
-from edge_agent.outcome import Outcome
-from edge_agent.sharing import clipped, noisy
-from fedge.messages import (
-    Codec,
-    Declined,
-    Failed,
-    Keep,
-    KeepHead,
-    KeepModel,
-    KeepOffset,
-    KeepPart,
-    Part,
-    PrivateShared,
-    Sgd,
-    SharePrivate,
-    Start,
-    Train,
-)
+from edge_agent.worker import Outcome
+from fedge.messages import Codec, Keep, KeepHead, KeepModel, KeepOffset, KeepPart, Part
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.share_private import PrivateShared, SharePrivate
+from fedge.steps.train import Start, Train
 from fedge.tensors import from_bytes
 from tests.support.orders import LAYOUT, Blobs, D, order, worker
 

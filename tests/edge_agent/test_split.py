@@ -6,8 +6,9 @@ import pytest
 from edge_agent import split
 from fedge import models
 from fedge.errors import ConfigError
-from fedge.messages import KeepPart, Part, Sgd
+from fedge.messages import KeepPart, Part
 from fedge.models.training import Network, Trainer
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import Model
 from tests.support.orders import INITIAL, LAYOUT, TASK, part_of, samples

@@ -10,15 +10,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from edge_agent.cold_start import InferenceWorker
+from edge_agent.together import Job, execute
 from torch import nn
 
 from edge_agent import together
-from edge_agent.cold_start import InferenceWorker
-from edge_agent.together import Job, execute
 from edge_agent.worker import Worker
 from fedge import codec, models
-from fedge.messages import BlobRef, Codec, Declined, Failed, Order, Part, Profile, Sgd, Start, Train, Trained, Trial
+from fedge.messages import BlobRef, Codec, Order, Part
 from fedge.models.training import can_stack
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.profile import Profile
+from fedge.steps.train import Start, Train, Trained
+from fedge.steps.trial import Trial
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, unflatten

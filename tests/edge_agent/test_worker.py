@@ -10,33 +10,19 @@ from deploy import load
 from edge_agent.worker import Worker, remembering
 from fedge import codec, models
 from fedge.errors import ConfigError
-from fedge.messages import (
-    BlobRef,
-    Calibration,
-    CandidatesFitted,
-    Codec,
-    Declined,
-    EnergyFitted,
-    Failed,
-    FitCandidates,
-    FitEnergy,
-    FitGate,
-    FitWeights,
-    Install,
-    Installed,
-    Order,
-    Profile,
-    Profiled,
-    Role,
-    Sgd,
-    Start,
-    Train,
-    Trained,
-    Trial,
-    Tried,
-    WeightsFitted,
-)
-from fedge.models.training import StoppedError, mean_loss
+from fedge.messages import BlobRef, Codec, Order, Role
+from fedge.models.training import mean_loss
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.fit_energy import EnergyFitted, FitEnergy
+from fedge.steps.fit_gate import FitGate
+from fedge.steps.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.install import Install, Installed
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.train import Start, Train, Trained
+from fedge.steps.trial import Trial, Tried
+from fedge.stopping import StoppedError
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, digest_of, unflatten

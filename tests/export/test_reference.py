@@ -6,7 +6,7 @@ import pytest
 from edge_agent import mixture as agents
 from export import Guard
 from export.reference import gate_features, reference
-from fedge.messages import Calibration
+from fedge.steps.fit_weights import Calibration
 from tests.support.tables import mixture_of
 
 

@@ -24,16 +24,15 @@ from fedge.messages import (
     BlobRef,
     Codec,
     Context,
-    Declined,
     Order,
     Presence,
-    Profiled,
     Report,
-    Result,
     Status,
     Want,
     encode,
 )
+from fedge.step import Declined, Result
+from fedge.steps.profile import Profiled
 from fedge.tensors import digest_of, from_bytes, to_bytes
 from fedge.transport import Inbound
 from tests.support.device import RawDevice, trained

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from fedge.broker import LocalBroker
-from fedge.messages import BlobRef, Order, Presence, Trained
+from fedge.messages import BlobRef, Order, Presence
+from fedge.steps.train import Trained
 from tests.support.broker import local_broker
 from tests.support.peer import WAIT_S, Peer, order_of, train
 

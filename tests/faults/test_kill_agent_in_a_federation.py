@@ -23,8 +23,8 @@ from coordinator.methods.fedavg import FedAvgState
 from coordinator.store import Status, Store
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
-from fedge.messages import Sgd
 from fedge.models import initial
+from fedge.sgd import Sgd
 from fedge.tasks import device_data, partition, pool, task_spec, write_share
 from fedge.tensors import unflatten
 from tests.support.broker import local_broker

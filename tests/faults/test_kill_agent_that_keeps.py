@@ -9,9 +9,9 @@ import random
 from pathlib import Path
 
 import pytest
+from coordinator.methods.keeping import KeepingState
 
 from coordinator.methods.dbe import DbeState
-from coordinator.methods.keeping import KeepingState
 from tests.support.broker import local_broker
 from tests.support.federation import Federation, same, settings, until
 

@@ -4,7 +4,10 @@ import msgspec
 import pytest
 
 from fedge.calibration import BETAS, KAPPAS, TEMPERATURES, grid
-from fedge.messages import Calibration, CandidatesFitted, EnergyFitted, Role
+from fedge.messages import Role
+from fedge.steps.fit_candidates import CandidatesFitted
+from fedge.steps.fit_energy import EnergyFitted
+from fedge.steps.fit_weights import Calibration
 
 
 @pytest.mark.parametrize("role", Role)

@@ -10,21 +10,8 @@ from hypothesis import strategies as st
 
 from fedge import messages
 from fedge.errors import ProtocolError
-from fedge.messages import (
-    Action,
-    Capabilities,
-    Codec,
-    Context,
-    Message,
-    Order,
-    Report,
-    Result,
-    Role,
-    Status,
-    Want,
-    decode,
-    encode,
-)
+from fedge.messages import Capabilities, Codec, Context, Message, Order, Report, Role, Status, Want, decode, encode
+from fedge.step import Action, Result
 
 DIGEST = "ab" * 32
 REF = {"digest": DIGEST, "size_bytes": 10, "codec": "float32"}

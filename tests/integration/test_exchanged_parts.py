@@ -26,7 +26,12 @@ from coordinator.methods import (
 from coordinator.selection import Selection, ccmab
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import Action, Codec, DescribeLabels, Profile, Sgd, Train
+from fedge.messages import Codec
+from fedge.sgd import Sgd
+from fedge.step import Action
+from fedge.steps.describe_labels import DescribeLabels
+from fedge.steps.profile import Profile
+from fedge.steps.train import Train
 from tests.support.simulation import digits
 
 pytestmark = pytest.mark.unit

@@ -13,22 +13,9 @@ import numpy as np
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
-from fedge.messages import (
-    Ack,
-    BlobRef,
-    Codec,
-    Context,
-    Message,
-    Order,
-    Presence,
-    Report,
-    Result,
-    Status,
-    Trained,
-    Want,
-    decode,
-    encode,
-)
+from fedge.messages import Ack, BlobRef, Codec, Context, Message, Order, Presence, Report, Status, Want, decode, encode
+from fedge.step import Result
+from fedge.steps.train import Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, TensorInfo, digest_of
 from fedge.topics import Topics

@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.utils import _pytree, backend_registration
 
 from coordinator.fleet.simulated import run
-from coordinator.methods import MethodSettings, dump, make
+from coordinator.methods import MethodSettings, Server, dump, make
 from coordinator.reserved import ReservedSet
 from edge_agent.worker import Worker
 from fedge import preprocess
-from fedge.messages import Codec, Sgd
+from fedge.messages import Codec
 from fedge.models.training import CPU
+from fedge.sgd import Sgd
 from fedge.tasks import pool
 from tests.support.simulation import Fleet, digits
 
@@ -144,7 +145,7 @@ def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple
     reserved = preprocess.apply(fleet.task, samples.x), samples.y
     sgd, own = Sgd(steps=2, batch_size=16, weight_decay=1e-3), dict(option.split("=") for option in options)
     settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, options=own)
-    method = make(name, settings, task=fleet.task, reserved=reserved)
+    method = make(name, settings, Server(fleet.task, reserved))
     if isinstance(getattr(method, "reserved", None), ReservedSet):
         method.reserved = ReservedSet(fleet.task, *reserved, processor)
     state = asyncio.run(run(method, method.initial(layout, first), fleet))

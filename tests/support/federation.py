@@ -22,8 +22,9 @@ from coordinator.methods import MethodSettings, State, dump, load, make
 from coordinator.store import Store
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
-from fedge.messages import Codec, Sgd
+from fedge.messages import Codec
 from fedge.models import initial
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tasks import device_data, partition, pool, task_spec, write_share, write_task
 from fedge.tensors import unflatten

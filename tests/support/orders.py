@@ -6,7 +6,8 @@ import numpy as np
 
 from edge_agent.worker import Worker
 from fedge import codec, models
-from fedge.messages import Action, BlobRef, Codec, Order, Part
+from fedge.messages import BlobRef, Codec, Order, Part
+from fedge.step import Action
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Model, Tensors, digest_of, unflatten

@@ -15,28 +15,11 @@ import msgspec
 
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
-from fedge.messages import (
-    Ack,
-    Action,
-    BlobRef,
-    Codec,
-    Context,
-    Failed,
-    Order,
-    Presence,
-    Profile,
-    Profiled,
-    Report,
-    Result,
-    Sgd,
-    Start,
-    Status,
-    Train,
-    Trained,
-    Want,
-    decode,
-    encode,
-)
+from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, decode, encode
+from fedge.sgd import Sgd
+from fedge.step import Action, Failed, Result
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import digest_of
 from fedge.topics import Topics

@@ -17,8 +17,9 @@ from coordinator.fleet.simulated import SimulatedFleet
 from deploy import load
 from edge_agent.worker import Worker
 from fedge import models
-from fedge.messages import Action, BlobRef
+from fedge.messages import BlobRef
 from fedge.models.training import CPU
+from fedge.step import Action
 from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten

@@ -20,7 +20,7 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, make
 from fedge.broker import LocalBroker, free_port
 from fedge.errors import ConfigError, TransportError
-from fedge.messages import Sgd
+from fedge.sgd import Sgd
 from fedge.tasks import device_data, labelled, task_spec
 from fedge.tensors import digest_of
 from tests.support.simulation import digits

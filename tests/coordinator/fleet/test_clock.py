@@ -8,21 +8,14 @@ import pytest
 
 from coordinator.fleet import clock
 from coordinator.fleet.devices import Hardware
-from fedge.messages import (
-    BlobRef,
-    FineTune,
-    FitCandidates,
-    Install,
-    KeepModel,
-    KeepPart,
-    MeanFeatures,
-    Part,
-    Profile,
-    Sgd,
-    Start,
-    Train,
-    Trial,
-)
+from fedge.messages import BlobRef, KeepModel, KeepPart, Part
+from fedge.sgd import Sgd
+from fedge.steps.fit_candidates import FitCandidates
+from fedge.steps.install import FineTune, Install
+from fedge.steps.mean_features import MeanFeatures
+from fedge.steps.profile import Profile
+from fedge.steps.train import Start, Train
+from fedge.steps.trial import Trial
 
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 STEADY = Hardware(speed=2.0, up_mbit_s=8, down_mbit_s=16, latency_s=0.5)

@@ -7,7 +7,12 @@ from coordinator.fleet import order_for, require_sendable
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from fedge.errors import ConfigError
-from fedge.messages import Action, BlobRef, FitMixture, Install, Order, Sgd, Start, Train, decode, encode
+from fedge.messages import BlobRef, Order, decode, encode
+from fedge.sgd import Sgd
+from fedge.step import Action
+from fedge.steps.fit_mixture import FitMixture
+from fedge.steps.install import Install
+from fedge.steps.train import Start, Train
 from fedge.task import TaskSpec
 from tests.support.simulation import digits
 

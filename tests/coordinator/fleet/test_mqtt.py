@@ -23,28 +23,14 @@ from coordinator.store import Status, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ProtocolError, StoreError
-from fedge.messages import (
-    Codec,
-    Declined,
-    DescribeLabels,
-    Failed,
-    KeepHead,
-    KeepPart,
-    LabelsDescribed,
-    Part,
-    PrivateShared,
-    Profile,
-    Profiled,
-    Report,
-    Result,
-    Sgd,
-    SharePrivate,
-    Start,
-    Train,
-    Trained,
-    Tried,
-    Want,
-)
+from fedge.messages import Codec, KeepHead, KeepPart, Part, Report, Want
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed, Result
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.share_private import PrivateShared, SharePrivate
+from fedge.steps.train import Start, Train, Trained
+from fedge.steps.trial import Tried
 from fedge.tensors import Layout, TensorInfo, digest_of, to_bytes
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained

@@ -33,7 +33,8 @@ from coordinator.fleet.orders import (
     Tick,
 )
 from fedge.errors import ProtocolError
-from fedge.messages import Ack, BlobRef, Order, Profile, Profiled, Report
+from fedge.messages import Ack, BlobRef, Order, Report
+from fedge.steps.profile import Profile, Profiled
 
 DEADLINE = 60.0
 REF = BlobRef(digest="0" * 64, size_bytes=1)

@@ -2,7 +2,9 @@
 
 from coordinator.fleet.clock import passes
 from coordinator.fleet.pace import ROOM, Paces, work_of
-from fedge.messages import BlobRef, Sgd, Start, Train
+from fedge.messages import BlobRef
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train
 
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 

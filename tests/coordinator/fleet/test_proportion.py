@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import pytest
+from edge_agent.together import execute
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +14,13 @@ from coordinator.fleet import Answer, proportion
 from coordinator.fleet.proportion import FACTOR
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
-from edge_agent.outcome import Outcome
-from edge_agent.together import execute
+from edge_agent.worker import Outcome
 from fedge import codec
 from fedge.codec import Norms
-from fedge.messages import BlobRef, Codec, Declined, Sgd, Trained
+from fedge.messages import BlobRef, Codec
+from fedge.sgd import Sgd
+from fedge.step import Declined
+from fedge.steps.train import Trained
 from fedge.tensors import Model, digest_of, unflatten
 from tests.support.simulation import digits
 

@@ -8,11 +8,15 @@ from coordinator.fleet.devices import PI_4, Hardware, mixed
 from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, one_by_one, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
-from edge_agent.outcome import CACHED_MODELS
+from edge_agent.device import CACHED_MODELS
 from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Codec, Declined, Part, Sgd, Start, Train, Trained, Trial
+from fedge.messages import Codec, Part
 from fedge.models import initial
+from fedge.sgd import Sgd
+from fedge.step import Declined
+from fedge.steps.train import Start, Train, Trained
+from fedge.steps.trial import Trial
 from fedge.tensors import unflatten
 from tests.support.simulation import digits
 

@@ -10,7 +10,8 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.cfic import CficState, Description, clusters
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Sgd
+from fedge.messages import Codec
+from fedge.sgd import Sgd
 from tests.support.simulation import digits, predicted
 
 EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32}

@@ -10,7 +10,10 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, make, round_rng
 from coordinator.methods.cohort import ChoosingState, bandit_of, drawn, learned, times
 from coordinator.selection import ccmab, uniform
-from fedge.messages import BlobRef, Context, Declined, Failed, Sgd, Trained
+from fedge.messages import BlobRef, Context
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.train import Trained
 from fedge.tensors import Layout
 from tests.support.simulation import digits
 

@@ -13,7 +13,11 @@ from coordinator.methods.dbe import Dbe, DbeState
 from coordinator.methods.fedavg import FedAvg
 from edge_agent import dbe
 from fedge.errors import ConfigError
-from fedge.messages import Action, BlobRef, Codec, FeaturesMeasured, KeepOffset, MeanFeatures, Sgd, Train
+from fedge.messages import BlobRef, Codec, KeepOffset
+from fedge.sgd import Sgd
+from fedge.step import Action
+from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
+from fedge.steps.train import Train
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 

@@ -11,8 +11,9 @@ from coordinator.methods import MethodSettings
 from coordinator.methods.ditto import Ditto
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.worker import Worker
-from fedge.messages import Codec, Role, Sgd
+from fedge.messages import Codec, Role
 from fedge.models import initial
+from fedge.sgd import Sgd
 from fedge.tasks import partition, pool, share_data
 from fedge.tensors import unflatten
 from tests.support.simulation import digits

@@ -11,7 +11,9 @@ from coordinator.methods import MethodSettings, accepted, dump, load, make
 from coordinator.methods.fedavg import FedAvg, FedAvgState
 from deploy import load as load_bundle
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Sgd, Start, Train
+from fedge.messages import Codec
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train
 from tests.support.simulation import digits, predicted
 
 SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=5), codec=Codec.FLOAT32)

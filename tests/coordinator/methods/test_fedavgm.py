@@ -7,7 +7,8 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.fedavg import FedAvgState
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Sgd
+from fedge.messages import Codec
+from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
 EXACT = {"rounds": 4, "sgd": Sgd(steps=5), "codec": Codec.FLOAT32}

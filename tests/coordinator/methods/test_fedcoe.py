@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from edge_agent.cold_start import InferenceWorker
 
 import deploy
 from coordinator.aggregation import correlation
@@ -17,10 +18,13 @@ from coordinator.fleet import Answer, Device
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, Samples, accepted, dump, load, make
 from coordinator.methods.fedcoe import PRINTED, FedCoE, FedCoEState
-from edge_agent.cold_start import InferenceWorker
 from fedge import preprocess
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, Codec, Declined, Failed, Routed, Sgd, Start, Train
+from fedge.messages import BlobRef, Codec
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.route import Routed
+from fedge.steps.train import Start, Train
 from fedge.tasks import pool, task_spec
 from fedge.tensors import Layout, Model
 from tests.support.simulation import Fleet, digits

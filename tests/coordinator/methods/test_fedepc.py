@@ -27,8 +27,13 @@ from coordinator.methods.fedepc import (
 )
 from fedge import preprocess
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Failed, LabelsDescribed, Profile, Profiled, Sgd, Start, Train
+from fedge.messages import Codec
 from fedge.models.training import Network
+from fedge.sgd import Sgd
+from fedge.step import Failed
+from fedge.steps.describe_labels import LabelsDescribed
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.train import Start, Train
 from fedge.tasks import pool
 from tests.support.simulation import Fleet, digits, predicted
 

@@ -6,6 +6,8 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from coordinator.methods.moving import Moving
+from edge_agent.labels import label_feature
 
 from coordinator.fleet import Device, require_sendable
 from coordinator.fleet.simulated import run
@@ -24,16 +26,18 @@ from coordinator.methods.fedge import (
     starts,
     train_experts,
 )
-from coordinator.methods.moving import Moving
 from coordinator.selection import ccmab
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Hardware, Partition, Scenario
 from edge_agent import mixture
-from edge_agent.labels import label_feature
 from fedge.bundle import read as read_bundle
 from fedge.errors import ConfigError
-from fedge.messages import CandidatesFitted, Codec, Profiled, Role, Sgd, Start, Train
+from fedge.messages import Codec, Role
+from fedge.sgd import Sgd
+from fedge.steps.fit_candidates import CandidatesFitted
+from fedge.steps.profile import Profiled
+from fedge.steps.train import Start, Train
 from tests.support.simulation import Fleet, digits, predicted
 
 BOUND = 11

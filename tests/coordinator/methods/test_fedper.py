@@ -6,8 +6,9 @@ import numpy as np
 
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedper import FedPer
-from fedge.messages import Codec, KeepPart, Part, Sgd
+from fedge.messages import Codec, KeepPart, Part
 from fedge.models.training import Trainer
+from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
 SETTINGS = MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32)

@@ -6,7 +6,8 @@ import pytest
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, make
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Sgd
+from fedge.messages import Codec
+from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
 EXACT = {"rounds": 2, "sgd": Sgd(steps=20), "codec": Codec.FLOAT32}

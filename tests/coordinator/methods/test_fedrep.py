@@ -6,7 +6,8 @@ import numpy as np
 
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedrep import FedRep
-from fedge.messages import Codec, KeepPart, Part, Sgd
+from fedge.messages import Codec, KeepPart, Part
+from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
 

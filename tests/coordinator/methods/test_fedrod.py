@@ -8,7 +8,8 @@ import numpy as np
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedrod import FedRod
-from fedge.messages import Codec, Sgd
+from fedge.messages import Codec
+from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
 SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32)

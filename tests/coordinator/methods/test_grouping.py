@@ -15,7 +15,11 @@ from coordinator.methods.grouping import (
     told_directions,
 )
 from coordinator.selection import ccmab
-from fedge.messages import BlobRef, Codec, Context, Declined, Failed, Profiled, Sgd, Start, Train, Trained
+from fedge.messages import BlobRef, Codec, Context
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed
+from fedge.steps.profile import Profiled
+from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import unflatten
 from tests.support.simulation import digits
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from coordinator.methods.moving import Moving
+from edge_agent.cold_start import InferenceWorker
 from numpy.typing import NDArray
 
 import deploy
@@ -26,13 +28,16 @@ from coordinator.methods import (
     round_rng,
 )
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
-from coordinator.methods.moving import Moving
 from coordinator.options import check, method_and_options
 from coordinator.selection import ccmab
-from edge_agent.cold_start import InferenceWorker
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import Action, BlobRef, Declined, DescribeLabels, InstallBundle, Sgd, Trained, blobs_of
+from fedge.messages import BlobRef, blobs_of
+from fedge.sgd import Sgd
+from fedge.step import Action, Declined
+from fedge.steps.describe_labels import DescribeLabels
+from fedge.steps.install_bundle import InstallBundle
+from fedge.steps.train import Trained
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 

@@ -8,30 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from coordinator.methods.keeping import Keeping, KeepingState
 
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, accepted, dump, load, make
 from coordinator.methods.fedavg import FedAvg
 from coordinator.methods.fedper import FedPer
-from coordinator.methods.keeping import Keeping, KeepingState
 from edge_agent.mixture import PLAIN, calibrated
 from fedge.errors import ConfigError
-from fedge.messages import (
-    Action,
-    Codec,
-    Declined,
-    Failed,
-    Install,
-    Keep,
-    KeepPart,
-    Part,
-    Role,
-    Sgd,
-    Train,
-    Trained,
-    blobs_of,
-)
+from fedge.messages import Codec, Keep, KeepPart, Part, Role, blobs_of
+from fedge.sgd import Sgd
+from fedge.step import Action, Declined, Failed
+from fedge.steps.install import Install
+from fedge.steps.train import Train, Trained
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits, predicted
 

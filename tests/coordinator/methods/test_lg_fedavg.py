@@ -7,7 +7,8 @@ import numpy as np
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings
 from coordinator.methods.lg_fedavg import LgFedAvg
-from fedge.messages import Codec, Part, Sgd
+from fedge.messages import Codec, Part
+from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
 

@@ -9,8 +9,9 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.local import LocalState
 from fedge.errors import ConfigError
-from fedge.messages import Install, Sgd
 from fedge.models.training import Network, Trainer
+from fedge.sgd import Sgd
+from fedge.steps.install import Install
 from tests.support.simulation import digits, predicted
 
 

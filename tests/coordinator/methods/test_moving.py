@@ -4,10 +4,10 @@ import logging
 
 import numpy as np
 import pytest
+from coordinator.methods.moving import Moving, moved
 
 from coordinator.aggregation import Average
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods.moving import Moving, moved
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
 

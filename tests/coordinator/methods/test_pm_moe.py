@@ -10,7 +10,10 @@ from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.pm_moe import PmMoe
 from deploy import load as load_bundle
 from fedge.errors import ConfigError
-from fedge.messages import FitPool, Role, Sgd, SharePrivate, blobs_of
+from fedge.messages import Role, blobs_of
+from fedge.sgd import Sgd
+from fedge.steps.fit_pool import FitPool
+from fedge.steps.share_private import SharePrivate
 from tests.support.simulation import digits
 
 

@@ -7,15 +7,17 @@ import dataclasses
 import msgspec
 import numpy as np
 import pytest
+from edge_agent.labels import label_feature
 
 from coordinator.clustering import mctc
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, accepted, dump, load
 from coordinator.methods.scmoe_pfl import Clusters, ScmoePfl, ScmoeState, clusters_of, starts
 from deploy import load as load_bundle
-from edge_agent.labels import label_feature
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Role, Sgd, Start, Train
+from fedge.messages import Codec, Role
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train
 from fedge.tensors import unflatten
 from tests.support.simulation import digits
 

@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+from coordinator.methods.silence import LONGEST_REST, HearingState, ask, awake, results
 
 from coordinator.fleet import Answer, Device
-from coordinator.methods.silence import LONGEST_REST, HearingState, ask, awake, results
-from fedge.messages import Declined, DescribeLabels, Failed
+from fedge.step import Declined, Failed
+from fedge.steps.describe_labels import DescribeLabels
 from fedge.tensors import Layout, TensorInfo
 
 NOBODY = HearingState(round=0, layout=Layout(tensors=(TensorInfo(name="w", shape=(1,)),)))

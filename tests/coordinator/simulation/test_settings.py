@@ -8,7 +8,7 @@ from coordinator.service import CoordinatorSettings
 from coordinator.simulation.settings import CompareSettings, Groups, Partition, Scenario, SimulationSettings, Sizes
 from fedge.config import describe
 from fedge.errors import ConfigError
-from fedge.messages import Sgd
+from fedge.sgd import Sgd
 from fedge.tasks import dealing, partition
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from fedge import models
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import Part, Sgd
+from fedge.messages import Part
 from fedge.models.training import Network, Trainer
+from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tensors import Model, TensorInfo, unflatten
 

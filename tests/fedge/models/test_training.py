@@ -10,12 +10,11 @@ import torch
 from torch.nn import functional
 
 from fedge import models
-from fedge.messages import Part, Sgd
+from fedge.messages import Part
 from fedge.models.training import (
     PADDING,
     Network,
     Stack,
-    StoppedError,
     Trainer,
     accuracies,
     batches,
@@ -36,6 +35,8 @@ from fedge.models.training import (
     torch_device,
 )
 from fedge.processor import Processor
+from fedge.sgd import Sgd
+from fedge.stopping import StoppedError
 from fedge.task import TaskSpec
 from fedge.tensors import unflatten
 

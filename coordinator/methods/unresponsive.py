@@ -1,0 +1,69 @@
+"""Who is asked: a device that does not answer costs a whole deadline, so it is left alone for a while.
+
+The rests grow with every order that it leaves without an answer (`awake`); a method keeps what is known of it in its
+state (`AskingState`) and speaks to devices through `ask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.methods import State, insist
+from fedge.step import Action
+
+LONGEST_REST: Final = 16
+"""Rounds that a device is left alone at most which never answers."""
+
+
+class Misses(Struct, frozen=True, kw_only=True):
+    """How many orders in a row a device has left without an answer; round of the last one, and its incarnation then."""
+
+    misses: int
+    round: int
+    incarnation: str
+
+
+class AskingState(State, frozen=True, kw_only=True):
+    """State of a method that lets silent devices rest."""
+
+    unresponsive: dict[str, Misses] = {}
+
+
+H = TypeVar("H", bound=AskingState)
+
+
+def awake(state: AskingState, fleet: Fleet, r: int) -> dict[str, Device]:
+    """The devices that are asked, by id: not those that were silent lately, for each costs the whole deadline.
+
+    After one order without an answer a device rests for a round, after two for three, after three for seven. One that
+    is another incarnation by now rests shorter: not at all the first time, then for a round, for two, if it goes on so.
+    Where nobody is awake all are asked: there is nobody whom they could delay.
+    """
+    devices = {device.id: device for device in fleet.devices()}
+    return {i: device for i, device in devices.items() if not _rests(state.unresponsive.get(i), device, r)} or devices
+
+
+def _rests(silence: Misses | None, device: Device, r: int) -> bool:
+    if silence is None:
+        return False
+    rest = silence.misses if device.incarnation != silence.incarnation else 2**silence.misses
+    return r - silence.round < min(rest, LONGEST_REST)
+
+
+async def ask(
+    state: H, fleet: Fleet, r: int, label: str, actions: Mapping[str, Action], *, insisting: bool = False
+) -> tuple[H, dict[str, Answer]]:
+    """Have devices do something, and take note of who answered and who did not. `insisting`: as in `insist`."""
+    answers = await (insist(fleet, label, actions) if insisting else fleet.run(label, actions))
+    incarnations = {device.id: device.incarnation for device in fleet.devices()}
+    unresponsive = {i: s for i, s in state.unresponsive.items() if i not in answers}
+    for i, answer in answers.items():
+        if answer.result is None:
+            before = state.unresponsive[i].misses if i in state.unresponsive else 0
+            unresponsive[i] = Misses(misses=before + 1, round=r, incarnation=incarnations[i])
+    return msgspec.structs.replace(state, unresponsive=unresponsive), answers

@@ -1,0 +1,307 @@
+"""What a step may use of a device: task, network, data, random numbers, durable files, blobs. Nothing else.
+
+Everything random comes from the order's seed, so the same order done twice gives the same bytes. What stays on the
+device between orders is kept in `Device.files`.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fedge import codec
+from fedge.errors import StoreError
+from fedge.files import highest_release, write_atomically
+from fedge.messages import BlobRef, Codec, Order
+from fedge.step import Steps, device_half
+from fedge.stopping import Stop, never
+from fedge.tensors import digest_of, flatten, from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from export import BundleInfo, Mixture, Pool
+    from fedge.codec import Norms
+    from fedge.models.training import Network
+    from fedge.task import TaskSpec
+    from fedge.tasks import DeviceData
+    from fedge.tensors import Layout, Model, Tensors
+
+log = logging.getLogger("fedge.agent")
+
+CACHED_MODELS: Final = 8
+"""Models that a device keeps beyond its open orders, those used last: the next order often names the same ones."""
+PERSONAL: Final = "personal"
+"""Name of the files in which a training step keeps what stays on the device."""
+Fetch = Callable[[BlobRef], bytes]
+
+_decode = ContextVar("decode", default=codec.decode)
+
+
+@contextmanager
+def remembering(n_models: int = 8) -> Iterator[None]:
+    """Within it the last models that orders named are kept, for the devices of a process that are sent the same."""
+    before = _decode.set(lru_cache(n_models)(codec.decode))  # quick: bytes remember their hash
+    try:
+        yield
+    finally:
+        _decode.reset(before)
+
+
+class FailedError(Exception):
+    """The order cannot be done; the text goes into the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """An update that has not become bytes: what their decoding would give, read-only (`edge_agent.encoding`)."""
+
+    model: Model
+    layout: Layout
+    norms: Norms
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What a training step kept: its name, and the tensors."""
+
+    step: str
+    tensors: bytes
+
+
+class Files:
+    """Durable files of one federation and method, by name and round.
+
+    HOME/kept/{run}/{name}/{round}
+
+    An order of a round may read what was written before its round, and writes its own; the file that it read stays
+    until a later round, so an order that is done again after a kill -9 finds what it found before and gives the same
+    bytes. Runs are never mixed: the first file of a new run ends the older ones.
+    """
+
+    def __init__(self, home: Path, run: str, round_number: int) -> None:
+        self._folder = home / "kept" / run
+        self._round = round_number
+
+    def read(self, name: str, *, before: int | None = None) -> bytes | None:
+        """The newest file of that name up to this round, or of a round before `before`; None: there is none.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        limit = self._round if before is None else before - 1
+        return newest(self._folder / name, limit)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Make this round's file durable; then what no order will read any more goes.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        folder = self._folder / name
+        write_atomically(folder / str(self._round), data)
+        for torn in folder.glob(".tmp-*"):  # of a write that kill -9 cut off
+            torn.unlink(missing_ok=True)
+        earlier = sorted(number for number in _rounds(folder) if number < self._round)
+        for number in earlier[:-1]:
+            (folder / str(number)).unlink(missing_ok=True)
+        for run in set(self._folder.parent.glob("*/")) - {self._folder}:
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def newest(folder: Path, limit: int | None = None) -> bytes | None:
+    """The file of the highest round in a folder, up to a limit; None: there is none.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    rounds = [number for number in _rounds(folder) if limit is None or number <= limit]
+    if not rounds:
+        return None
+    try:
+        return (folder / str(max(rounds))).read_bytes()
+    except OSError as error:
+        raise StoreError(f"{folder / str(max(rounds))} cannot be read: {error}") from error
+
+
+def _rounds(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What the device's owner has decided. `shares_private`: PM-MoE may send what was kept here."""
+
+    shares_private: bool = False
+
+
+@dataclass(frozen=True)
+class Host:
+    """What stays the same from order to order: see `edge_agent.worker.Worker`, which makes it."""
+
+    id: str
+    task: TaskSpec
+    fingerprint: str
+    data: DeviceData
+    home: Path
+    owner: Owner
+    steps: Steps
+    network: Callable[[], Network]
+
+
+@dataclass
+class Device:
+    """One device during one order. `blobs`, `unpacked`: what its result refers to."""
+
+    host: Host
+    order: Order
+    fetch: Fetch
+    stop: Stop = never
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    unpacked: dict[str, Unpacked] = field(default_factory=dict)
+
+    @property
+    def task(self) -> TaskSpec:
+        """What is learned."""
+        return self.host.task
+
+    @property
+    def data(self) -> DeviceData:
+        """The device's samples."""
+        return self.host.data
+
+    @property
+    def owner(self) -> Owner:
+        """What may leave."""
+        return self.host.owner
+
+    @cached_property
+    def network(self) -> Network:
+        """The task's network, which all devices of a thread share: nobody relies on the weights that it has."""
+        return self.host.network()
+
+    @property
+    def layout(self) -> Layout:
+        """Of the network."""
+        return self.network.layout
+
+    @property
+    def seed(self) -> int:
+        """Of this order."""
+        return self.order.seed
+
+    def rng(self, *stream: int) -> np.random.Generator:
+        """Random numbers of this order; each stream has its own."""
+        return np.random.default_rng([self.seed, *stream] if stream else self.seed)
+
+    @cached_property
+    def files(self) -> Files:
+        """Durable files of this federation and method."""
+        return Files(self.host.home, self.order.run, self.order.round)
+
+    @property
+    def lasting(self) -> Path:
+        """The device's own folder: for what is drawn once in its life, whatever the federation."""
+        return self.host.home
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def model(self, ref: BlobRef, layout: Layout | None = None) -> Model:
+        """A model of the task's network that an order names, or the part of one that `layout` describes."""
+        return _decode.get()(self.fetch(ref), ref.codec, layout or self.layout)
+
+    def send(self, data: bytes, codec_: Codec = Codec.FLOAT32) -> BlobRef:
+        """Have bytes go along with the result, which names them by what this returns; `codec_`: of tensors."""
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_)
+        self.blobs[ref.digest] = data
+        return ref
+
+    def keep(self, tensors: Tensors) -> None:
+        """Keep what stays on the device, for later rounds of this step and for the bundle."""
+        self.files.write(PERSONAL, msgspec.msgpack.encode(Kept(step=self.order.step, tensors=to_bytes(tensors))))
+
+    def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Tensors | None:
+        """What a training step of this name kept last, up to this round or before another; None: nothing.
+
+        Raises:
+            FailedError: another step kept it.
+            ProtocolError: `layout`: it is of another network.
+            StoreError: it cannot be read.
+        """
+        data = self.files.read(PERSONAL, before=before)
+        if data is None:
+            return None
+        found = kept_of(data)
+        if found.step != step:
+            raise FailedError(f"step {found.step} kept something here, the order speaks of {step}")
+        tensors = from_bytes(found.tensors)
+        flatten(tensors, layout)  # refused where it is something else
+        return tensors
+
+    def overlaid(self, step: str, model: Model, kept: Tensors | None) -> Model:
+        """One network that predicts what `model` and what a training step kept predict together."""
+        return model if kept is None else overlay(self.host.steps, step, model, kept, self.layout)
+
+    # ------------------------------------------------------------------------------------------------------ bundles
+
+    def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> BundleInfo:
+        """Write a bundle, of a higher release than any before here, and check it against torch on validation samples.
+
+        An order that is done again writes the release that it wrote before.
+        """
+        from export import write_bundle
+
+        release = self.release()
+        return write_bundle(
+            self.host.home / "bundles" / str(release),
+            task=self.task,
+            layout=self.layout,
+            mixture=made,
+            validation=self.data.x_val,
+            release=release,
+            method=method,
+            metrics=dict(metrics),
+        )
+
+    def release(self) -> int:
+        """The release of this order's bundle: the next one; that of the first attempt where the order is repeated."""
+        known = self.files.read("release")
+        if known is not None:
+            order_id, number = msgspec.msgpack.decode(known, type=tuple[str, int])
+            if order_id == self.order.id:
+                return number
+        number = highest_release(self.host.home) + 1
+        self.files.write("release", msgspec.msgpack.encode((self.order.id, number)))
+        return number
+
+
+def overlay(steps: Steps, step: str, model: Model, kept: Tensors, layout: Layout) -> Model:
+    """A model with what a training step kept put over it, as the step's device half says.
+
+    Raises:
+        FailedError: the device does not know the step.
+    """
+    if step not in steps:
+        raise FailedError(f"step {step} kept something here, and is not installed any more")
+    result: Model = device_half(steps[step]).overlay(model, kept, layout)
+    return result
+
+
+def kept_of(data: bytes) -> Kept:
+    """The content of a file that `Device.keep` wrote.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=Kept)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"what was kept for later rounds cannot be read: {error}") from error

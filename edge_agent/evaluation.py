@@ -1,0 +1,105 @@
+"""How good a model is on a device's own samples, and which of several is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_agent import mixture
+from edge_agent.mixture import PLAIN, Array
+from edge_agent.private_model import Samples
+from fedge.models.training import loss_and_gradient_norm
+from fedge.steps.fit_weights import Calibration
+from fedge.steps.train import Choice, Start
+from fedge.tensors import Model
+
+if TYPE_CHECKING:
+    from edge_agent.device import Device
+
+WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A model before training: accuracy on the validation samples; loss and its gradient's norm on D_L if wanted."""
+
+    accuracy: float | None
+    loss: float | None = None
+    gradient_norm: float | None = None
+
+
+def look(device: Device, model: Model, *, measure: bool = True) -> Look:
+    """How a model does on the validation samples, and on D_L, n >= 1. The network is left with its weights."""
+    found = accuracy(device, model)
+    device.network.load(model)
+    return Look(found, *(loss_and_gradient_norm(device.network, *device.data.shared) if measure else ()))
+
+
+def best_start(device: Device, starts: Sequence[Start], choose: Choice = "loss") -> tuple[Model, Start]:
+    """The start that does best on the validation samples, on D_L where there are none; the first on a tie."""
+    return best_of(device, [device.model(start.model) for start in starts], starts, choose)
+
+
+def best_of(device: Device, found: Sequence[Model], starts: Sequence[Start], choose: Choice) -> tuple[Model, Start]:
+    """The best of the models `found` of these starts."""
+    if len(found) == 1:
+        return found[0], starts[0]
+    best = mixture.first_ranked([rank(device, model, choose) for model in found])
+    return found[best], starts[best]
+
+
+def rank(device: Device, model: Model, choose: Choice) -> tuple[float, float]:
+    """(samples classified correctly or 0, log-likelihood): the larger the better; without samples (0, 0)."""
+    data = device.data
+    x, y = data.validation if len(data.y_val) else data.shared
+    if choose == "loss":
+        return 0.0, -loss(device, model, (x, y))
+    found = logits(device, model, x)
+    return float((found.argmax(axis=1) == y).sum()), -mixture.total_loss(found, y, prior(device), PLAIN)
+
+
+def loss(device: Device, model: Model, samples: Samples) -> float:
+    """Sum of losses with T = 1, kappa = 1 and the prior of the training samples."""
+    x, y = samples
+    return mixture.total_loss(logits(device, model, x), y, prior(device), WITH_PRIOR)
+
+
+def logits(device: Device, model: Model, x: NDArray[np.float32]) -> Array:
+    """Logits (n, C) of model inputs; (0, C) of none."""
+    return device.network.logits(model, x).reshape(len(x), device.task.n_classes)
+
+
+def accuracy(device: Device, model: Model) -> float | None:
+    """On the validation samples; None without any."""
+    if not len(device.data.y_val):
+        return None
+    return float((logits(device, model, device.data.x_val).argmax(axis=1) == device.data.y_val).mean())
+
+
+def prior(device: Device) -> Array:
+    """Log class shares (C,) of the training samples."""
+    return mixture.log_prior(device.data.class_counts(device.task.n_classes))
+
+
+def final_prior(device: Device) -> Array:
+    """Log class shares (C,) of training and validation samples."""
+    return mixture.log_prior(device.data.class_counts(device.task.n_classes, with_validation=True))
+
+
+def score(device: Device, log_p: Array) -> tuple[float, int]:
+    """Log-likelihood of the validation samples and how many of them are classified correctly."""
+    y = device.data.y_val
+    return float(mixture.of_labels(log_p, y).sum()), int((log_p.argmax(axis=1) == y).sum())
+
+
+def metrics(device: Device, log_p: Array) -> dict[str, float]:
+    """Figures for the bundle, from log-probabilities (m, C) of the validation samples."""
+    m = len(device.data.y_val)
+    if not m:
+        return {}
+    log_likelihood, correct = score(device, log_p)
+    return {"validation_accuracy": correct / m, "validation_loss": -log_likelihood / m}

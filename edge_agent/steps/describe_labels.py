@@ -1,0 +1,106 @@
+"""CFIC's label feature: which class a device has most of, and how it is told under local differential privacy.
+
+Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025, Eq. 2;
+specification docs/methods/cfic.md, sections 3 and 10. The reference is the uniform distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from edge_agent.device import Device
+from fedge.errors import StoreError
+from fedge.files import write_atomically
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+
+NOTHING: Final = -1
+"""Feature of a device without samples."""
+
+
+class Told(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The randomised answer that a device has given once, and for which task."""
+
+    task_fingerprint: str
+    feature: int
+
+
+def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
+    """Psi of D_L; with `epsilon` one randomised answer, which is kept and given for ever.
+
+    It comes from the device's own random numbers: from the order's seed the coordinator could tell a true answer from
+    a drawn one.
+    """
+    task, (_, y) = device.task, device.data.shared
+    feature = label_feature(np.bincount(y, minlength=task.n_classes).tolist(), mode=action.mode)
+    if action.epsilon is not None and feature != NOTHING:
+        feature = _told_once(device, feature, action.epsilon)
+    return LabelsDescribed(feature=feature, n_samples=len(y))
+
+
+def label_feature(counts: Sequence[float], *, mode: Literal["signed", "abs"] = "signed") -> int:
+    """Label i with the largest D_i - 1/C (signed), or |D_i - 1/C| (abs, the printed form); D = counts / their sum.
+
+    Compared as C c_i - sum c in whole numbers, without rounding. Ties go to the lowest label.
+
+    Args:
+        counts: c, (C,), C >= 1, whole numbers >= 0.
+        mode: see above.
+
+    Returns:
+        0..C-1, or -1 where all counts are 0.
+
+    Raises:
+        ValueError: no counts, or one that is negative or not whole.
+
+    Example:
+        >>> label_feature([4, 4, 4, 4, 0]), label_feature([4, 4, 4, 4, 0], mode="abs")
+        (0, 4)
+    """
+    if not len(counts) or any(not math.isfinite(c) or c < 0 or c != int(c) for c in counts):
+        raise ValueError(f"label counts must be whole numbers >= 0, one per class, not {counts}")
+    whole = [int(c) for c in counts]
+    total = sum(whole)
+    if not total:
+        return NOTHING
+    deviations = [len(whole) * c - total for c in whole]  # C * sum c times (D_i - 1/C)
+    if mode == "abs":
+        deviations = [abs(deviation) for deviation in deviations]
+    return deviations.index(max(deviations))
+
+
+def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.random.Generator) -> int:
+    """The feature with probability exp(eps) / (exp(eps) + C - 1), otherwise one of the other labels uniformly.
+
+    This is eps-local differential privacy (section 10). `feature`: 0..C-1; `epsilon` > 0.
+    """
+    keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
+    if rng.random() < keep:
+        return feature
+    other = int(rng.integers(n_classes - 1))
+    return other + (other >= feature)
+
+
+def _told_once(device: Device, feature: int, epsilon: float) -> int:
+    path, task = device.lasting / "labels.json", device.task
+    told = _read(path)
+    if told is None or told.task_fingerprint != task.fingerprint():
+        drawn = randomised_response(feature, task.n_classes, epsilon, np.random.default_rng())
+        told = Told(task_fingerprint=task.fingerprint(), feature=drawn)
+        write_atomically(path, msgspec.json.encode(told))
+    return told.feature
+
+
+def _read(path: Path) -> Told | None:
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Told)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error

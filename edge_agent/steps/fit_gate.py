@@ -1,0 +1,123 @@
+"""Gate, final fit, guard, bundle (fedge.md sections 9 to 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from edge_agent import gate, mixture, private_model
+from edge_agent.candidates import INITIAL, Candidates, Fitted, candidates
+from edge_agent.device import Device
+from edge_agent.evaluation import final_prior, logits, metrics, prior, score
+from edge_agent.mixture import PLAIN, Array
+from edge_agent.steps.install import installed
+from export import Candidate, GateWeights, Guard, Mixture
+from fedge.messages import Role
+from fedge.sgd import Sgd
+from fedge.steps.fit_gate import FitGate
+from fedge.steps.fit_weights import Calibration
+from fedge.steps.install import Installed
+from fedge.tensors import Model
+
+FINAL_PRIVATE, FINAL_LOCAL = 3, 4
+"""Streams of random numbers within the order."""
+
+
+def run(device: Device, action: FitGate) -> Installed:
+    """Write the bundle of the mixture."""
+    data = device.data
+    found = candidates(device, action.calibration, action.pooled)
+    beta = action.beta if len(data.y_val) else 0.0
+    weights = mixture.em_weights(found.log_p, mixture.spread(action.pooled, found.roles), action.shrinkage)
+    with np.errstate(divide="ignore"):
+        scores = np.log(weights) + (beta * found.energies if beta else np.zeros_like(found.energies))
+    log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
+    trained = GateWeights.untrained(gate.n_features(device.task.input_shape), len(found.roles))
+    if action.gate == "validation":
+        trained = gate.train_gate(data.x_val, log_p, scores, seed=device.seed)
+    fused, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+    guard = chosen_guard(device, found.fitted, action.calibration, fused) if action.guard else None
+    final = final_models(device, found, action.sgd) if action.final_fit else list(found.models)
+    made = [
+        Candidate(
+            role=role,
+            name=role.value,
+            model=model,
+            temperature=chosen.temperature,
+            kappa=chosen.kappa,
+            energy_mean=float(found.energy_mean[k]),
+            energy_std=float(found.energy_std[k]),
+            weight=min(float(weights[k]), 1.0),
+        )
+        for k, (role, model, chosen) in enumerate(zip(found.roles, final, found.calibrations, strict=True))
+    ]
+    if guard is not None and guard[0] not in found.roles:  # the local model that the pool left out, for the guard alone
+        role = guard[0]
+        made.append(Candidate(role=role, name=role.value, model=found.fitted.model(device, role), weight=0.0))
+        trained = _with_room(trained)
+    index = None if guard is None else [c.role for c in made].index(guard[0])
+    info = device.write_bundle(
+        Mixture(
+            candidates=tuple(made),
+            log_prior=final_prior(device),
+            beta=beta,
+            gate=trained,
+            guard=None if guard is None or index is None else Guard(index, guard[1].temperature, guard[1].kappa),
+        ),
+        "fedge",
+        metrics(device, fused),
+    )
+    return installed(info, tuple(c.role for c in made), guarded=guard is not None)
+
+
+def chosen_guard(
+    device: Device, fitted: Fitted, calibration: Mapping[Role, Calibration], fused: Array
+) -> tuple[Role, Calibration] | None:
+    """Section 11: the alternative that takes half of the output, on the models before section 10 and with r = 0."""
+    data, n_classes = device.data, device.task.n_classes
+    counts = np.bincount(data.y_val, minlength=n_classes)
+    if not mixture.representative(counts, data.class_counts(n_classes)):
+        return None
+    alternatives = [
+        (role, PLAIN if role is Role.GLOBAL else calibration.get(role, PLAIN))
+        for role in (Role.GLOBAL, Role.PRIVATE, Role.LOCAL)
+        if role in fitted.roles
+    ]
+    classes = prior(device)
+    scores = []
+    for role, chosen in alternatives:
+        found = logits(device, fitted.model(device, role), data.x_val)
+        scores.append(score(device, mixture.calibrated(found, classes, chosen)))
+    best = mixture.guard(score(device, fused), scores)
+    return None if best is None else alternatives[best]
+
+
+def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
+    """Section 10: the private and the local model also learn from the validation samples, once all is chosen."""
+    if not len(device.data.y_val):
+        return list(found.models)
+    kept, network, everything = found.fitted, device.network, device.data.labelled
+    final = []
+    for role, model in zip(found.roles, found.models, strict=True):
+        match role:
+            case Role.PRIVATE:
+                start, rng = kept.model(device, kept.private_start), device.rng(FINAL_PRIVATE)
+                again = private_model.fit(network, start, everything, sgd, kept.private_steps, rng, device.stop)
+                final.append(private_model.mean_model(model, again))
+            case Role.LOCAL:
+                start, rng = kept.model(device, INITIAL), device.rng(FINAL_LOCAL)
+                final.append(private_model.fit(network, start, everything, sgd, kept.local_steps, rng, device.stop))
+            case _:
+                final.append(model)
+    return final
+
+
+def _with_room(weights: GateWeights) -> GateWeights:
+    """The gate with one more output, which is always 0."""
+    return GateWeights(
+        hidden_weight=weights.hidden_weight,
+        hidden_bias=weights.hidden_bias,
+        out_weight=np.vstack([weights.out_weight, np.zeros((1, weights.out_weight.shape[1]))]),
+        out_bias=np.append(weights.out_bias, 0.0),
+    )

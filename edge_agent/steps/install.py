@@ -1,0 +1,91 @@
+"""A bundle of one model: the end of every method whose devices run one network."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from edge_agent import gate, mixture
+from edge_agent.device import Device
+from edge_agent.evaluation import final_prior, logits, metrics, prior
+from edge_agent.mixture import PLAIN, TIE
+from edge_agent.steps.train import whole
+from export import Candidate, GateWeights, Mixture
+from fedge.messages import Role
+from fedge.models.training import Trainer, mean_loss
+from fedge.steps.install import FineTune, Install, Installed, Served
+from fedge.steps.train import kept_by
+from fedge.tensors import Model, Tensors
+
+if TYPE_CHECKING:
+    from export import BundleInfo
+
+
+def run(device: Device, action: Install) -> Installed:
+    """Write the bundle of the model that the action describes."""
+    model, role = served(device, action), Role.GLOBAL if action.kept_by is None else Role.PRIVATE
+    if action.fine_tune is not None and device.data.n_train:
+        model, role = fine_tuned(device, model, action.fine_tune), Role.PRIVATE
+    return install_alone(device, model, role, action.method)
+
+
+def kept(device: Device, action: Served) -> Tensors | None:
+    """What the run's last training kept here; None: nothing."""
+    if action.kept_by is None:
+        return None
+    return device.kept(action.kept_by, kept_by(action.kept_by, action.personal, device.layout, device.host.steps))
+
+
+def served(device: Device, action: Served) -> Model:
+    """The model of an order that ends a method, with what was kept put over it."""
+    mine = kept(device, action)
+    model = whole(device, action.model, action.personal, mine, action.initial)
+    return model if action.kept_by is None else device.overlaid(action.kept_by, model, mine)
+
+
+def install_alone(device: Device, model: Model, role: Role, method: str, *, guarded: bool = False) -> Installed:
+    """Write the bundle of one model, as it is: a mixture of one."""
+    alone = Mixture(
+        candidates=(Candidate(role=role, name=role.value, model=model),),
+        log_prior=final_prior(device),
+        beta=0.0,
+        gate=GateWeights.untrained(gate.n_features(device.task.input_shape), 1),
+    )
+    log_p = mixture.calibrated(logits(device, model, device.data.x_val), prior(device), PLAIN)
+    return installed(device.write_bundle(alone, method, metrics(device, log_p)), (role,), guarded=guarded)
+
+
+def installed(info: BundleInfo, roles: tuple[Role, ...], *, guarded: bool) -> Installed:
+    """The result of a step that wrote a bundle."""
+    return Installed(
+        bundle_digest=info.digest,
+        roles=roles,
+        max_abs_diff=info.max_abs_diff,
+        guarded=guarded,
+        release=int(info.path.name),
+    )
+
+
+def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
+    """`start` trained on n >= 1 samples: the checkpoint with the smallest validation loss, the earliest on a tie.
+
+    A single checkpoint is that many steps, whatever validation says; without validation samples `otherwise` is. Where
+    training diverges, the best checkpoint before it counts, and `start` if there is none.
+
+    Raises:
+        ProtocolError: `not-finite`: a number of steps without competition diverged.
+    """
+    network, validation = device.network, device.data.validation
+    checkpoints = sorted(set(tuning.checkpoints))
+    network.load(start)
+    trainer = Trainer(network, *device.data.training, tuning.sgd, device.rng())
+    if len(checkpoints) == 1 or not len(validation[1]):
+        trainer.run(checkpoints[0] if len(checkpoints) == 1 else tuning.otherwise, device.stop)
+        return network.dump()
+    best, smallest = start, math.inf
+    for before, after in zip([0, *checkpoints], checkpoints, strict=False):
+        trainer.run(after - before, device.stop)
+        loss = mean_loss(network, *validation)
+        if loss < smallest - TIE:  # never of a loss that is not a number
+            best, smallest = network.dump(), loss
+    return best

@@ -1,0 +1,66 @@
+"""Put a finished bundle in place, after it was verified and has run once. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import numpy as np
+
+from edge_agent.device import Device, FailedError
+from edge_agent.onnx_session import session_of
+from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
+from fedge.errors import StoreError
+from fedge.files import whole_folder, write_atomically
+from fedge.steps.install import Installed
+from fedge.steps.install_bundle import InstallBundle
+from fedge.task import TaskSpec
+
+_PART: Final = re.compile(r"[0-9a-f]{64}\.safetensors\Z")
+
+
+def run(device: Device, action: InstallBundle) -> Installed:
+    """Put the files in place as HOME/bundles/RELEASE, after they were verified and the graph has run once.
+
+    Raises:
+        FailedError: a file has another name than those of a bundle, or the bundle is for another task or release.
+        UpdateRejected: the files are not what their manifest says. What was installed before is untouched.
+        StoreError: the disk is full or the folder cannot be written.
+    """
+    strange = [name for name in action.files if name not in {MANIFEST, *GRAPHS} and not _PART.match(name)]
+    if strange:
+        raise FailedError(f"{strange[0]!r} is no file of a bundle")
+    folder = device.host.home / "bundles" / str(action.release)
+    try:
+        with whole_folder(folder) as unfinished:
+            for name, ref in action.files.items():
+                write_atomically(unfinished / name, device.fetch(ref))
+            bundle = read(unfinished)
+            _check(bundle, action, device.task)
+    except OSError as error:
+        raise StoreError(f"cannot write bundle {folder}: {error}") from error
+    manifest = bundle.manifest
+    return Installed(
+        bundle_digest=bundle.digest,
+        roles=tuple(candidate.role for candidate in manifest.candidates),
+        max_abs_diff=manifest.max_abs_diff,
+        guarded=manifest.fusion.guard is not None,
+        release=manifest.release,
+    )
+
+
+def _check(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:
+    manifest = bundle.manifest
+    if {MANIFEST, *manifest.files} != set(action.files):
+        raise FailedError("there are files that the manifest does not name")
+    if manifest.task.fingerprint() != task.fingerprint():
+        raise FailedError(f"the bundle is for task {manifest.task.name} of another fingerprint")
+    if manifest.release != action.release:
+        raise FailedError(f"the bundle is release {manifest.release}, the order says {action.release}")
+    sample = np.zeros((1, *task.input_shape), np.float32)
+    try:
+        outputs = session_of(bundle.graph, bundle.folder).run(None, {INPUT: sample})
+    except Exception as error:  # ONNX Runtime's own tree starts here
+        raise FailedError(f"the bundle cannot be run: {error}") from error
+    if outputs[0].shape != (1, task.n_classes):
+        raise FailedError("the bundle's output is not that of the task")

@@ -1,0 +1,16 @@
+"""Mean of the base's features over D_L."""
+
+from __future__ import annotations
+
+from edge_agent.device import Device
+from fedge.step import Declined, Result
+from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
+
+
+def run(device: Device, action: MeanFeatures) -> Result:
+    """Mean features (D,)."""
+    x, _ = device.data.shared
+    if not len(x):
+        return Declined(reason="no shareable samples")
+    mean = device.network.features(device.model(action.model), x).mean(axis=0)
+    return FeaturesMeasured(mean=tuple(mean.tolist()), n_samples=len(x))

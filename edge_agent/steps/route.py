@@ -1,0 +1,41 @@
+"""Cold start: which experts suit the device's samples, by the shared gate (fedcoe.md section 7). Needs no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from edge_agent.device import Device, FailedError
+from edge_agent.onnx_session import session_of
+from fedge.bundle import INPUT
+from fedge.steps.route import Route, Routed
+
+CHUNK: Final = 512
+"""Samples per call of the gate: bounds the memory."""
+
+
+def run(device: Device, action: Route) -> Routed:
+    """Eq. 12: rho, the mean output of the gate over the samples (n, *input_shape); uniform without samples.
+
+    Raises:
+        FailedError: the file is no gate for such samples.
+    """
+    gate, (x, _) = device.fetch(action.gate), device.data.shared
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that names files finds none
+            session = session_of(gate, Path(nowhere))
+        n_experts = session.get_outputs()[0].shape[1]
+        total = np.zeros(n_experts)
+        for start in range(0, len(x), CHUNK):
+            (p,) = session.run(None, {INPUT: x[start : start + CHUNK]})
+            total += p.sum(axis=0, dtype=np.float64)
+    except Exception as error:  # ONNX Runtime's own tree starts here
+        raise FailedError(f"the gate cannot be run: {error}") from error
+    if not len(x):
+        return Routed(shares=(1 / n_experts,) * n_experts, n_samples=0)
+    if not (np.isfinite(total).all() and total.sum() > 0):
+        raise FailedError("the gate's output is not finite")
+    return Routed(shares=tuple(float(share) for share in total / total.sum()), n_samples=len(x))

@@ -1,0 +1,89 @@
+"""PM-MoE's one upload: what a device kept for itself (pm_moe.md sections 7, 9). Off unless its owner wants it, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from edge_agent.device import Device, FailedError
+from fedge.errors import StoreError
+from fedge.step import Declined, Result
+from fedge.steps.share_private import PrivateShared, SharePrivate
+from fedge.steps.train import kept_by
+from fedge.tensors import Floats, Tensors, to_bytes
+
+GIVEN: Final = "given"
+Module = Mapping[str, NDArray[np.generic]]
+
+
+class Given(Struct, frozen=True, kw_only=True):
+    """What was sent, and how it was asked for."""
+
+    action: SharePrivate
+    tensors: bytes
+
+
+def run(device: Device, action: SharePrivate) -> Result:
+    """What was kept, as a blob, if the device's owner allows it; clipped and with noise where the order says so."""
+    if not device.owner.shares_private:
+        return Declined(reason="the private module stays here: the agent runs without --share-private")
+    layout = kept_by(action.kept_by, action.personal, device.layout, device.host.steps)
+    mine = device.kept(action.kept_by, layout)
+    if mine is None:
+        return Declined(reason="nothing is kept here: this device never trained")
+    if action.clip is not None:
+        mine = clipped(mine, action.clip)
+    known = device.files.read(GIVEN)
+    plain = known is None and not action.noise
+    return PrivateShared(module=device.send(to_bytes(mine) if plain else _noisy_once(device, action, mine, known)))
+
+
+def clipped(module: Module, clip: float) -> Tensors:
+    """The module with an L2 norm, over all its float tensors, of at most `clip` > 0. Counters stay as they are."""
+    floats = _floats(module)
+    norm = math.sqrt(sum(float(np.sum(np.square(t, dtype=np.float64))) for t in floats.values()))
+    scale = min(1.0, clip / norm) if norm else 1.0
+    return dict(module) | {name: (t * scale).astype(np.float32) for name, t in floats.items()}
+
+
+def noisy(module: Module, deviation: float, rng: np.random.Generator) -> Tensors:
+    """The module with N(0, deviation^2) added to every number of its float tensors."""
+    return dict(module) | {
+        name: (t + deviation * rng.standard_normal(t.shape)).astype(np.float32)
+        for name, t in sorted(_floats(module).items())
+    }
+
+
+def _floats(module: Module) -> dict[str, Floats]:
+    return {name: np.asarray(t, np.float32) for name, t in module.items() if t.dtype == np.float32}
+
+
+def _noisy_once(device: Device, action: SharePrivate, module: Module, known: bytes | None) -> bytes:
+    """The module with noise that nobody else knows: not from the order's seed, which the coordinator gave.
+
+    It is drawn once in a run and stored, and nothing else is given from then on: the mean of many draws would be the
+    module, and the module without noise is it.
+
+    Raises:
+        FailedError: there is no clip to measure the noise by, or the module was given in another way.
+        StoreError: the disk is full, or the file cannot be read.
+    """
+    if known is None:
+        if action.clip is None:
+            raise FailedError("noise needs a clip")
+        made = to_bytes(noisy(module, action.noise * action.clip, np.random.default_rng()))
+        device.files.write(GIVEN, msgspec.msgpack.encode(Given(action=action, tensors=made)))
+        return made
+    try:
+        given = msgspec.msgpack.decode(known, type=Given)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"the module that was given cannot be read: {error}") from error
+    if given.action != action:
+        raise FailedError("in this run the module was given already, with other noise")
+    return given.tensors

@@ -1,0 +1,237 @@
+"""Train the shared model on D_L; the frame that all training steps share.
+
+Model split (pm_moe.md section 4): some layers stay on the device. FedPer: Arivazhagan et al., "Federated Learning with
+Personalization Layers", 2019. LG-FedAvg: Liang et al., "Think Locally, Act Globally", 2020. FedRep: Collins et al.,
+"Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
+
+All of it learns from D_L: what stays shapes the gradient of what is shared, so what it had learned from a sensitive
+sample would show in the upload. FedRep's head takes steps of SGD, not epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from edge_agent.device import Device, FailedError
+from edge_agent.encoding import send_update
+from edge_agent.evaluation import Look, best_of, best_start, look
+from fedge.messages import BlobRef
+from fedge.models.training import (
+    CPU,
+    Stack,
+    Trainer,
+    accuracies,
+    can_stack,
+    joined,
+    losses_and_gradient_norms,
+    mean_loss,
+    mean_losses,
+    padded,
+    side_by_side,
+)
+from fedge.sgd import Sgd
+from fedge.step import Declined, Failed, Result
+from fedge.steps.train import Start, Train, Trained
+from fedge.tensors import Layout, Model, Selector, Tensors, flatten, overlaid, unflatten
+
+Learn = Callable[[Model, Tensors | None], tuple[Model, Tensors]]
+"""(start, what was kept) -> (the trained model, what is kept now)."""
+MOST_WEIGHTS: Final = 2**20
+"""Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
+MOST_WEIGHTS_ON_GPU: Final = 2**24
+"""There memory is the bound: by count a measuring pass of seven `cnn_fedavg` on 32 x 32 takes 2 GB."""
+MOST_MODELS: Final = 64
+THREADED: Final = True
+"""Whether orders may run in threads: the step draws from no generator of the process."""
+
+
+def run(device: Device, action: Train) -> Result:
+    """FedAvg, or a method whose layers `action.personal` stay here."""
+    if action.personal:
+        return train(device, action, lambda start, _: learn_split(device, action, start))
+    if not device.data.n_shared:
+        return Declined(reason="no shareable samples")
+    start, chosen = best_start(device, action.starts, action.choose)
+    before = look(device, start, measure=action.measure)
+    x, y = device.data.shared
+    Trainer(device.network, x, y, action.sgd, device.rng()).run(action.sgd.steps_for(len(y)), device.stop)
+    update = device.network.change(start)
+    loss_after = mean_loss(device.network, x, y) if action.measure else None
+    return report(device, action, chosen, before, loss_after, update)
+
+
+def learn_split(device: Device, action: Train, start: Model) -> tuple[Model, Tensors]:
+    """The trained model, and its personal layers. FedRep (`head_steps` > 0): first the head alone, then the base alone.
+
+    Running statistics belong to the base and move in both phases.
+    """
+    network, shared, sgd, rng = device.network, device.data.shared, action.sgd, device.rng()
+    steps = sgd.steps_for(len(shared[1]))
+    network.load(start)
+    if action.head_steps:
+        Trainer(network, *shared, sgd, rng, moves="head").run(action.head_steps, device.stop)
+        Trainer(network, *shared, sgd, rng, moves="base").run(steps, device.stop)
+    else:
+        Trainer(network, *shared, sgd, rng).run(steps, device.stop)
+    trained = network.dump()
+    tensors = unflatten(trained, device.layout)
+    return trained, {info.name: tensors[info.name] for info in device.layout.select(action.personal).tensors}
+
+
+def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+    """The layers that stayed, in place of the model's."""
+    return overlaid(model, kept, layout)
+
+
+# ------------------------------------------------------------------------------------------------------- the frame
+
+
+def train(device: Device, action: Train, learn: Learn) -> Result:
+    """A round in which something stays here: choose a start, look at it, learn, keep what stays, send the change."""
+    if not device.data.n_shared:
+        return Declined(reason="no shareable samples")
+    layout = action.kept(action.personal, device.layout)
+    assert layout is not None
+    mine = device.kept(action.STEP, layout, before=device.order.round)
+    wholes = [whole(device, s.model, action.personal, mine, action.initial) for s in action.starts]
+    start, chosen = best_of(device, wholes, action.starts, action.choose)
+    before = look(device, device.overlaid(action.STEP, start, mine), measure=action.measure)
+    trained, mine = learn(start, mine)
+    loss_after = None
+    if action.measure:
+        device.network.load(device.overlaid(action.STEP, trained, mine))
+        loss_after = mean_loss(device.network, *device.data.shared)
+    update = Model(trained.params - start.params, trained.buffers, trained.counters)
+    result = report(device, action, chosen, before, loss_after, update)
+    device.keep(mine)
+    return result
+
+
+def report(
+    device: Device, action: Train, chosen: Start, before: Look, loss_after: float | None, update: Model
+) -> Trained:
+    """The result of a training: the part that travels of the change that it made to its start.
+
+    `before`, `loss_after`: of the model that the device would use.
+
+    Raises:
+        FailedError: training diverged.
+    """
+    measured = (before.loss, before.gradient_norm, loss_after)
+    if not all(math.isfinite(number) for number in measured if number is not None):
+        raise FailedError("training diverged")
+    return Trained(
+        update=send_update(device, update, device.layout.without(action.personal), action.codec),
+        n_samples=device.data.n_shared,
+        cluster=chosen.cluster,
+        loss_before=before.loss,
+        loss_after=loss_after,
+        gradient_norm=before.gradient_norm,
+        val_accuracy=before.accuracy,
+    )
+
+
+def whole(device: Device, ref: BlobRef, personal: Selector, mine: Tensors | None, initial: BlobRef | None) -> Model:
+    """All tensors of a model of which a part was sent: the others from what was kept, at first from `initial`.
+
+    Raises:
+        FailedError: nothing was kept, and the order names no initial model.
+    """
+    if not personal:
+        return device.model(ref)
+    layout = device.layout.without(personal)
+    sent = unflatten(device.model(ref, layout), layout)
+    if mine is not None:
+        return flatten(mine | sent, device.layout)
+    if initial is None:
+        raise FailedError("nothing is kept here, and the order names no initial model")
+    return overlaid(device.model(initial), sent, device.layout)
+
+
+# ------------------------------------------------------------------------------------------ several devices at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A device whose start has been chosen."""
+
+    number: int
+    device: Device
+    action: Train
+    start: Model
+    chosen: Start
+
+
+def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | None]:
+    """Small networks side by side, many models in one tensor (`fedge.models.training.Stack`); None: do it alone.
+
+    What a device learns agrees with its own `run` to float tolerance. Which way is taken depends on the network alone
+    (`can_stack`), never on who else was asked.
+    """
+    found: list[Result | None] = [None] * len(devices)
+    ready: list[_Ready] = []
+    for number, (device, action) in enumerate(zip(devices, actions, strict=True)):
+        if action.personal or action.head_steps or not device.data.n_shared or not can_stack(device.network):
+            continue
+        try:
+            ready.append(_Ready(number, device, action, *best_start(device, action.starts, action.choose)))
+        except Exception:  # noqa: BLE001, S112 - its own `run` says what is wrong
+            continue
+    for group in _groups(ready):
+        try:
+            results = _train(group)
+        except Exception:  # noqa: BLE001, S112 - a user's network, or a label that it has no output for: each alone
+            continue
+        for one, result in zip(group, results, strict=True):
+            found[one.number] = result
+    return found
+
+
+def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
+    """Devices that can share a stack: same network, training and measurements; alike in samples, so few pads."""
+    alike: dict[tuple[str, Sgd, int, bool], list[_Ready]] = defaultdict(list)
+    for one in ready:
+        sgd = one.action.sgd
+        steps = sgd.steps_for(one.device.data.n_shared)
+        alike[one.device.host.fingerprint, sgd, steps, one.action.measure].append(one)
+    for members in alike.values():
+        most = MOST_WEIGHTS if members[0].device.network.processor == CPU else MOST_WEIGHTS_ON_GPU
+        n = int(np.clip(most // len(members[0].start.params), 1, MOST_MODELS))
+        members.sort(key=lambda one: (one.device.data.n_shared, one.number))
+        yield from (members[first : first + n] for first in range(0, len(members), n))
+
+
+def _train(group: Sequence[_Ready]) -> list[Result]:
+    """`train` for n devices at once."""
+    action, samples = group[0].action, [one.device.data.shared for one in group]
+    stack = Stack(group[0].device.network, [one.start for one in group])
+    validated = accuracies(stack, *padded([one.device.data.validation for one in group]))
+    looks = [Look(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
+    losses_after: list[float | None] = [None] * len(group)
+    everything = padded(samples) if action.measure else None
+    if everything:
+        measured = zip(looks, *losses_and_gradient_norms(stack, *everything), strict=True)
+        looks = [replace(look, loss=float(loss), gradient_norm=float(norm)) for look, loss, norm in measured]
+    x, y = joined(samples)
+    drawn = side_by_side([len(own) for _, own in samples], action.sgd.batch_size, [one.device.rng() for one in group])
+    Trainer(stack, x, y, action.sgd, drawn).run(action.sgd.steps_for(len(samples[0][1])))
+    if everything:
+        losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
+    updates = stack.changes([one.start for one in group])
+    return [
+        _reported(one, look, loss_after, update)
+        for one, look, loss_after, update in zip(group, looks, losses_after, updates, strict=True)
+    ]
+
+
+def _reported(one: _Ready, before: Look, loss_after: float | None, update: Model) -> Result:
+    try:
+        return report(one.device, one.action, one.chosen, before, loss_after, update)
+    except (FailedError, ValueError) as error:
+        return Failed(reason=f"{one.device.host.id}: {error}")

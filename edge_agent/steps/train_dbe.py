@@ -1,0 +1,114 @@
+"""DBE: a vector that is added to the features stays here; the shared features' mean is drawn to a global one.
+
+Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023; pm_moe.md
+section 4. Prediction: Hd(B(x) + P) = W f + (W P + b): for a bundle the vector goes into the head's bias.
+
+P shapes the gradient of what is shared, so it learns from the same samples, D_L.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edge_agent.device import Device
+from edge_agent.steps import train
+from fedge import codec, models
+from fedge.messages import Codec
+from fedge.models.training import Trainer, tensor
+from fedge.step import Result
+from fedge.steps.train_dbe import OFFSET, TrainDbe
+from fedge.tensors import HEAD, Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
+
+
+class MeanRegularised:
+    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), r = 0 at first.
+
+    The gradient flows through the batch's mean alone, not through the r of the batches before. Context manager: inside
+    it, the head adds P to the features.
+    """
+
+    def __init__(self, head: nn.Linear, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
+        self._offset, self._goal, self._momentum, self._kappa = offset, goal, momentum, kappa
+        self._head = head
+        self._features = self._running = torch.zeros_like(goal)
+
+    def __enter__(self) -> Self:
+        self._hook = self._head.register_forward_pre_hook(self._add)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _add(self, _: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        (self._features,) = inputs
+        return self._features + self._offset
+
+    def __call__(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch; every call moves r on."""
+        logits = module(x)
+        r = (1 - self._momentum) * self._running + self._momentum * self._features.mean(dim=0)
+        self._running = r.detach()
+        return functional.cross_entropy(logits, y) + self._kappa * (0.5 * (r - self._goal) ** 2).mean()
+
+
+def run(device: Device, action: TrainDbe) -> Result:
+    """The shared model and the vector, together."""
+    goal = global_mean(device.fetch(action.global_mean), device.layout)
+    return train.train(device, action, lambda start, mine: learn(device, action, start, mine, goal))
+
+
+def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, goal: Floats) -> tuple[Model, Tensors]:
+    """The shared model and the offset P, trained together on D_L, n >= 1; P has its own SGD at the same rate.
+
+    Args:
+        device: whose samples.
+        action: momentum m, kappa, SGD of both.
+        start: the global model.
+        mine: the offset so far; None: zero.
+        goal: g (D,), the mean of the features over all devices.
+
+    Raises:
+        ProtocolError: `not-finite`, training of the shared model diverged.
+    """
+    network, sgd = device.network, action.sgd
+    network.load(start)
+    offset = tensor(np.zeros(len(goal), np.float32) if mine is None else mine[OFFSET].copy(), network.processor)
+    velocity = torch.zeros_like(offset)
+
+    def move(p: Tensor) -> None:
+        assert p.grad is not None
+        velocity.mul_(sgd.momentum).add_(p.grad).add_(p.data, alpha=sgd.weight_decay)
+        p.data.sub_(velocity, alpha=sgd.learning_rate)
+        p.grad = None
+
+    offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+    g = tensor(goal, network.processor)
+    head = models.head_of(network.module, network.layout)
+    with MeanRegularised(head, offset, g, momentum=action.momentum, kappa=action.kappa) as loss:
+        Trainer(network, *device.data.shared, sgd, device.rng(), loss=loss).run(
+            sgd.steps_for(device.data.n_shared), device.stop
+        )
+    return network.dump(), {OFFSET: offset.detach().cpu().numpy()}
+
+
+def global_mean(data: bytes, layout: Layout) -> Floats:
+    """The global mean g (D,) from the blob that the coordinator sent.
+
+    Raises:
+        ProtocolError: `layout`, `malformed` or `not-finite`.
+    """
+    d = layout.select(HEAD).tensors[0].shape[1]
+    return codec.decode(data, Codec.FLOAT32, Layout(tensors=(TensorInfo(name="mean", shape=(d,)),))).params
+
+
+def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+    """The head takes the offset in: b <- W P + b, in float64."""
+    weight, bias = (info.name for info in layout.select(HEAD).tensors)
+    tensors = unflatten(model, layout) | kept
+    w, p, b = (tensors[name].astype(np.float64) for name in (weight, OFFSET, bias))
+    return overlaid(model, {bias: (w @ p + b).astype(np.float32)}, layout)

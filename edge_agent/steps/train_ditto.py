@@ -1,0 +1,44 @@
+"""Ditto: beside the shared model a personal one that is drawn to it, and never sent.
+
+Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1;
+scmoe_pfl.md section 14. The shared model learns as in FedAvg. The personal model v minimises the local loss +
+(lambda / 2) ||v - w||^2, where w is the global model at the round's start. It has no way into the upload, so it learns
+from all training samples, sensitive ones included. A device's first v is the w that it gets first.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from edge_agent.device import Device
+from edge_agent.steps import train
+from fedge.models.training import Trainer
+from fedge.step import Result
+from fedge.steps.train_ditto import TrainDitto
+from fedge.tensors import Model, Tensors, flatten, unflatten
+
+overlay = train.overlay
+
+
+def run(device: Device, action: TrainDitto) -> Result:
+    """Both models, one after the other."""
+    return train.train(device, action, lambda w, mine: learn(device, action, w, mine))
+
+
+def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+    """The shared model trained from w on D_L, and v, trained as long on all training samples. `mine` None: v is w.
+
+    Raises:
+        ProtocolError: `not-finite`, training diverged.
+    """
+    network, data, sgd = device.network, device.data, action.sgd
+    network.load(w)
+    Trainer(network, *data.shared, sgd, device.rng()).run(sgd.steps_for(data.n_shared), device.stop)
+    trained = network.dump()
+    network.load(w if mine is None else flatten(mine, network.layout))
+    drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
+    # a stream of its own: the shared model learns the same, whatever is kept beside it
+    Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
+        sgd.steps_for(data.n_train), device.stop
+    )
+    return trained, unflatten(network.dump(), network.layout)

@@ -1,0 +1,22 @@
+"""What the device says of the trial's global model and expert (fedge.md section 5)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from edge_agent.device import Device
+from edge_agent.evaluation import loss
+from fedge.steps.trial import Trial, Tried
+
+THREADED: Final = True
+
+
+def run(device: Device, action: Trial) -> Tried:
+    """Mean validation loss of the global model minus that of the expert."""
+    m = len(device.data.y_val)
+    if not m:
+        return Tried(delta=None)
+    shared, expert = (
+        loss(device, device.model(ref), device.data.validation) for ref in (action.global_model, action.expert)
+    )
+    return Tried(delta=(shared - expert) / m)

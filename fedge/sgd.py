@@ -1,0 +1,30 @@
+"""How a model learns on a device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+TRAINING_PASSES: Final = 3
+"""A step of training costs as much as so many forward passes: one forward, two backward."""
+
+
+class Sgd(Struct, frozen=True, kw_only=True):
+    """Local training: SGD with momentum (buffer reset at the start), mean cross-entropy."""
+
+    steps: Annotated[int, Meta(ge=0, le=10**7)] = 10
+    epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # > 0: as many passes over the samples, instead of `steps`
+    batch_size: Annotated[int, Meta(ge=1, le=2**20)] = 32
+    learning_rate: Annotated[float, Meta(gt=0, le=100)] = 0.05
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    proximal_mu: Annotated[float, Meta(ge=0)] = 0.0  # FedProx; 0 is plain SGD
+    weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0  # times the weights, added to the gradient
+
+    def steps_for(self, n: int) -> int:
+        """How many steps a model takes that learns from n samples: `steps`, or as many as `epochs` passes need."""
+        return -(-self.epochs * n // max(1, min(self.batch_size, n))) if self.epochs else self.steps
+
+    def passes(self, steps: int, n: int) -> float:
+        """Forward passes of one sample that so many steps on n samples cost."""
+        return TRAINING_PASSES * steps * min(self.batch_size, n)

@@ -1,0 +1,214 @@
+"""Steps: what a device can be asked. This is the contract half; it needs no torch.
+
+A step is an `Action` (what is asked, with bounds), its `Result` (what comes back), and a device half, a module with
+
+    run(device, action) -> result                    what the device does (`edge_agent.device.Device`)
+    many(devices, actions) -> [result or None]       optional: the same for several simulated devices at once
+    overlay(model, kept, layout) -> model            optional: what the step keeps on the device, put over a model
+
+The wire carries the step's name, its version and the action as MessagePack. A device runs the steps that its owner has
+installed (`known_steps`); the network only ever names one. The contracts lie in `fedge/steps`, the device halves in
+`edge_agent/steps`, under the same names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from fedge.errors import ConfigError, ProtocolError
+from fedge.loading import load_object
+from fedge.messages import BlobRef, Order, Outcome, Report, Text, all_finite, blobs_of
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+    from fedge.tensors import Layout
+
+T = TypeVar("T", bound=Struct)
+
+GROUP: Final = "fedge.steps"
+"""Entry points of installed packages, ours among them, that name an `Action` each."""
+
+
+class Reveals(StrEnum):
+    """What a field of a result lets out of a device (docs/privacy.md says what can be learned from each)."""
+
+    NOTHING = "nothing of its data"
+    COUNT = "a number of samples"
+    UPDATE = "a model update"
+    LOSS = "losses or accuracies"
+    WEIGHT = "weights or shares of models"
+    CHOICE = "which model suits its data"
+    PROFILE = "an activation profile"
+    LABELS = "what labels it has"
+    FEATURES = "mean features"
+    PRIVATE = "a module that was private"
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """What comes back. `REVEALS` says for each field what it lets out."""
+
+    REVEALS: ClassVar[Mapping[str, Reveals]] = {}
+
+
+class Refusal(Result, frozen=True, kw_only=True):
+    """No result, and why. The text names no sample and no label."""
+
+    reason: Text = ""
+
+
+class Declined(Refusal, frozen=True, kw_only=True):
+    """The device will not do it now (RAM, temperature, battery, no data): no fault."""
+
+
+class Failed(Refusal, frozen=True, kw_only=True):
+    """The device tried and could not (a missing blob, a model that does not fit, an exception)."""
+
+
+class Unsupported(Refusal, frozen=True, kw_only=True):
+    """The device does not know the step, or not in this version."""
+
+
+REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.UNSUPPORTED: Unsupported}
+
+
+class Action(Struct, frozen=True, kw_only=True):
+    """What a device is asked to do; a subclass is the contract of one step.
+
+    STEP, VERSION: its name on the wire; a version counts up when old devices would misunderstand the action.
+    RESULT: the type of what comes back. DEVICE: module of the device half. TRAINS: whether it needs torch and labels.
+    """
+
+    STEP: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    RESULT: ClassVar[type[Result]]
+    DEVICE: ClassVar[str]
+    TRAINS: ClassVar[bool] = True
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Forward passes of one sample that the step costs, roughly: what the clock and deadlines go by.
+
+        n_shared, n_train, n_val: samples of the device: not sensitive, all of its training samples, validation.
+        """
+        del n_shared
+        return n_train + n_val
+
+    def check(self, result: Any, task: TaskSpec) -> None:
+        """Refuse a result of the right type that does not answer this action; call `require`.
+
+        Raises:
+            ProtocolError: `wrong-result`, or another name.
+        """
+
+    def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout]:
+        """The tensors that a result brings, each with what it must hold. `layout`: of the task's network."""
+        del result, layout
+        return {}
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Refuse a result.
+
+    Raises:
+        ProtocolError: `wrong-result`, where it does not hold.
+    """
+    if not holds:
+        raise ProtocolError("wrong-result", otherwise)
+
+
+Steps = Mapping[str, type[Action]]
+
+
+@cache
+def installed_steps() -> Steps:
+    """The steps of all installed packages, by name."""
+    return {point.name: point.load() for point in entry_points(group=GROUP)}
+
+
+def known_steps(paths: Iterable[str] = ()) -> Steps:
+    """What this device can be asked: the installed steps, and those that its owner names as `package.module:Class`.
+
+    Raises:
+        ConfigError: a path names no step.
+    """
+    known = dict(installed_steps())
+    for path in paths:
+        own = load_object(path)
+        if not (isinstance(own, type) and issubclass(own, Action)):
+            raise ConfigError(f"{path} is no step: it must be a subclass of fedge.step.Action")
+        known[own.STEP] = own
+    return known
+
+
+def device_half(action: type[Action]) -> Any:
+    """The module that carries a step out."""
+    return importlib.import_module(action.DEVICE)
+
+
+# ------------------------------------------------------------------------------------------------------ on the wire
+
+
+def body_of(value: Action | Result) -> bytes:
+    """An action or a result as it travels: equal ones give equal bytes.
+
+    Raises:
+        ValueError: it holds a NaN or an infinity (a bug of ours: never sent).
+    """
+    if not all_finite(msgspec.to_builtins(value)):
+        raise ValueError(f"{type(value).__name__} holds a number that is not finite")
+    return msgspec.msgpack.encode(value)
+
+
+def read_action(order: Order, known: Steps) -> Action | Unsupported:
+    """The action of an order, as far as this device knows it.
+
+    Raises:
+        ProtocolError: `malformed` or `not-finite`.
+    """
+    kind = known.get(order.step)
+    if kind is None or order.version != kind.VERSION:
+        have = f"version {kind.VERSION}" if kind else "none of that name"
+        return Unsupported(reason=f"step {order.step} version {order.version}: this device has {have}")
+    return _read(order.body, kind)
+
+
+def read_result(report: Report, action: Action) -> Result:
+    """What a report says, checked by schema; `Action.check` and the blobs are left to the caller.
+
+    Raises:
+        ProtocolError: `malformed` or `not-finite`.
+    """
+    if report.outcome is not Outcome.DONE:
+        return REFUSALS[report.outcome](reason=report.reason)
+    return _read(report.body, action.RESULT)
+
+
+def report_of(order: Order, result: Result, seconds: float) -> Report:
+    """The report of an order."""
+    refused = next((outcome for outcome, kind in REFUSALS.items() if isinstance(result, kind)), None)
+    return Report(
+        order_id=order.id,
+        device_id=order.device_id,
+        seconds=seconds,
+        outcome=refused or Outcome.DONE,
+        reason=result.reason if isinstance(result, Refusal) else "",
+        body=b"" if refused else body_of(result),
+        blobs=tuple(blobs_of(result)),
+    )
+
+
+def _read(body: bytes, kind: type[T]) -> T:
+    try:
+        value = msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"{kind.__name__}: {error}") from error
+    if not all_finite(msgspec.to_builtins(value)):
+        raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")
+    return value

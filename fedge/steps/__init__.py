@@ -1,0 +1,1 @@
+"""All that a device can be asked: one contract a module (`fedge.step`), its device half under `edge_agent.steps`."""

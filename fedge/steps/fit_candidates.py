@@ -1,0 +1,61 @@
+"""fedge, sections 6 and 7: train the private and the local model, choose the primary expert, tell validation losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+
+from msgspec import Meta
+
+from fedge.messages import BlobRef, Count, Role
+from fedge.sgd import Sgd
+from fedge.step import Action, Result, Reveals, require
+from fedge.steps.train import Starts
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+
+CANDIDATE_STEPS: Final = 160
+"""Of the private model, at most (fedge.md section 6)."""
+GridLosses = Annotated[tuple[float, ...], Meta(min_length=16, max_length=16)]
+
+
+class CandidatesFitted(Result, frozen=True, kw_only=True):
+    """Per candidate the 16 sums of validation losses over the grid (T outermost), and m_i."""
+
+    REVEALS: ClassVar = {"losses": Reveals.LOSS, "n_validation": Reveals.COUNT, "cluster": Reveals.CHOICE}
+    losses: dict[Role, GridLosses]
+    n_validation: Count
+    cluster: Annotated[int, Meta(ge=-1)] = -1  # of the primary expert
+
+
+class FitCandidates(Action, frozen=True, kw_only=True):
+    """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid.
+
+    `private_steps` None: as many as validation asks for. `private_start` best: the primary expert, or the global model.
+    """
+
+    STEP: ClassVar = "fit_candidates"
+    RESULT: ClassVar = CandidatesFitted
+    DEVICE: ClassVar = "edge_agent.steps.fit_candidates"
+
+    global_model: BlobRef
+    experts: Starts = ()
+    initial_model: BlobRef
+    sgd: Sgd
+    private_start: Literal["initial", "best"] = "best"
+    private_steps: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    local_steps: Count
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Two trainings, and looks at all candidates."""
+        del n_shared
+        steps = (self.private_steps or CANDIDATE_STEPS) + self.local_steps
+        return (5 + len(self.experts)) * n_val + self.sgd.passes(steps, n_train)
+
+    def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
+        """Losses of the global model at least, and of nothing that was not offered."""
+        del task
+        offered = {start.cluster for start in self.experts} | {-1}
+        require(result.cluster in offered, "an expert that was not offered")
+        require(Role.GLOBAL in result.losses, "no losses of the global model")
+        require(bool(self.experts) or Role.EXPERT not in result.losses, "losses of an expert without one")

@@ -1,0 +1,50 @@
+"""fedge, section 9: how the mixture does with and without energies, on the validation samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.messages import Count, Role
+from fedge.step import Action, Result, Reveals, require
+from fedge.steps.fit_weights import Calibration, Variants
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+
+
+class EnergyFitted(Result, frozen=True, kw_only=True):
+    """Per pooled mean of the order: sum of validation losses of the pooled mixture, and one per beta in (0, 0.5, 1)."""
+
+    REVEALS: ClassVar = {
+        "pooled_losses": Reveals.LOSS,
+        "beta_losses": Reveals.LOSS,
+        "n_validation": Reveals.COUNT,
+    }
+    pooled_losses: Annotated[tuple[float, ...], Meta(min_length=1, max_length=4)]
+    beta_losses: Annotated[tuple[tuple[float, float, float], ...], Meta(min_length=1, max_length=4)]
+    n_validation: Count
+
+
+class FitEnergy(Action, frozen=True, kw_only=True):
+    """Per pooled mean: loss of the pooled mixture, and of the own mixture for each beta of the grid."""
+
+    STEP: ClassVar = "fit_energy"
+    RESULT: ClassVar = EnergyFitted
+    DEVICE: ClassVar = "edge_agent.steps.fit_energy"
+
+    calibration: dict[Role, Calibration]
+    pooled: Variants
+    shrinkage: Annotated[float, Meta(gt=0)]
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Each candidate on the validation samples, once a variant."""
+        del n_shared, n_train
+        return len(self.calibration) * len(self.pooled) * n_val
+
+    def check(self, result: EnergyFitted, task: TaskSpec) -> None:
+        """Losses for each variant."""
+        del task
+        n = len(self.pooled)
+        require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")

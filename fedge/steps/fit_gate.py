@@ -1,0 +1,45 @@
+"""fedge, sections 9 to 11: gate, final fit, guard; writes the bundle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from fedge.messages import NonNegative, Role
+from fedge.sgd import Sgd
+from fedge.step import Action, require
+from fedge.steps.fit_candidates import CANDIDATE_STEPS
+from fedge.steps.fit_weights import Calibration, Weights
+from fedge.steps.install import Installed
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+
+
+class FitGate(Action, frozen=True, kw_only=True):
+    """`pooled` holds "local" only if the pool took the local model in."""
+
+    STEP: ClassVar = "fit_gate"
+    RESULT: ClassVar = Installed
+    DEVICE: ClassVar = "edge_agent.steps.fit_gate"
+
+    calibration: dict[Role, Calibration]
+    pooled: Weights
+    shrinkage: Annotated[float, Meta(gt=0)]
+    beta: NonNegative
+    sgd: Sgd
+    gate: Literal["validation", "untrained"] = "validation"  # section 9; untrained: r = 0
+    final_fit: bool = True  # section 10
+    guard: bool = True  # section 11
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Each candidate on the validation samples, and the last fit."""
+        del n_shared
+        return len(self.calibration) * n_val + self.sgd.passes(CANDIDATE_STEPS, n_train + n_val)
+
+    def check(self, result: Installed, task: TaskSpec) -> None:
+        """A bundle of the pool's candidates; a guard may take one that the mixture left out (section 11)."""
+        del task
+        guards = len(set(result.roles) - set(self.pooled))
+        require(guards <= (self.guard and result.guarded), "a bundle of candidates that are not in the pool")

@@ -1,0 +1,46 @@
+"""SCMoE-PFL, sections 10 and 11, in one order: private model, gate over it and the experts, bundle."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from fedge.messages import BlobRef
+from fedge.sgd import Sgd
+from fedge.step import Action
+from fedge.steps.install import Installed
+from fedge.steps.train import Starts
+
+GateData = Literal["validation", "training", "training+validation", "untrained", "uniform"]
+"""What SCMoE-PFL's gate learns from; untrained: nothing, the energies decide; uniform: nor they, all count the same."""
+Alone = Literal["average", "best", "private"]
+"""One model in place of SCMoE-PFL's mixture: the mean of the experts, the best of them, or the private model."""
+
+
+class FitMixture(Action, frozen=True, kw_only=True):
+    """Nothing of it is sent."""
+
+    STEP: ClassVar = "fit_mixture"
+    RESULT: ClassVar = Installed
+    DEVICE: ClassVar = "edge_agent.steps.fit_mixture"
+
+    experts: Starts
+    initial_model: BlobRef
+    sgd: Sgd  # of the private model; `steps` are its steps
+    private_data: Literal["sensitive", "all"] = "all"
+    private_start: Literal["initial", "best"] = "best"
+    gate: GateData = "validation"
+    energy: bool = True
+    energy_offset: Literal["never", "untrained", "always"] = "untrained"
+    alone: Alone | None = None
+    near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
+    top: Annotated[int, Meta(ge=1, le=64)] = 2
+    space: Literal["prob", "logit"] = "prob"  # what is mixed, 11.3
+    temperature: Annotated[float, Meta(gt=0)] = 1.0  # T of the energies, 11.2
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Each candidate on all samples, and the private model's training."""
+        del n_shared
+        looks = (2 + len(self.experts)) * (n_train + n_val)
+        return looks + self.sgd.passes(self.sgd.steps_for(n_train), n_train)

@@ -1,0 +1,38 @@
+"""PM-MoE stage 2: denoise the pool, train the gate, write the bundle (pm_moe.md sections 5 to 7)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from fedge.bundle import MAX_POOL
+from fedge.messages import BlobRef, Count, Id
+from fedge.steps.install import Installed, Served
+
+
+class FitPool(Served, frozen=True, kw_only=True):
+    """`model`, `personal`, `kept_by`, `initial`: of stage 1, as in `Install`."""
+
+    STEP: ClassVar = "fit_pool"
+    RESULT: ClassVar = Installed
+    DEVICE: ClassVar = "edge_agent.steps.fit_pool"
+
+    kept_by: Id
+    initial: BlobRef
+    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: not to be had
+    own: Count  # index in the pool, where None stands: the own module is read from the device's own store
+    preset: Literal["paper", "anchored"] = "anchored"
+    top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
+    denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    epochs: Count = 50
+    batch_size: Annotated[int, Meta(ge=1)] = 32
+    learning_rate: Annotated[float, Meta(gt=0)] = 0.1
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    guard: bool = True
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """The gate's epochs."""
+        del n_shared
+        return (n_train + n_val) * (1 + self.epochs)

@@ -1,0 +1,70 @@
+"""Write a bundle of one model: the end of every method whose devices run one network."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
+
+from fedge.messages import BlobRef, Count, Digest, Id, NonNegative, Role, Text
+from fedge.sgd import Sgd
+from fedge.step import Action, Result, Reveals
+from fedge.tensors import Selector
+
+
+class Installed(Result, frozen=True, kw_only=True):
+    """The bundle is written. Its digest is that of the manifest."""
+
+    REVEALS: ClassVar = {
+        "bundle_digest": Reveals.NOTHING,
+        "roles": Reveals.NOTHING,
+        "max_abs_diff": Reveals.NOTHING,
+        "guarded": Reveals.CHOICE,
+        "release": Reveals.NOTHING,
+    }
+    bundle_digest: Digest
+    roles: Annotated[tuple[Role, ...], Meta(min_length=1)]
+    max_abs_diff: NonNegative  # torch against ONNX Runtime, probabilities, own validation samples
+    guarded: bool = False
+    release: Count = 0  # higher than that of any bundle before on the device
+
+
+class FineTune(Struct, frozen=True, kw_only=True):
+    """Training on all of the device's training samples that ends in a bundle; nothing of it is sent.
+
+    `checkpoints`: numbers of steps that compete on validation loss, the smaller on a tie; one alone is simply done.
+    """
+
+    sgd: Sgd  # its `steps` are not used
+    checkpoints: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=32)]
+    otherwise: Count  # steps where there are no validation samples and several checkpoints
+
+
+class Served(Action, frozen=True, kw_only=True):
+    """The model of an order that ends a method, with what a training step kept on the device put over it.
+
+    `personal`: the layers that `model` lacks. `kept_by`: the step whose training kept something; None: nothing is.
+    `initial`: all tensors, for a device that never trained.
+    """
+
+    model: BlobRef
+    personal: Selector = ()
+    kept_by: Id | None = None
+    initial: BlobRef | None = None
+
+
+class Install(Served, frozen=True, kw_only=True):
+    """Write a bundle of the model, as it is or fine-tuned."""
+
+    STEP: ClassVar = "install"
+    RESULT: ClassVar = Installed
+    DEVICE: ClassVar = "edge_agent.steps.install"
+
+    method: Text
+    fine_tune: FineTune | None = None
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """A look at the validation samples, and the fine-tuning."""
+        del n_shared
+        tuning = self.fine_tune
+        return n_val + (tuning.sgd.passes(max(tuning.checkpoints), n_train) if tuning else 0)

@@ -1,0 +1,33 @@
+"""Put a finished bundle in place: its files by name. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.bundle import MANIFEST
+from fedge.messages import BlobRef, Count, Text
+from fedge.step import Action, require
+from fedge.steps.install import Installed
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+
+
+class InstallBundle(Action, frozen=True, kw_only=True):
+    """`release`: that of the manifest, higher than any on the device."""
+
+    STEP: ClassVar = "install_bundle"
+    RESULT: ClassVar = Installed
+    DEVICE: ClassVar = "edge_agent.steps.install_bundle"
+    TRAINS: ClassVar = False
+
+    files: Annotated[dict[Text, BlobRef], Meta(min_length=3, max_length=64)]
+    release: Count
+
+    def check(self, result: Installed, task: TaskSpec) -> None:
+        """The very bundle that was sent."""
+        del task
+        manifest = self.files.get(MANIFEST)
+        require(manifest is None or manifest.digest == result.bundle_digest, "another bundle than the one sent")

@@ -1,0 +1,49 @@
+"""PM-MoE's one upload: what training kept on the device. Off unless the device's owner turned it on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.messages import BlobRef, Codec, Id, NonNegative
+from fedge.step import Action, Result, Reveals, require
+from fedge.steps.train import kept_by
+from fedge.tensors import Selector
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+    from fedge.tensors import Layout
+
+
+class PrivateShared(Result, frozen=True, kw_only=True):
+    """The private module, as tensors of its own names; codec float32."""
+
+    REVEALS: ClassVar = {"module": Reveals.PRIVATE}
+    module: BlobRef
+
+
+class SharePrivate(Action, frozen=True, kw_only=True):
+    """`kept_by`, `personal`: as in `Install`.
+
+    `clip`, `noise`: the whole module is clipped to that norm and gets N(0, (noise * clip)^2); None: as it is.
+    """
+
+    STEP: ClassVar = "share_private"
+    RESULT: ClassVar = PrivateShared
+    DEVICE: ClassVar = "edge_agent.steps.share_private"
+
+    kept_by: Id
+    personal: Selector = ()
+    clip: Annotated[float, Meta(gt=0)] | None = None
+    noise: NonNegative = 0.0
+
+    def check(self, result: PrivateShared, task: TaskSpec) -> None:
+        """Plain float32."""
+        del task
+        require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
+
+    def uploads(self, result: PrivateShared, layout: Layout) -> Mapping[BlobRef, Layout]:
+        """The module."""
+        return {result.module: kept_by(self.kept_by, self.personal, layout)}

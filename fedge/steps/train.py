@@ -1,0 +1,119 @@
+"""Train the shared model, or the part of it that travels, on the samples that are not sensitive (D_L)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+
+from msgspec import Meta, Struct
+
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import BlobRef, Codec, Count, NonNegative, Share
+from fedge.sgd import TRAINING_PASSES, Sgd
+from fedge.step import Action, Result, Reveals, Steps, installed_steps, require
+from fedge.tensors import Selector
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+    from fedge.tensors import Layout
+
+MAX_STARTS: Final = 64
+"""Models that an order offers to start from."""
+
+Choice = Literal["loss", "accuracy"]
+"""How a device picks among models, on its validation samples: the smallest loss with prior (fedge.md section 5), or
+the highest accuracy, then the smallest loss (scmoe_pfl.md section 8); the first on a tie."""
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """A model to start from: the global model (cluster -1) or the expert of a cluster."""
+
+    model: BlobRef
+    cluster: Annotated[int, Meta(ge=-1, le=2**31)] = -1
+
+
+Starts = Annotated[tuple[Start, ...], Meta(max_length=MAX_STARTS)]
+
+
+class Trained(Result, frozen=True, kw_only=True):
+    """`update` holds (trained - start) of the trainable tensors, and the buffers as they are.
+
+    Losses and norm are None where the order does not ask for them (`measure`).
+    """
+
+    REVEALS: ClassVar = {
+        "update": Reveals.UPDATE,
+        "n_samples": Reveals.COUNT,
+        "cluster": Reveals.CHOICE,
+        "loss_before": Reveals.LOSS,
+        "loss_after": Reveals.LOSS,
+        "gradient_norm": Reveals.LOSS,
+        "val_accuracy": Reveals.LOSS,
+    }
+    update: BlobRef
+    n_samples: Count  # |D_L|
+    cluster: Annotated[int, Meta(ge=-1)] = -1  # of the start that was chosen
+    loss_before: float | None = None  # mean training loss on D_L at the start model, without proximal term
+    loss_after: float | None = None
+    gradient_norm: NonNegative | None = None  # L2 norm of the gradient of the mean loss at the start model
+    val_accuracy: Share | None = None  # of the start model on the validation samples
+
+
+class Train(Action, frozen=True, kw_only=True):
+    """Train on D_L from the best of `starts` (by `choose`; one start: no look-up).
+
+    `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
+    normalisation). The others travel: those of the starts and of the update. What stays is what the device kept in the
+    round before, at first that of `initial`. `head_steps`: the head learns alone for so long, then the base alone
+    (FedRep); 0: together.
+    """
+
+    STEP: ClassVar = "train"
+    RESULT: ClassVar = Trained
+    DEVICE: ClassVar = "edge_agent.steps.train"
+    starts: Annotated[Starts, Meta(min_length=1)]
+    sgd: Sgd
+    codec: Codec = Codec.INT8
+    choose: Choice = "loss"
+    personal: Selector = ()
+    initial: BlobRef | None = None  # all tensors; needed where something is personal
+    head_steps: Count = 0
+    measure: bool = True  # whether losses and the gradient's norm are wanted: as much work as an epoch
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Looks at the starts, training, looks before and after."""
+        del n_train
+        looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * (n_val or n_shared)
+        return looks + self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
+
+    def check(self, result: Trained, task: TaskSpec) -> None:
+        """An update of at least one sample, in the codec and from a start of the order, with losses if asked for."""
+        del task
+        if result.n_samples == 0:
+            raise ProtocolError("no-samples", "an update that was learned from nothing")
+        require(result.update.codec is self.codec, f"codec {result.update.codec} instead of {self.codec}")
+        require(result.cluster in {start.cluster for start in self.starts}, "a start that was not offered")
+        measured = (result.loss_before, result.loss_after, result.gradient_norm)
+        require(not self.measure or None not in measured, "no losses, which were asked for")
+
+    def uploads(self, result: Trained, layout: Layout) -> Mapping[BlobRef, Layout]:
+        """The update: the tensors that travel."""
+        return {result.update: layout.without(self.personal)}
+
+    @staticmethod
+    def kept(personal: Selector, layout: Layout) -> Layout | None:
+        """The tensors that stay on the device after the step; None: nothing does."""
+        return layout.select(personal) if personal else None
+
+
+def kept_by(step: str, personal: Selector, layout: Layout, known: Steps | None = None) -> Layout:
+    """The tensors that a training step of this name keeps on a device. `known`: the steps to look among.
+
+    Raises:
+        ConfigError: it is no such step, or keeps nothing.
+    """
+    kind = (installed_steps() if known is None else known).get(step)
+    kept = kind.kept(personal, layout) if kind is not None and issubclass(kind, Train) else None
+    if kept is None:
+        raise ConfigError(f"step {step} keeps nothing on the device")
+    return kept

@@ -1,0 +1,29 @@
+"""Ditto: besides the shared model a personal one learns, drawn to it; it stays on the device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fedge.messages import NonNegative
+from fedge.steps.train import Train
+from fedge.tensors import Layout, Selector
+
+
+class TrainDitto(Train, frozen=True, kw_only=True):
+    """`proximal_lambda`: of (lambda/2) ||v - w||^2, where w is the start of the round."""
+
+    STEP: ClassVar = "train_ditto"
+    DEVICE: ClassVar = "edge_agent.steps.train_ditto"
+
+    proximal_lambda: NonNegative
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Two models learn."""
+        shared = super().passes(n_shared, n_train, n_val)
+        return shared + self.sgd.passes(self.sgd.steps_for(n_train), n_train)
+
+    @staticmethod
+    def kept(personal: Selector, layout: Layout) -> Layout:
+        """The personal model."""
+        del personal
+        return layout
