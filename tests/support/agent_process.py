@@ -16,8 +16,9 @@ from pathlib import Path
 
 from edge_agent.agent import Agent, Identity
 from fedge.messages import BlobRef, Order
+from fedge.step import Action
 from fedge.transport import BrokerSettings
-from tests.support.peer import TASK, EchoWorker, Outcome
+from tests.support.peer import TASK, EchoWorker, Finished
 
 
 class WatchedWorker(EchoWorker):
@@ -27,14 +28,16 @@ class WatchedWorker(EchoWorker):
         super().__init__()
         self._home = home
 
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+    def execute(
+        self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
+    ) -> Finished:
         with (self._home / "executions").open("a") as file:
             file.write(order.id + "\n")
         while (self._home / "hold").exists():
             if stop():
                 raise InterruptedError
             time.sleep(0.01)
-        return super().execute(order, fetch, stop=stop)
+        return super().execute(order, fetch, stop=stop, action=action)
 
 
 async def main(host: str, port: str, home: str) -> None:

@@ -148,11 +148,9 @@ def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple
     method = make(name, settings, Server(fleet.task, reserved))
     if isinstance(getattr(method, "reserved", None), ReservedSet):
         method.reserved = ReservedSet(fleet.task, *reserved, processor)
-    state = asyncio.run(run(method, method.initial(layout, first), fleet))
+    state = asyncio.run(run(method, method.init(layout, first), fleet))
     assert all(worker.network.weights.device == processor for worker in workers(fleet))
-    return dump(state), {
-        w.device_id: w.personal(fleet.get(method.serves(state, w.device_id), layout)).params for w in workers(fleet)
-    }
+    return dump(state), {w.id: w.personal(fleet.get(method.serves(state, w.id), layout)).params for w in workers(fleet)}
 
 
 def workers(fleet: Fleet) -> list[Worker]:

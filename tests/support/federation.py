@@ -17,9 +17,10 @@ from typing import Any, Self
 import msgspec
 import torch
 
-from coordinator.fleet.simulated import SimulatedFleet, one_by_one, run
+from coordinator.fleet.simulated import SimulatedFleet, run
 from coordinator.methods import MethodSettings, State, dump, load, make
 from coordinator.store import Store
+from edge_agent.batched import one_by_one
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.messages import Codec
@@ -193,7 +194,7 @@ class Federation:
             }
             fleet = SimulatedFleet(self.task, layout, workers, seed=SEED, execute=one_by_one)
             method = make(name, settings)
-            return await run(method, method.initial(layout, fleet.put(unflatten(model, layout))), fleet)
+            return await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
 
 
 @contextlib.contextmanager

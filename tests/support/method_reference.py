@@ -11,8 +11,7 @@ import typing
 import click
 import msgspec
 
-from coordinator.methods import METHODS, Idle
-from fedge.loading import load_object
+from coordinator.methods import Idle, installed_methods, method_class
 
 HEAD = """# The methods
 
@@ -49,12 +48,12 @@ What each of them lets out of a device: [privacy.md](privacy.md).
 
 def reference() -> str:
     """The whole file."""
-    return "\n".join([HEAD, *(section(name) for name in METHODS)])
+    return "\n".join([HEAD, *(section(name) for name in installed_methods())])
 
 
 def section(name: str) -> str:
     """One method: what its file says, and a table of its options."""
-    kind = load_object(METHODS[name])
+    kind = method_class(name)
     module = inspect.getdoc(sys.modules[kind.__module__]) or ""
     parts = [f"## {name}", module, *options(kind.Options)]
     return "\n\n".join(parts) + "\n"

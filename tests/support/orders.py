@@ -4,13 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
+from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import codec, models
-from fedge.messages import BlobRef, Codec, Order, Part
-from fedge.step import Action
+from fedge.messages import BlobRef, Codec, Order
+from fedge.step import Action, body_of
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Model, Tensors, digest_of, unflatten
+from fedge.tensors import Model, Selector, Tensors, digest_of, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
 LAYOUT, INITIAL = models.initial(TASK, 0)
@@ -33,15 +34,16 @@ class Blobs(dict[str, bytes]):
         self[ref.digest] = data
         return ref
 
-    def model(self, seed: int, part: Part = Part.ALL) -> BlobRef:
-        """A model with weights of this seed, or a part of it."""
-        return self.put(part_of(models.initial(TASK, seed)[1], part))
+    def model(self, seed: int, personal: Selector = ()) -> BlobRef:
+        """A model with weights of this seed, without what is personal."""
+        tensors = unflatten(models.initial(TASK, seed)[1], LAYOUT)
+        return self.put({info.name: tensors[info.name] for info in LAYOUT.without(personal).tensors})
 
 
-def part_of(model: Model, part: Part) -> Tensors:
-    """Some tensors of a model of `TASK`."""
+def part_of(model: Model, selector: Selector) -> Tensors:
+    """The tensors of a model of `TASK` that a selector means."""
     tensors = unflatten(model, LAYOUT)
-    return {info.name: tensors[info.name] for info in LAYOUT.part(part).tensors}
+    return {info.name: tensors[info.name] for info in LAYOUT.select(selector).tensors}
 
 
 def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,18 +59,21 @@ def device_data(n: int = 40, m: int = 15, sensitive: float = 0.25) -> DeviceData
 
 
 def worker(home: Path, data: DeviceData | None = None) -> Worker:
-    return Worker("d", TASK, data or device_data(), home, shares_private=True)
+    return Worker("d", TASK, data or device_data(), home, owner=Owner(shares_private=True))
 
 
-def order(action: Action, number: int = 1, *, run: str = "r", step: str = "step") -> Order:
+def order(action: Action, number: int = 1, *, run: str = "r", label: str = "step") -> Order:
     """An order of a round; its seed comes from the round."""
     return Order(
-        id=f"{run}.{number}.{step}.d",
+        id=f"{run}.{number}.{label}.d",
         device_id="d",
+        run=run,
         round=number,
-        step=step,
+        label=label,
         seed=100 + number,
         task_fingerprint=TASK.fingerprint(),
         deadline=0.0,
-        action=action,
+        step=action.STEP,
+        version=action.VERSION,
+        body=body_of(action),
     )

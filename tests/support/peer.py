@@ -17,7 +17,7 @@ from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
 from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, decode, encode
 from fedge.sgd import Sgd
-from fedge.step import Action, Failed, Result
+from fedge.step import Action, Failed, Result, body_of
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
@@ -119,12 +119,15 @@ def order_of(action: Action, order_id: str = "r.1.s.pi", *, device: str = "pi", 
     return Order(
         id=order_id,
         device_id=device,
+        run="r",
         round=1,
-        step="s",
+        label="s",
         seed=0,
         task_fingerprint=TASK.fingerprint(),
         deadline=time.time() + in_s,
-        action=action,
+        step=action.STEP,
+        version=action.VERSION,
+        body=body_of(action),
     )
 
 
@@ -133,8 +136,8 @@ def train(model: BlobRef) -> Train:
     return Train(starts=(Start(model=model),), sgd=Sgd(steps=1))
 
 
-class Outcome(NamedTuple):
-    """As `edge_agent.worker.Outcome`, in a process that never imports torch."""
+class Finished(NamedTuple):
+    """As `edge_agent.worker.Finished`, in a process that never imports torch."""
 
     result: Result
     blobs: dict[str, bytes]
@@ -146,8 +149,10 @@ class EchoWorker:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
-        match order.action:
+    def execute(
+        self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
+    ) -> Finished:
+        match action:
             case Train(starts=(start, *_)):
                 data = fetch(start.model)[::-1]
                 update = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.INT8)
@@ -159,7 +164,7 @@ class EchoWorker:
             case _:
                 result, blobs = Failed(reason="not for me"), {}
         self.done.append(order.id)
-        return Outcome(result, blobs)
+        return Finished(result, blobs)
 
 
 def later(order: Order, in_s: float) -> Order:

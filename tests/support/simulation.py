@@ -15,6 +15,7 @@ from coordinator.fleet import Answer, Device
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from deploy import load
+from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import BlobRef
@@ -25,8 +26,11 @@ from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
 
 
+OWNER = Owner(shares_private=True)
+
+
 class Fleet(SimulatedFleet):
-    """A simulated fleet whose `silent` devices never answer. `asked`: every round, step and device, in order.
+    """A simulated fleet whose `silent` devices never answer. `asked`: every round, label and device, in order.
 
     `absent`: devices that are not there; `incarnations`: of the devices, where they have one.
     """
@@ -47,9 +51,9 @@ class Fleet(SimulatedFleet):
         before = self.workers[device_id]
         self.workers[device_id] = Worker(device_id, before.task, data, before.home)
 
-    async def run(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        self.asked = [*getattr(self, "asked", []), *((self.round, step, device) for device in sorted(actions))]
-        heard = await super().run(step, {i: a for i, a in actions.items() if i not in self.silent})
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        self.asked = [*getattr(self, "asked", []), *((self.round, label, device) for device in sorted(actions))]
+        heard = await super().run(label, {i: a for i, a in actions.items() if i not in self.silent})
         return {i: heard.get(i, Answer(i, None)) for i in sorted(actions)}
 
 
@@ -75,7 +79,7 @@ def digits(
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
     layout, first = models.initial(task, seed)
     data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}
-    workers = {i: Worker(i, task, own, home / i, shares_private=True, processor=processor) for i, own in data.items()}
+    workers = {i: Worker(i, task, own, home / i, owner=OWNER, processor=processor) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
     fleet = Fleet(task, layout, workers, seed=seed, hardware=hardware)
     group_of = {i: share.group for i, share in zip(data, shares, strict=True)}
