@@ -107,7 +107,16 @@ class Registry:
 
     def _here(self, *, trains: bool) -> tuple[Device, ...]:
         return tuple(
-            Device(i, known.status.n_samples, known.context, self._incarnation(i), trains, i in self._drifting)
+            Device(
+                i,
+                known.status.n_samples,
+                known.context,
+                self._incarnation(i),
+                trains,
+                i in self._drifting,
+                known.status.capabilities.steps if known.status.capabilities else None,
+                known.status.release,
+            )
             for i, known in sorted(self._known.items())
             if known.status.presence is Presence.ONLINE and _trains(known.status) == trains
         )

@@ -301,7 +301,7 @@ class Trial:
             rounds=self.rounds, sgd=sgd, codec=codec, seed=self.seed, train_on=self.train_on, options=options
         )
         method = make(name, settings, Server(self.task, self.split.reserved))
-        state = method.initial(self.layout, fleet.put(unflatten(start, self.layout)))
+        state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
         for number in range(1, self.rounds + 1):
             fleet.round = number
             state = await method.round(state, fleet)

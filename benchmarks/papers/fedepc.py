@@ -291,7 +291,7 @@ async def learn(
     fleet = federation.fleet()
     method = make(name, settings)
     layout, first = initial(federation.digits.spec, federation.seed)
-    state = method.initial(layout, fleet.put(unflatten(first, layout)))
+    state = method.init(layout, fleet.put(unflatten(first, layout)))
     if described is not None:
         assert isinstance(state, FedEpcState)
         state = msgspec.structs.replace(state, described=described)

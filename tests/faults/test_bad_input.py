@@ -18,13 +18,13 @@ import pytest
 from coordinator.methods.fedavg import FedAvgState
 from fedge.broker import LocalBroker
 from fedge.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
     Ack,
     BlobRef,
     Codec,
     Context,
-    MAX_MESSAGE_BYTES,
     Order,
-    PROTOCOL_VERSION,
     Presence,
     Report,
     Status,

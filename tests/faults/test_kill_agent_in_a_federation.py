@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.fleet.simulated import SimulatedFleet, one_by_one
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, load, make
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.store import Status, Store
+from edge_agent.batched import one_by_one
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.models import initial
@@ -91,7 +92,7 @@ async def undisturbed(shares: dict[str, Path], home: Path) -> str:
     workers = {d: Worker(d, task, device_data(task, path, seed=0), home / d) for d, path in shares.items()}
     fleet = SimulatedFleet(task, layout, workers, seed=SEED, execute=one_by_one)
     method = make("fedavg", MethodSettings(rounds=ROUNDS, seed=SEED, sgd=Sgd(steps=STEPS)))
-    state = method.initial(layout, fleet.put(unflatten(model, layout)))
+    state = method.init(layout, fleet.put(unflatten(model, layout)))
     for number in range(1, ROUNDS + 1):
         fleet.round = number
         state = await method.round(state, fleet)

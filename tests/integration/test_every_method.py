@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import deploy
-from coordinator.methods import METHODS
+from coordinator.methods import installed_methods
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Store
 from edge_agent.agent import Agent, Identity
+from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from export import parity
 from fedge import bundle
@@ -45,7 +46,7 @@ FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
-@pytest.mark.parametrize("case", [*METHODS, "fedavg+ft", "fedepc with a proxy set", *POOLS, *ABLATIONS])
+@pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with a proxy set", *POOLS, *ABLATIONS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)
@@ -96,7 +97,7 @@ async def agents(broker: LocalBroker, task, folder: Path):
         data = device_data(task, folder / f"{device}.npz", seed=SEED)
 
         def make_worker(device=device, data=data) -> Worker:
-            return Worker(device, task, data, folder / device, shares_private=True)
+            return Worker(device, task, data, folder / device, owner=Owner(shares_private=True))
 
         identity = Identity(device, "all", task, n_shared=data.n_shared)
         running.append(Agent(identity, BrokerSettings(broker.host, broker.port), folder / device, make_worker))

@@ -65,7 +65,7 @@ def made(tmp_path, method: str, rounds: int, options: dict[str, Any]) -> tuple[A
     )
     x, y = (np.concatenate(parts) for parts in zip(*(w.data.shared for w in fleet.workers.values()), strict=True))
     found = make(method, settings, task=fleet.task, reserved=(x, y) if method == "fedcoe" else None)
-    return found, found.initial(layout, first), fleet
+    return found, found.init(layout, first), fleet
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ import numpy as np
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
-from fedge.messages import Ack, BlobRef, Codec, Context, Message, Order, Presence, Report, Status, Want, decode, encode
-from fedge.step import Result
+from fedge.messages import Ack, BlobRef, Codec, Context, Message, Order, Presence, Status, Want, decode, encode
+from fedge.step import Action, Result, installed_steps, read_action, report_of
 from fedge.steps.train import Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, TensorInfo, digest_of
@@ -79,14 +79,14 @@ class RawDevice:
         payload = what if isinstance(what, bytes) else encode(what)
         await self.transport.publish(self.topics.agent(as_id or self.id, leaf), payload, retain=retain)
 
-    async def order(self, step: str, count: int = 1) -> Order:
-        """Wait for an order of this step, or for its n-th copy."""
-        await self._until(lambda: sum(o.step == step for o in self.orders) >= count)
-        return [o for o in self.orders if o.step == step][count - 1]
+    async def order(self, label: str, count: int = 1) -> Order:
+        """Wait for an order of this label, or for its n-th copy."""
+        await self._until(lambda: sum(o.label == label for o in self.orders) >= count)
+        return [o for o in self.orders if o.label == label][count - 1]
 
-    async def report(self, order: Order, result: Result) -> None:
+    async def report(self, order: Order, result: Result, *, seconds: float = 0.5) -> None:
         """Say what came of an order."""
-        await self.say("reports", Report(order_id=order.id, device_id=self.id, seconds=0.5, result=result))
+        await self.say("reports", report_of(order, result, seconds))
 
     async def ack(self, order_id: str, count: int = 1) -> Ack:
         """Wait for the verdict on a report, or for its n-th copy."""
@@ -128,6 +128,13 @@ class RawDevice:
     async def _until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S), self._news:
             await self._news.wait_for(holds)
+
+
+def action_of(order: Order) -> Action:
+    """What an order asks for, which must be an installed step."""
+    action = read_action(order, installed_steps())
+    assert isinstance(action, Action)
+    return action
 
 
 def trained(update: BlobRef, **changes: object) -> Trained:

@@ -25,7 +25,6 @@ from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
 
-
 OWNER = Owner(shares_private=True)
 
 

@@ -144,7 +144,7 @@ async def test_of_a_pool_of_private_modules_the_devices_own_one_is_measured(base
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=150)
     options = {"base": base, "gate_epochs": 1, "guard": False}
     method = make("pm-moe", MethodSettings(rounds=2, sgd=Sgd(steps=5), options=options))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     for i, worker in fleet.workers.items():
         found = best_expert(worker.home / "bundles" / "1", layout)
         expected = worker.personal(fleet.get(method.serves(state, i), layout))

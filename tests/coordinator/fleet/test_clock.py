@@ -8,24 +8,29 @@ import pytest
 
 from coordinator.fleet import clock
 from coordinator.fleet.devices import Hardware
-from fedge.messages import BlobRef, KeepModel, KeepPart, Part
+from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import FitCandidates
 from fedge.steps.install import FineTune, Install
 from fedge.steps.mean_features import MeanFeatures
 from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train
+from fedge.steps.train_ditto import TrainDitto
 from fedge.steps.trial import Trial
+from fedge.tensors import HEAD
 
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 STEADY = Hardware(speed=2.0, up_mbit_s=8, down_mbit_s=16, latency_s=0.5)
-WHERE = {"seed": 1, "round_number": 3, "step": "train", "device": "d1"}
+WHERE = {"seed": 1, "round_number": 3, "label": "train", "device": "d1"}
 SAMPLES = {"n_shared": 30, "n_train": 40, "n_val": 10}
 SGD = Sgd(steps=7, batch_size=20)
 
 
 def train(**rest) -> Train:
     return Train(starts=(Start(model=REF),), sgd=SGD, **rest)
+
+
+DITTO = TrainDitto(starts=(Start(model=REF),), sgd=SGD, proximal_lambda=1.0)
 
 
 def test_the_worked_order():
@@ -41,33 +46,31 @@ def test_no_hardware_takes_no_time():
     ("action", "passes"),
     [
         (train(), 4 * 30 + 10 + 3 * 7 * 20),
-        (train(keep=KeepModel(proximal_lambda=1.0)), 4 * 30 + 10 + 2 * 3 * 7 * 20),
+        (DITTO, 4 * 30 + 10 + 2 * 3 * 7 * 20),
         (
-            msgspec.structs.replace(train(keep=KeepModel(proximal_lambda=1.0)), sgd=Sgd(epochs=3, batch_size=20)),
+            msgspec.structs.replace(DITTO, sgd=Sgd(epochs=3, batch_size=20)),
             4 * 30 + 10 + 3 * 5 * 20 + 3 * 6 * 20,  # the personal model learns from the sensitive samples, too
         ),
-        (train(keep=KeepPart(private=Part.HEAD, head_steps=2)), 4 * 30 + 10 + 3 * 9 * 20),
+        (train(personal=HEAD, initial=REF, head_steps=2), 4 * 30 + 10 + 3 * 9 * 20),
         (Train(starts=(Start(model=REF),) * 3, sgd=SGD), 4 * 30 + 10 + 2 * 10 + 3 * 7 * 20),
         (Train(starts=(Start(model=REF),), sgd=Sgd(epochs=3, batch_size=20)), 4 * 30 + 10 + 3 * 5 * 20),
         (Profile(extractor=REF), 30),
         (Trial(global_model=REF, expert=REF), 20),
         (FitCandidates(global_model=REF, initial_model=REF, sgd=SGD, local_steps=100), 50 + 3 * 260 * 20),
-        (Install(global_model=REF, release=1, method="m"), 10),
+        (Install(model=REF, method="m"), 10),
         (
-            Install(
-                global_model=REF, release=1, method="m", fine_tune=FineTune(sgd=SGD, checkpoints=(0, 80), otherwise=40)
-            ),
+            Install(model=REF, method="m", fine_tune=FineTune(sgd=SGD, checkpoints=(0, 80), otherwise=40)),
             10 + 3 * 80 * 20,
         ),
         (MeanFeatures(model=REF), 50),
     ],
 )
 def test_the_work_of_orders(action, passes):
-    assert clock.passes(action, **SAMPLES) == passes
+    assert action.passes(**SAMPLES) == passes
 
 
 def test_a_batch_is_never_larger_than_the_data():
-    assert clock.passes(train(), n_shared=5, n_train=5, n_val=0) == 4 * 5 + 3 * 7 * 5
+    assert train().passes(n_shared=5, n_train=5, n_val=0) == 4 * 5 + 3 * 7 * 5
 
 
 def test_noise_is_log_normal_and_its_own_for_each_order():
@@ -90,7 +93,7 @@ def test_orders_are_dropped_as_often_as_told():
     def share(drops: float) -> float:
         own = Hardware(drops=drops)
         return float(
-            np.mean([clock.dropped(own, seed=0, round_number=1, step="s", device=f"d{i}") for i in range(3000)])
+            np.mean([clock.dropped(own, seed=0, round_number=1, label="s", device=f"d{i}") for i in range(3000)])
         )
 
     assert share(0.0) == 0

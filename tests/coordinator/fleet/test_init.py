@@ -17,11 +17,11 @@ from fedge.task import TaskSpec
 from tests.support.simulation import digits
 
 TASK = TaskSpec(name="toy", classes=("a", "b"), input_shape=(2,), model="mlp")
-ACTION = Install(global_model=BlobRef(digest="0" * 64, size_bytes=8), release=1, method="fedavg")
+ACTION = Install(model=BlobRef(digest="0" * 64, size_bytes=8), method="fedavg")
 
 
-def order(*, run: str = "r", seed: int = 0, number: int = 1, step: str = "train", device: str = "d") -> Order:
-    return order_for(run, seed, number, step, device, TASK, ACTION, deadline=5.0)
+def order(*, run: str = "r", seed: int = 0, number: int = 1, label: str = "train", device: str = "d") -> Order:
+    return order_for(run, seed, number, label, device, TASK.fingerprint(), ACTION, deadline=5.0)
 
 
 def test_the_same_work_has_the_same_id_and_seed() -> None:
@@ -30,7 +30,7 @@ def test_the_same_work_has_the_same_id_and_seed() -> None:
 
 
 def test_other_work_has_another_id_and_seed() -> None:
-    all_orders = [order(), order(number=2), order(step="trial"), order(device="e")]
+    all_orders = [order(), order(number=2), order(label="trial"), order(device="e")]
     assert len({o.id for o in all_orders}) == 4
     assert len({o.seed for o in all_orders}) == 4
 
@@ -42,11 +42,11 @@ def test_the_seed_depends_on_the_federations_and_not_on_the_run() -> None:
 
 
 def test_the_longest_names_fit() -> None:
-    longest = order_for("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK, ACTION, deadline=5.0)
+    longest = order_for("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK.fingerprint(), ACTION, deadline=5.0)
     assert decode(encode(longest), Order) == longest
 
 
-REF = ACTION.global_model
+REF = ACTION.model
 TRAIN = Train(starts=(Start(model=REF),), sgd=Sgd())
 
 
@@ -55,7 +55,7 @@ TRAIN = Train(starts=(Start(model=REF),), sgd=Sgd())
     [
         (msgspec.structs.replace(TRAIN, sgd=Sgd(learning_rate=1000.0)), "sgd.learning_rate"),
         (msgspec.structs.replace(TRAIN, starts=TRAIN.starts * 65), "starts"),
-        (FitMixture(experts=(), initial_model=REF, sgd=Sgd(), top=65, release=1), "top"),
+        (FitMixture(experts=(), initial_model=REF, sgd=Sgd(), top=65), "top"),
     ],
 )
 def test_an_order_that_no_message_can_hold_is_the_users_error_by_field(action: Action, field: str) -> None:
@@ -73,5 +73,5 @@ async def test_an_option_beyond_what_a_message_can_hold_ends_a_run_and_says_so(t
     fleet, layout, first, _ = digits(tmp_path, n=3)
     method = FedAvg(MethodSettings(sgd=Sgd(learning_rate=1000.0)))
     with pytest.raises(ConfigError, match="learning_rate"):
-        await method.round(method.initial(layout, first), fleet)
+        await method.round(method.init(layout, first), fleet)
     assert fleet.bytes_down == 0

@@ -23,17 +23,18 @@ from coordinator.store import Status, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ProtocolError, StoreError
-from fedge.messages import Codec, KeepHead, KeepPart, Part, Report, Want
+from fedge.messages import Codec, Outcome, Report, Want
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed, Result
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.share_private import PrivateShared, SharePrivate
 from fedge.steps.train import Start, Train, Trained
+from fedge.steps.train_rod import TrainRod
 from fedge.steps.trial import Tried
-from fedge.tensors import Layout, TensorInfo, digest_of, to_bytes
+from fedge.tensors import BASE, HEAD, Layout, TensorInfo, digest_of, to_bytes
 from tests.support.broker import settings
-from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
+from tests.support.device import LAYOUT, TASK, RawDevice, action_of, tensors, trained
 
 DEADLINE_S = 20.0
 OTHER_TASK = msgspec.structs.replace(TASK, classes=("a", "b", "c"))
@@ -101,7 +102,7 @@ async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, s
     for device, value in ((a, 0.5), (b, 0.25)):
         order = await device.order("train")
         assert order.id == f"r.1.train.{device.id}"
-        assert await device.fetch(order.action.starts[0].model) == codec.encode(tensors(1.0), Codec.FLOAT32)
+        assert await device.fetch(action_of(order).starts[0].model) == codec.encode(tensors(1.0), Codec.FLOAT32)
         await device.report(order, device.trained(value))
         ack = await device.ack(order.id)
         assert ack.accepted
@@ -197,7 +198,7 @@ async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_ar
     await again.begin(1, 99)  # the snapshot is stored: it waits for nobody
     assert [d.id for d in again.devices()] == ["done", "gone", "slow"]
     running = asyncio.create_task(again.run("train", actions))
-    fresh = await slow.order("train", count=len([o for o in slow.orders if o.step == "train"]) + 1)
+    fresh = await slow.order("train", count=len([o for o in slow.orders if o.label == "train"]) + 1)
     assert fresh.deadline > open_order.deadline
     assert msgspec.structs.replace(fresh, deadline=open_order.deadline) == open_order
     await slow.report(fresh, slow.trained(0.25))
@@ -283,7 +284,12 @@ async def test_a_bad_update_is_rejected_by_name(
     assert [e.status for e in store.entries(1)] == [Status.REJECTED, Status.ACCEPTED]
 
 
-IN_TWO_PARTS = Layout(tensors=(TensorInfo(name="base", shape=(3,)), *LAYOUT.tensors))
+IN_TWO_PARTS = Layout(
+    tensors=(
+        TensorInfo(name="base", shape=(3,)),
+        *(msgspec.structs.replace(info, layer="head") for info in LAYOUT.tensors),
+    )
+)
 """The head is `LAYOUT`."""
 
 
@@ -294,9 +300,7 @@ async def test_an_update_of_a_part_is_checked_as_that_part(
         stack, one_broker, store, "part", "whole", "other", layout=IN_TWO_PARTS
     )
     start, initial = fleet.put(tensors(1.0)), fleet.put(tensors(1.0) | {"base": np.ones(3, np.float32)})
-    action = Train(
-        starts=(Start(model=start),), sgd=Sgd(), part=Part.HEAD, keep=KeepPart(private=Part.BASE), initial=initial
-    )
+    action = Train(starts=(Start(model=start),), sgd=Sgd(), personal=BASE, initial=initial)
     running = asyncio.create_task(fleet.run("train", dict.fromkeys(("part", "whole", "other"), action)))
     await part.report(await part.order("train"), part.trained(0.5))
     everything = codec.encode(tensors(0.5) | {"base": np.ones(3, np.float32)}, Codec.INT8)
@@ -308,7 +312,7 @@ async def test_an_update_of_a_part_is_checked_as_that_part(
         assert (await device.ack(f"r.1.train.{device.id}")).reason.startswith("layout")
     answers = await running
     assert isinstance(answers["part"].result, Trained)
-    found = fleet.get(answers["part"].result.update, IN_TWO_PARTS.part(Part.HEAD))
+    found = fleet.get(answers["part"].result.update, IN_TWO_PARTS.select(HEAD))
     np.testing.assert_allclose(found.params, 0.5, rtol=1e-6)
     assert [answers[i].result for i in ("whole", "other")] == [None, None]
 
@@ -328,7 +332,9 @@ async def test_a_private_module_is_fetched_and_checked(
 ) -> None:
     name, make = BAD_MODULES[case]
     fleet, (bad, good) = await federation(stack, one_broker, store, "bad", "good", layout=IN_TWO_PARTS)
-    running = asyncio.create_task(fleet.run("share", dict.fromkeys(("bad", "good"), SharePrivate(keep=KeepHead()))))
+    running = asyncio.create_task(
+        fleet.run("share", dict.fromkeys(("bad", "good"), SharePrivate(kept_by=TrainRod.STEP)))
+    )
     await bad.report(await bad.order("share"), PrivateShared(module=bad.serves(make(), Codec.FLOAT32)))
     data = to_bytes(tensors(0.5))
     await good.report(await good.order("share"), PrivateShared(module=good.serves(data, Codec.FLOAT32)))
@@ -342,7 +348,7 @@ async def test_a_private_module_is_fetched_and_checked(
 
 BAD_RESULTS: dict[str, tuple[str, Callable[[RawDevice], Result]]] = {
     "no samples": ("no-samples", lambda d: d.trained(0.5, n_samples=0)),
-    "another action's result": ("wrong-result", lambda d: Tried(delta=1.0)),
+    "another action's result": ("malformed", lambda d: Tried(delta=1.0)),
     "another codec": ("wrong-result", lambda d: d.trained(0.5, Codec.FLOAT32)),
     "a start that was not offered": ("wrong-result", lambda d: d.trained(0.5, cluster=3)),
     "too large": (
@@ -413,7 +419,7 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
     assert reasons == {
         "declines": f"task-mismatch: declines has task {OTHER_TASK.fingerprint()}, we have {TASK.fingerprint()}",
         "fails": "failed: no torch",
-        "rejected": "wrong-result: Tried does not answer DescribeLabels",
+        "rejected": "malformed: LabelsDescribed: Object missing required field `feature`",
         "silent": "no report before the deadline",
     }
     for device, reason in {**reasons, "declines": "declined: hot"}.items():
@@ -434,7 +440,7 @@ async def test_a_slow_device_gets_the_time_that_it_needs_also_after_a_restart(
         running = asyncio.create_task(fleet.run("train", {"slow": Train(starts=(start,), sgd=Sgd(steps=100))}))
         order = await slow.order("train")
         assert order.deadline < time.time() + DEADLINE_S + 1
-        await slow.say("reports", Report(order_id=order.id, device_id="slow", seconds=50, result=slow.trained(0.5)))
+        await slow.report(order, slow.trained(0.5), seconds=50)
         await running
         twice = {"slow": Train(starts=(start,), sgd=Sgd(steps=200))}
         running = asyncio.create_task(fleet.run("again", twice))
@@ -495,7 +501,7 @@ async def test_an_unknown_order_is_refused_and_its_sender_may_forget_it(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
     fleet, (a,) = await federation(stack, one_broker, store, "a")
-    await a.say("reports", Report(order_id="r.9.x.a", device_id="a", seconds=1.0, result=Tried()))
+    await a.say("reports", Report(order_id="r.9.x.a", device_id="a", seconds=1.0, outcome=Outcome.DONE))
     ack = await a.ack("r.9.x.a")
     assert (ack.accepted, ack.reason) == (False, "unknown-order")
     assert fleet.take_counts()["refused.unknown-order"] == 1

@@ -33,29 +33,28 @@ from coordinator.fleet.orders import (
     Tick,
 )
 from fedge.errors import ProtocolError
-from fedge.messages import Ack, BlobRef, Order, Report
-from fedge.steps.profile import Profile, Profiled
+from fedge.messages import Ack, Order, Outcome, Report
 
 DEADLINE = 60.0
-REF = BlobRef(digest="0" * 64, size_bytes=1)
 
 
 def order(device: str = "a", deadline: float = DEADLINE) -> Order:
     return Order(
         id=f"r.1.s.{device}",
         device_id=device,
+        run="r",
         round=1,
-        step="s",
+        label="s",
         seed=0,
         task_fingerprint="t",
         deadline=deadline,
-        action=Profile(extractor=REF),
+        step="profile",
+        body=b"",
     )
 
 
 def report(device: str = "a", *, by: str | None = None) -> Report:
-    result = Profiled(extractor="0" * 64, profile=(0.5,), n_samples=1)
-    return Report(order_id=f"r.1.s.{device}", device_id=by or device, seconds=1.0, result=result)
+    return Report(order_id=f"r.1.s.{device}", device_id=by or device, seconds=1.0, outcome=Outcome.DONE)
 
 
 def ack(device: str = "a", *, accepted: bool = True, reason: str = "") -> Ack:

@@ -1,6 +1,5 @@
 """How long a device may take."""
 
-from coordinator.fleet.clock import passes
 from coordinator.fleet.pace import ROOM, Paces, work_of
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
@@ -33,5 +32,5 @@ def test_the_last_of_the_most_laborious_orders_says_how_fast_a_device_is() -> No
 
 def test_the_work_of_an_order_is_that_of_the_simulated_clock() -> None:
     order = Train(starts=(Start(model=REF),), sgd=Sgd(steps=7))
-    assert work_of(order, 20) == passes(order, n_shared=20, n_train=20, n_val=20) > 0
+    assert work_of(order, 20) == order.passes(n_shared=20, n_train=20, n_val=20) > 0
     assert work_of(order, 0) > 0, "a device that shares no sample may train alone"

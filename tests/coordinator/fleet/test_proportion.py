@@ -6,7 +6,6 @@ import logging
 
 import numpy as np
 import pytest
-from edge_agent.together import execute
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,8 @@ from coordinator.fleet import Answer, proportion
 from coordinator.fleet.proportion import FACTOR
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
-from edge_agent.worker import Outcome
+from edge_agent.batched import execute
+from edge_agent.worker import Finished
 from fedge import codec
 from fedge.codec import Norms
 from fedge.messages import BlobRef, Codec
@@ -101,19 +101,19 @@ async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_o
     """The rest of them as if the first had not answered; the second with the weight of a hundred."""
     fleet, layout, first, _ = digits(tmp_path, n=6)
 
-    def spoiled(jobs) -> list[Outcome]:
+    def spoiled(jobs) -> list[Finished]:
         outcomes = execute(jobs)
         vast = np.full(layout.n_params, 1e30, np.float32)
         update = Model(vast, np.zeros(0, np.float32), np.zeros(0, np.int64))
         data = codec.encode(unflatten(update, layout), Codec.FLOAT32)
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.FLOAT32)
-        outcomes[1] = Outcome(Trained(update=ref, n_samples=40), {ref.digest: data})
+        outcomes[1] = Finished(Trained(update=ref, n_samples=40), {ref.digest: data})
         return outcomes
 
     fleet._execute = spoiled
     method = FedAvg(MethodSettings(rounds=1, sgd=Sgd(steps=2), codec=Codec.FLOAT32))
     with caplog.at_level(logging.WARNING):
-        state = await method.round(method.initial(layout, first), fleet)
+        state = await method.round(method.init(layout, first), fleet)
     assert state.history[0].answered == 5
     assert "name=out-of-proportion device=d01" in caplog.text
     moved = fleet.get(state.model, layout).params - fleet.get(first, layout).params

@@ -5,19 +5,20 @@ import pytest
 
 from coordinator.fleet import Answer, clock, order_for
 from coordinator.fleet.devices import PI_4, Hardware, mixed
-from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, one_by_one, run
+from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
+from edge_agent.batched import one_by_one
 from edge_agent.device import CACHED_MODELS
 from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Codec, Part
+from fedge.messages import Codec
 from fedge.models import initial
 from fedge.sgd import Sgd
 from fedge.step import Declined
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial
-from fedge.tensors import unflatten
+from fedge.tensors import HEAD, unflatten
 from tests.support.simulation import digits
 
 
@@ -63,7 +64,7 @@ async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) ->
     alone = SimulatedFleet(fleet.task, layout, fleet.workers, seed=0, execute=one_by_one)
     alone.put(fleet.get_tensors(first))
     answers = await alone.run("train", {"d01": order})
-    sent = order_for("simulation", 0, 0, "train", "d01", fleet.task, order, deadline=0.0)
+    sent = order_for("simulation", 0, 0, "train", "d01", fleet.task.fingerprint(), order, deadline=0.0)
     outcome = fleet.workers["d01"].execute(sent, alone._bytes)
     (data,) = outcome.blobs.values()
     device, update = codec.decode(data, codec_, layout), answers["d01"].result.update
@@ -71,7 +72,7 @@ async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) ->
     assert update.size_bytes == len(data) == alone.bytes_up
     assert codec_ is not Codec.FLOAT32 or alone._bytes(update) == data
     with pytest.raises(ProtocolError, match="layout"):
-        alone.get(update, layout.part(Part.HEAD))
+        alone.get(update, layout.select(HEAD))
 
 
 async def test_tensors_that_nobody_needs_are_forgotten(tmp_path) -> None:
@@ -88,7 +89,7 @@ async def test_a_run_goes_to_its_end_and_tells_of_each_round(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     method = FedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=2)))
     told: list[int] = []
-    state = await run(method, method.initial(layout, first), fleet, lambda state: told.append(state.round))
+    state = await run(method, method.init(layout, first), fleet, lambda state: told.append(state.round))
     assert method.done(state)
     assert told == [1, 2, 3]
     assert not any(isinstance(result, Declined) for result in state.installed.values())
@@ -196,7 +197,7 @@ async def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_pat
             fleet.task, layout, fleet.workers, seed=seed, hardware=mixed(fleet.workers, seed=seed), deadline_s=1.0
         )
         method = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=2), seed=seed))
-        state = await run(method, method.initial(layout, timed.put(fleet.get_tensors(first))), timed)
+        state = await run(method, method.init(layout, timed.put(fleet.get_tensors(first))), timed)
         return state, timed.seconds, timed.bytes_up, timed.bytes_down
 
     assert await history(1) == await history(1)

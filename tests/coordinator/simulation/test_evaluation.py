@@ -22,7 +22,7 @@ async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, opt
     federation = deal(scenario, 0)
     method = make(name, scenario.for_method(0, options or {}), task=federation.task, reserved=federation.reserved)
     fleet, first, workers = gather(federation, scenario, 0, tmp_path)
-    state = await run(method, method.initial(federation.layout, first), fleet)
+    state = await run(method, method.init(federation.layout, first), fleet)
     return federation, method, fleet, workers, state
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods import METHODS
+from coordinator.methods import installed_methods
 from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import RunOutcome, worst_decile
 from coordinator.simulation.run import simulate
@@ -84,7 +84,7 @@ def test_without_a_clock_nothing_takes_time(tmp_path: Path) -> None:
     assert outcome(tmp_path, scenario=msgspec.structs.replace(SCENARIO, hardware=Hardware.NONE)).seconds == 0
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", installed_methods())
 def test_newcomers_come_when_training_is_over_and_are_measured_apart(tmp_path: Path, method: str) -> None:
     scenario = msgspec.structs.replace(SCENARIO, devices=5, samples=600, rounds=2, global_test=0.3, newcomers=2)
     found = outcome(tmp_path, method, scenario)
