@@ -38,12 +38,12 @@ from inference import TASKS, Target
 import deploy
 from edge_agent import scmoe
 from edge_agent.gate import train_gate
-from edge_agent.mixture import em_weights, energy_statistics, raw_energies, standardised
+from edge_agent.mixture import em_weights, energy_statistics
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
 from export.mixture import ENERGY_CLIP
 from export.parity import logits_of
-from export.reference import gate_features, gate_scores, reference
+from export.reference import gate_features, gate_scores, raw_energies, reference, standardised
 from fedge.bundle import read
 from fedge.messages import Role
 from fedge.models import initial

@@ -14,6 +14,7 @@ from edge_agent import mixture
 from edge_agent.device import FailedError
 from edge_agent.evaluation import logits, prior
 from edge_agent.mixture import Array
+from export.reference import calibrated, raw_energies, standardised
 from fedge.errors import StoreError
 from fedge.messages import Role
 from fedge.steps.fit_weights import Calibration
@@ -110,8 +111,8 @@ def candidates(device: Device, calibration: Mapping[Role, Calibration], pooled: 
     found = np.stack([logits(device, model, data.x_val) for model in models])
     chosen = tuple(calibration[role] for role in roles)
     classes = prior(device)
-    log_q = np.stack([mixture.calibrated(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
-    raw = mixture.raw_energies(found)
+    log_q = np.stack([calibrated(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
+    raw = raw_energies(found)
     mean, std = mixture.energy_statistics(raw)
     return Candidates(
         fitted=fitted,
@@ -120,7 +121,7 @@ def candidates(device: Device, calibration: Mapping[Role, Calibration], pooled: 
         calibrations=chosen,
         log_q=log_q,
         log_p=mixture.of_labels(log_q, data.y_val).T,
-        energies=mixture.standardised(raw, mean, std),
+        energies=standardised(raw, mean, std),
         energy_mean=mean,
         energy_std=std,
     )

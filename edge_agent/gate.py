@@ -66,7 +66,7 @@ def train_gate(
         scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
         seed: of the first layer's weights.
         decay: see above; of all parameters.
-        experts: candidates of which only the `top` largest scores take part in a sample, as in `mixture.fuse`.
+        experts: candidates of which only the `top` largest scores take part in a sample, as in `export.reference.fuse`.
         top: see `experts`.
         fused_logits: finite; p = softmax(sum of alpha_k l_k) instead of the mixture of the q_k.
     """

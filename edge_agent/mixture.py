@@ -1,8 +1,7 @@
-"""The maths of a device's mixture: prior, temperature, weights, energy, fusion, guard (fedge.md sections 6 to 11).
+"""How a device fits its mixture: prior, temperature, weights, energy, guard (fedge.md sections 6 to 11).
 
-Pure float64 numpy, symbols as in the specification: M candidates, C classes, n samples. `export.reference` and the ONNX
-graph compute the same prediction; a test compares them. With weights 1/M, T = 1, kappa = 0, beta = 1 and energies that
-are neither standardised nor clipped, `fuse` is SCMoE-PFL's gate (scmoe_pfl.md section 11).
+Pure float64 numpy, symbols as in the specification: M candidates, C classes, n samples. The mixture's own formula is in
+`export.reference`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from export.mixture import ENERGY_CLIP, MIN_ENERGY_STD
+from export.reference import calibrated, log_softmax, log_weights
 from fedge.calibration import grid
 from fedge.messages import Role
 from fedge.steps.fit_weights import Calibration
@@ -68,14 +67,6 @@ def log_prior(counts: NDArray[np.integer]) -> Array:
     return np.asarray(np.log(smoothed / smoothed.sum()))
 
 
-def calibrated(logits: NDArray[np.floating], prior: Array, calibration: Calibration) -> Array:
-    """Log-probabilities q = log-softmax(l / T + kappa * pi) along the last axis; NaN where a logit is not finite."""
-    with np.errstate(invalid="ignore"):
-        z = np.asarray(logits, np.float64) / calibration.temperature + calibration.kappa * prior
-        z = z - z.max(axis=-1, keepdims=True)
-        return np.asarray(z - np.log(np.exp(z).sum(axis=-1, keepdims=True)))
-
-
 def of_labels(log_p: Array, labels: NDArray[np.int64]) -> Array:
     """Log p of the true classes, (..., n), from (..., n, C). Not finite: as if every class were equally likely."""
     picked = log_p[..., np.arange(len(labels)), labels]
@@ -120,18 +111,12 @@ def em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
     """
     weights = pooled
     for _ in range(EM_STEPS if len(log_p) else 0):
-        responsibility = np.exp(_log_softmax(_log(weights) + log_p))
+        responsibility = np.exp(log_softmax(log_weights(weights) + log_p))
         weights = (responsibility.sum(axis=0) + shrinkage * pooled) / (len(log_p) + shrinkage)
     return weights
 
 
-# ----------------------------------------------------------------------------------------- section 9: energy and fusion
-
-
-def raw_energies(logits: NDArray[np.floating]) -> Array:
-    """logsumexp_c l_k(x), (n, M), from logits (M, n, C)."""
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.logaddexp.reduce(np.asarray(logits, np.float64), axis=2).T)
+# ------------------------------------------------------------------------------------------------- section 9: energy
 
 
 def energy_statistics(energies: Array) -> tuple[Array, Array]:
@@ -142,64 +127,6 @@ def energy_statistics(energies: Array) -> tuple[Array, Array]:
         if len(finite):
             means[k], deviations[k] = finite.mean(), finite.std()
     return means, deviations
-
-
-def standardised(energies: Array, mean: Array, std: Array, clip: float = ENERGY_CLIP) -> Array:
-    """Standardised energies, (n, M), between -clip and clip."""
-    return np.asarray(np.clip((energies - mean) / np.maximum(std, MIN_ENERGY_STD), -clip, clip))
-
-
-def fuse(
-    log_q: Array,
-    weights: Array,
-    energies: Array,
-    *,
-    beta: float,
-    gate_scores: NDArray[np.floating] | float = 0.0,
-    experts: Sequence[int] = (),
-    top: int = 2,
-) -> tuple[Array, Array]:
-    """The mixture: s_k = log omega_k + beta e_k + r_k, alpha = softmax(s), log p = log sum_k alpha_k exp q_k.
-
-    Args:
-        log_q: (M, n, C) log-probabilities of the candidates; a candidate with one that is not finite is dropped for
-            the sample, and the others take its share. None left: p = 1/C and alpha = 0 (scmoe_pfl.md 11.2).
-        weights: omega, (M,).
-        energies: standardised, (n, M).
-        beta: strength of the energy.
-        gate_scores: r, (n, M) or 0.
-        experts: candidates of which only the `top` largest scores take part in a sample, the lower index on a tie.
-        top: see `experts`.
-
-    Returns:
-        log p, (n, C), and alpha, (n, M).
-    """
-    _, n, n_classes = log_q.shape
-    scores = _log(weights) + np.broadcast_to(gate_scores, (n, len(weights)))
-    if beta:
-        scores = scores + beta * energies
-    usable = np.isfinite(log_q).all(axis=2).T & np.isfinite(np.broadcast_to(gate_scores, scores.shape))
-    scores = np.where(usable, scores, -np.inf)
-    if len(experts) > top:
-        losers = np.argsort(-scores[:, list(experts)], axis=1, kind="stable")[:, top:]
-        np.put_along_axis(scores, np.asarray(experts)[losers], -np.inf, axis=1)
-    some = np.isfinite(scores).any(axis=1)
-    log_alpha = np.full(scores.shape, -np.inf)
-    log_alpha[some] = _log_softmax(scores[some])
-    log_p = np.full((n, n_classes), -math.log(n_classes))
-    clean = np.where(usable.T[:, :, None], log_q, 0.0)
-    log_p[some] = np.logaddexp.reduce(log_alpha.T[:, some, None] + clean[:, some], axis=0)
-    return log_p, np.exp(log_alpha)
-
-
-def _log_softmax(scores: Array) -> Array:
-    shifted = scores - scores.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
-
-
-def _log(weights: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log(weights))
 
 
 # ---------------------------------------------------------------------------------------------------- section 11: guard
@@ -235,8 +162,3 @@ def guard(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]])
         if log_likelihood > mixture[0] + GUARD_MARGIN_NATS + TIE and correct >= mixture[1] + GUARD_MARGIN_SAMPLES
     ]
     return clear[first_best([alternatives[i][0] for i in clear])] if clear else None
-
-
-def guarded(p_mixture: Array, p_alternative: Array) -> Array:
-    """Half the mixture and half the alternative."""
-    return 0.5 * p_mixture + 0.5 * p_alternative

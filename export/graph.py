@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from export.branch import IR_VERSION, branch
 from export.mixture import MIN_ENERGY_STD, Mixture
-from export.reference import ZERO_WEIGHT
+from export.reference import log_weights
 from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
 from fedge.task import SMALL_WINDOW, TaskSpec, gate_pool
 
@@ -35,7 +35,7 @@ def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
     candidate's logits once more with another calibration, and its share of the output, ½ or 0.
     """
     candidates, gate, guard = mixture.candidates, mixture.gate, mixture.guard
-    log_weight = [np.log(c.weight) if c.weight > 0 else ZERO_WEIGHT for c in candidates]
+    log_weight = log_weights(np.array([c.weight for c in candidates]))
     temperature = [c.temperature for c in candidates] + [guard.temperature if guard else 1.0]
     kappa = [c.kappa for c in candidates] + [guard.kappa if guard else 0.0]
     std = [max(c.energy_std, MIN_ENERGY_STD) for c in candidates]

@@ -6,6 +6,7 @@ from edge_agent import mixture
 from edge_agent.candidates import Candidates, candidates
 from edge_agent.device import Device
 from edge_agent.mixture import Array
+from export.reference import fuse
 from fedge.calibration import BETAS
 from fedge.steps.fit_energy import EnergyFitted, FitEnergy
 
@@ -27,5 +28,5 @@ def run(device: Device, action: FitEnergy) -> EnergyFitted:
 
 
 def _loss(device: Device, found: Candidates, weights: Array, beta: float) -> float:
-    log_p, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+    log_p, _ = fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
     return -float(mixture.of_labels(log_p, device.data.y_val).sum())

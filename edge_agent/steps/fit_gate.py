@@ -13,6 +13,7 @@ from edge_agent.evaluation import final_prior, logits, metrics, prior, score
 from edge_agent.mixture import PLAIN, Array
 from edge_agent.steps.install import installed
 from export import Candidate, GateWeights, Guard, Mixture
+from export.reference import calibrated, fuse
 from fedge.messages import Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_gate import FitGate
@@ -36,7 +37,7 @@ def run(device: Device, action: FitGate) -> Installed:
     trained = GateWeights.untrained(gate.n_features(device.task.input_shape), len(found.roles))
     if action.gate == "validation":
         trained = gate.train_gate(data.x_val, log_p, scores, seed=device.seed)
-    fused, _ = mixture.fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+    fused, _ = fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
     guard = chosen_guard(device, found.fitted, action.calibration, fused) if action.guard else None
     final = final_models(device, found, action.sgd) if action.final_fit else list(found.models)
     made = [
@@ -88,7 +89,7 @@ def chosen_guard(
     scores = []
     for role, chosen in alternatives:
         found = logits(device, fitted.model(device, role), data.x_val)
-        scores.append(score(device, mixture.calibrated(found, classes, chosen)))
+        scores.append(score(device, calibrated(found, classes, chosen)))
     best = mixture.guard(score(device, fused), scores)
     return None if best is None else alternatives[best]
 

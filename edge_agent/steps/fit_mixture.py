@@ -18,6 +18,7 @@ from edge_agent.mixture import PLAIN, Array
 from edge_agent.private_model import Samples
 from edge_agent.steps.install import installed
 from export import Candidate, GateWeights, Mixture
+from export.reference import calibrated, raw_energies
 from fedge.messages import Role
 from fedge.steps.fit_mixture import FitMixture, GateData
 from fedge.steps.install import Installed
@@ -100,15 +101,13 @@ def fit_gate(
     offsets = np.zeros(len(models))
     if action.energy_offset == "always" or (action.energy_offset == "untrained" and not trained):
         seen = data.x_val if len(data.y_val) else data.x_train
-        energies = mixture.raw_energies(
-            np.stack([logits(device, model, seen) for model in models]) / action.temperature
-        )
+        energies = raw_energies(np.stack([logits(device, model, seen) for model in models]) / action.temperature)
         offsets, _ = mixture.energy_statistics(energies)
     if not trained:
         return GateWeights.untrained(gate.n_features(device.task.input_shape), len(models)), offsets
     found = np.stack([logits(device, model, x) for model in models])
-    log_q = mixture.calibrated(found, np.zeros(device.task.n_classes), PLAIN)
-    scores = (mixture.raw_energies(found / action.temperature) - offsets) * action.energy
+    log_q = calibrated(found, np.zeros(device.task.n_classes), PLAIN)
+    scores = (raw_energies(found / action.temperature) - offsets) * action.energy
     usable = np.asarray(np.isfinite(log_q).all(axis=2).T)
     log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent.gate import features, n_features, train_gate
-from edge_agent.mixture import fuse
-from export.reference import gate_scores
+from export.reference import fuse, gate_scores
 
 
 def halves(n=40):

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edge_agent import mixture as mx
-from export import Candidate, GateWeights, Mixture, reference
+from export.reference import calibrated, fuse, raw_energies, standardised
 from fedge.messages import Role
 from fedge.steps.fit_weights import Calibration
-from fedge.tensors import Model
 
 FLAT = mx.log_prior(np.zeros(3, np.int64))
 
@@ -33,19 +32,19 @@ def test_prior_worked_numbers():
         (1, 1): (0.484702, 0.387517, 0.127781),
         (2, 1): (0.621331, 0.301295, 0.077374),
     }.items():
-        p = np.exp(mx.calibrated(logits, prior, cal(temperature, kappa)))[0]
+        p = np.exp(calibrated(logits, prior, cal(temperature, kappa)))[0]
         assert p == pytest.approx(expected, abs=1e-6)
 
 
 @given(arrays(np.float64, (4, 3), elements=st.floats(-20, 20)), st.floats(0.5, 3), st.floats(0, 2), st.floats(-50, 50))
 def test_equal_counts_mean_no_prior_and_a_common_offset_changes_no_q(logits, temperature, kappa, offset):
     even = mx.log_prior(np.array([7, 7, 7]))
-    without = mx.calibrated(logits, even, cal(temperature))
-    assert mx.calibrated(logits, even, cal(temperature, kappa)) == pytest.approx(without, abs=1e-9)
-    assert mx.calibrated(logits + offset, even, cal(temperature)) == pytest.approx(without, abs=1e-9)
-    one, other = mx.raw_energies(logits[None]), mx.raw_energies(logits[None] + offset)
-    standard = mx.standardised(one, *mx.energy_statistics(one))
-    assert mx.standardised(other, *mx.energy_statistics(other)) == pytest.approx(standard, abs=1e-6)
+    without = calibrated(logits, even, cal(temperature))
+    assert calibrated(logits, even, cal(temperature, kappa)) == pytest.approx(without, abs=1e-9)
+    assert calibrated(logits + offset, even, cal(temperature)) == pytest.approx(without, abs=1e-9)
+    one, other = raw_energies(logits[None]), raw_energies(logits[None] + offset)
+    standard = standardised(one, *mx.energy_statistics(one))
+    assert standardised(other, *mx.energy_statistics(other)) == pytest.approx(standard, abs=1e-6)
 
 
 def test_grid_has_temperature_outermost_and_kappas_by_role():
@@ -123,20 +122,20 @@ def test_a_missing_candidates_share_is_spread_in_proportion():
 
 
 def q_of(logits, temperature=1.0, kappa=0.0, prior=FLAT):
-    return np.stack([mx.calibrated(row, prior, cal(temperature, kappa)) for row in logits])
+    return np.stack([calibrated(row, prior, cal(temperature, kappa)) for row in logits])
 
 
 def test_fusion_worked_numbers():
     by_sample = np.array([[[2, 0, 0], [0, 3, 0]], [[0.5, 0.4, 0], [0, 0, 6]]])
     logits = by_sample.transpose(1, 0, 2)
-    raw = mx.raw_energies(logits)
+    raw = raw_energies(logits)
     mean, std = mx.energy_statistics(raw)
     assert mean == pytest.approx([1.830186, 4.549934], abs=1e-6)
     assert std == pytest.approx([0.409359, 1.455011], abs=1e-6)
-    energies = mx.standardised(raw, mean, std)
+    energies = standardised(raw, mean, std)
     assert np.abs(energies) == pytest.approx(np.ones((2, 2)))
     for beta, expected in {0: (0.443606, 0.421183, 0.135211), 1: (0.627915, 0.215625, 0.156460)}.items():
-        log_p, _ = mx.fuse(q_of(logits, 1.4), np.array([0.6, 0.4]), energies, beta=beta)
+        log_p, _ = fuse(q_of(logits, 1.4), np.array([0.6, 0.4]), energies, beta=beta)
         assert np.exp(log_p[0]) == pytest.approx(expected, abs=1e-6)
 
 
@@ -145,12 +144,12 @@ def test_scmoe_gate_is_the_special_case_of_raw_energy():
     third = np.full(3, 1 / 3)
 
     def gate(logits, weights, **options):
-        raw = mx.standardised(mx.raw_energies(logits), 0.0, 1.0, clip=np.inf)
-        log_p, alpha = mx.fuse(q_of(logits), weights, raw, beta=1.0, **options)
+        raw = standardised(raw_energies(logits), 0.0, 1.0, clip=np.inf)
+        log_p, alpha = fuse(q_of(logits), weights, raw, beta=1.0, **options)
         return np.exp(log_p[0]), alpha[0]
 
     p, alpha = gate(logits, third)
-    assert mx.raw_energies(logits)[0] == pytest.approx([2.23954, 2.09861, 3.09492], abs=1e-5)
+    assert raw_energies(logits)[0] == pytest.approx([2.23954, 2.09861, 3.09492], abs=1e-5)
     assert alpha == pytest.approx([0.23692, 0.20578, 0.55730], abs=1e-5)
     assert p == pytest.approx([0.28028, 0.60066, 0.11906], abs=1e-5)
     p, alpha = gate(logits + np.array([5.0, 0, 0])[:, None, None], third)
@@ -163,16 +162,16 @@ def test_scmoe_gate_is_the_special_case_of_raw_energy():
 
 def test_extreme_logits_stay_finite():
     logits = np.array([[[1e4, 0, 0]], [[-1e4, -1e4, -1e4]]])
-    raw = mx.raw_energies(logits)
+    raw = raw_energies(logits)
     assert raw[0] == pytest.approx([10000, -9998.901388], abs=1e-5)
-    log_p, alpha = mx.fuse(q_of(logits), HALF, raw, beta=1.0)
+    log_p, alpha = fuse(q_of(logits), HALF, raw, beta=1.0)
     assert np.isfinite(log_p).any()
     assert alpha.sum() == pytest.approx(1)
 
 
 def test_a_candidate_that_is_not_finite_is_dropped_and_none_left_means_uniform():
     logits = np.array([[[np.nan, 0, 0], [np.inf, 0, 0]], [[2.0, 0, 0], [0, -np.inf, 0]]])
-    log_p, alpha = mx.fuse(q_of(logits), np.array([0.9, 0.1]), mx.raw_energies(logits), beta=1.0)
+    log_p, alpha = fuse(q_of(logits), np.array([0.9, 0.1]), raw_energies(logits), beta=1.0)
     assert alpha == pytest.approx(np.array([[0, 1], [0, 0]]))
     assert log_p[0] == pytest.approx(q_of(logits)[1, 0])
     assert np.exp(log_p[1]) == pytest.approx([1 / 3] * 3)
@@ -181,21 +180,18 @@ def test_a_candidate_that_is_not_finite_is_dropped_and_none_left_means_uniform()
 def test_an_expert_that_is_not_finite_leaves_its_place_to_the_next():
     logits = np.zeros((4, 1, 3))
     logits[2] = np.nan
-    _, alpha = mx.fuse(q_of(logits), np.array([0.1, 0.2, 0.4, 0.3]), np.zeros((1, 4)), beta=0, experts=(1, 2, 3), top=2)
+    _, alpha = fuse(q_of(logits), np.array([0.1, 0.2, 0.4, 0.3]), np.zeros((1, 4)), beta=0, experts=(1, 2, 3), top=2)
     assert alpha[0] == pytest.approx([1 / 6, 1 / 3, 0, 1 / 2])
 
 
 @given(arrays(np.float64, (3, 2, 3), elements=st.floats(-30, 30)), shares, st.integers(0, 2))
 def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
     log_q = q_of(logits)
-    log_p, alpha = mx.fuse(log_q, weights, mx.raw_energies(logits), beta=0.0)
+    log_p, alpha = fuse(log_q, weights, raw_energies(logits), beta=0.0)
     assert alpha.sum(axis=1) == pytest.approx(1)
     assert np.exp(log_p).sum(axis=1) == pytest.approx(1)
     for k in range(3):
         assert (-log_p[:, label] <= -log_q[k, :, label] - np.log(weights[k]) + 1e-9).all()
-    half = mx.guarded(np.exp(log_p), np.exp(log_q[0]))
-    better = np.maximum(np.exp(log_p), np.exp(log_q[0]))
-    assert (half >= better / 2 - 1e-12).all()
 
 
 @given(
@@ -205,38 +201,9 @@ def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
 )
 def test_equal_candidates_predict_as_one(logits, weights, scores):
     log_q = q_of(np.stack([logits] * 3))
-    log_p, alpha = mx.fuse(log_q, weights, np.zeros((2, 3)), beta=1.0, gate_scores=scores)
+    log_p, alpha = fuse(log_q, weights, np.zeros((2, 3)), beta=1.0, gate_scores=scores)
     assert log_p == pytest.approx(log_q[0], abs=1e-9)
-    assert mx.fuse(log_q, weights, np.zeros((2, 3)), beta=1.0, gate_scores=scores + 4)[1] == pytest.approx(alpha)
-
-
-def test_agrees_with_the_exporters_oracle():
-    rng = np.random.default_rng(3)
-    logits, scores = rng.normal(size=(4, 6, 3)) * 3, rng.normal(size=(6, 4))
-    logits[1, 2, 0], scores[3, 2] = np.nan, np.inf
-    prior = mx.log_prior(np.array([5, 0, 2]))
-    weights = np.array([0.4, 0.3, 0.2, 0.1])
-    empty = Model(np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
-    raw = mx.raw_energies(logits)
-    mean, std = mx.energy_statistics(raw)
-    calibrations = [cal(1.0, 0.3), cal(1.4, 1.5), cal(2.0, 0.5), cal(2.8, 0.0)]
-    made = Mixture(
-        candidates=tuple(
-            Candidate(role, role.value, empty, c.temperature, c.kappa, mean[k], std[k], weights[k])
-            for k, (role, c) in enumerate(zip(Role, calibrations, strict=True))
-        ),
-        log_prior=prior,
-        beta=0.5,
-        gate=GateWeights.untrained(1, 4),
-        top=1,
-    )
-    log_q = np.stack([mx.calibrated(row, prior, c) for row, c in zip(logits, calibrations, strict=True)])
-    log_p, alpha = mx.fuse(
-        log_q, weights, mx.standardised(raw, mean, std), beta=0.5, gate_scores=scores, experts=made.experts, top=1
-    )
-    p, expected, _ = reference(made, logits, scores)
-    assert alpha == pytest.approx(expected, abs=1e-12)
-    assert np.exp(log_p) == pytest.approx(p, abs=1e-12)
+    assert fuse(log_q, weights, np.zeros((2, 3)), beta=1.0, gate_scores=scores + 4)[1] == pytest.approx(alpha)
 
 
 # -------------------------------------------------------------------------------------------------- steps, guard
@@ -279,7 +246,6 @@ def test_guard_worked_numbers():
     assert mx.guard((-20, 8), [(-40, 3), (-16, 11), (-12, 9)]) is None
     assert mx.guard((-20, 8), [(-15, 20)]) is None  # 5 nats are not more than 5 nats
     assert mx.guard((-20, 8), [(-14.9, 10)]) == 0
-    assert mx.guarded(np.array([0.7, 0.2, 0.1]), np.array([0.1, 0.1, 0.8])) == pytest.approx([0.4, 0.15, 0.45])
 
 
 def test_ties_go_to_the_first():
