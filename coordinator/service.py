@@ -31,6 +31,7 @@ from coordinator.methods import (
     Momentum,
     Option,
     State,
+    WeightDecay,
     dump,
     load,
     make,
@@ -104,6 +105,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     batch_size: BatchSize = 32
     learning_rate: LearningRate = 0.05
     momentum: Momentum = 0.9
+    weight_decay: WeightDecay = 0.0
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")

@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
     *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "install", "method"),
-    *("release", "rollout", "serve", "simulate", "status"),
+    *("release", "rollout", "sample", "serve", "simulate", "status"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 
@@ -130,6 +130,22 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
                 "the file named by --config"
             )
     return settings(**values)
+
+
+def given(settings: type[S], values: Mapping[str, object]) -> S:
+    """Settings that were given in Python: as `resolve`, without file and environment.
+
+    Raises:
+        ConfigError: a name is unknown (the nearest right one is named), a value has the wrong type or range, or a
+            setting without default is missing.
+    """
+    known = {setting.name: setting for setting in describe(settings, "")}
+    _refuse_unknown(values, known, "the arguments")
+    if missing := [n for n, setting in known.items() if setting.default is msgspec.NODEFAULT and n not in values]:
+        raise ConfigError(f"{missing[0]} is missing")
+    return settings(
+        **{name: _convert(known[name], value, name, strict=True) for name, value in values.items() if value is not None}
+    )
 
 
 def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
