@@ -139,9 +139,10 @@ def command(log_level: str) -> None:
     Examples:
       fedge demo
       fedge compare --methods fedavg,fedge --task digits --seeds 0,1,2
+      fedge sample --task digits --devices 4 --out samples
       fedge coordinator --broker localhost:1883 --federation shop --home server --task digits
-      fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
-      fedge infer cam1/bundles/1 photo.png
+      fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data samples/cam1.npz
+      fedge infer cam1/bundles/1 samples/cam1-test.npz
     """  # noqa: D301 - click wants the backspace character itself
     configure_logging(log_level)
 

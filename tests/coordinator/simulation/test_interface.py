@@ -126,6 +126,7 @@ print(len(found.runs))
 """
 
 
+@pytest.mark.process
 def test_a_script_needs_no_guard_for_the_processes_of_a_comparison(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
@@ -135,6 +136,7 @@ def test_a_script_needs_no_guard_for_the_processes_of_a_comparison(tmp_path: Pat
 LONG = "fedge.simulate(method='fedavg', devices=3, samples=200, rounds=100000, evaluate_every=2)"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "code", [LONG, f"import asyncio\nasync def main(): {LONG}\nasyncio.run(main())"], ids=["script", "event loop"]
 )
