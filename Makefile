@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # A worker for each processor: each takes one thread (tests/conftest.py) and up to a gigabyte.
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(shell nproc) --maxprocesses 8 --dist worksteal
 QUICK := unit or smoke
 
 .DEFAULT_GOAL := help

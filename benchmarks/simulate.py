@@ -132,7 +132,9 @@ class Speed:
         n_all = sum(own.n_shared for own in self.data.values())
         for i, own in self.data.items():
             action = Train(starts=(Start(model=BlobRef(digest="0" * 64, size_bytes=1)),), sgd=self.sgd)
-            rng = np.random.default_rng(order_for("simulation", 0, 1, "train", i, self.task.fingerprint(), action, deadline=0).seed)
+            rng = np.random.default_rng(
+                order_for("simulation", 0, 1, "train", i, self.task.fingerprint(), action, deadline=0).seed
+            )
             models.load(module, self.first, self.layout)
             module.train()
             optimiser = torch.optim.SGD(module.parameters(), lr=self.sgd.learning_rate, momentum=self.sgd.momentum)

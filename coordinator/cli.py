@@ -105,6 +105,8 @@ class Progress:
         self._began = time.monotonic()
         self._first_round: int | None = None
         self._answers = 0
+        self._told = 0
+        self._rounds: int | None = None
         self._text = "waiting for devices"
 
     def observe(self, event: str, fields: dict[str, Any]) -> None:
@@ -115,11 +117,14 @@ class Progress:
         elif event == "round_begun":
             self._answers = 0
             self._first_round = self._first_round or fields["round"]
-            self._text = f"round {fields['round']}: {fields['devices']} devices"
+            after = self._rounds is not None and fields["round"] > self._rounds
+            name = "after the last round" if after else f"round {fields['round']}"
+            self._text = f"{name}: {fields['devices']} devices"
         elif event == "answer":
             self._answers += 1
         elif event == "round_done":
             self._line(self._round_line(fields))
+            self._told, self._rounds = fields["round"], fields["rounds"]
         if self._live:
             click.echo(f"\r\x1b[2K{self._text}, {self._answers} answers", nl=False, err=True)
 
@@ -135,6 +140,8 @@ class Progress:
             missing = f", NO BUNDLE on {', '.join(summary['without_bundle'])}" if summary["without_bundle"] else ""
             bundles = f"{len(summary['installed'])} bundles installed{missing}"
             return f"done: {bundles}, {traffic}, {summary['wall_s']:.0f} s"
+        if number == self._told:  # a method may have steps after its last round of training
+            return f"after round {number}: {devices}, {traffic}"
         return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"
 
     def _line(self, text: str) -> None:
@@ -170,8 +177,8 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
       fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
     \b
-    Exit codes: 0, 2 wrong usage or no coordinator's folder, 3 the broker refuses us or cannot be reached, 4 what the
-    coordinator wrote cannot be read.
+    Exit codes: 0, 2 wrong usage, no coordinator's folder or no device of such a federation, 3 the broker refuses us or
+    cannot be reached, 4 what the coordinator wrote cannot be read.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(StatusSettings, "status", config, flags)
     match settings.home, settings.broker, settings.federation:
@@ -179,6 +186,8 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
             summary, lines = _federation_in(home)
         case None, str(broker), str(federation):
             devices = asyncio.run(look(settings.at(broker), federation))
+            if not devices:
+                raise ConfigError(f"the broker at {broker} knows no device of a federation {federation!r}")
             summary = {"federation": federation, "devices": devices}
             lines = [f"federation  {federation}", *(f"  {device}: {now}" for device, now in sorted(devices.items()))]
         case _:

@@ -31,6 +31,7 @@ from coordinator.methods import (
     Option,
     Server,
     State,
+    WeightDecay,
     dump,
     installed_methods,
     load,
@@ -39,6 +40,7 @@ from coordinator.methods import (
 )
 from coordinator.store import Store
 from fedge.codec import encode
+from fedge.config import Name
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
@@ -62,9 +64,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     """Section [coordinator] of the configuration."""
 
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation.")
-    ]
+    federation: Annotated[Name, Meta(description="Name of the federation.")]
     home: Annotated[Path, Meta(description="Folder of the durable state. One coordinator each.")]
     task: Annotated[
         str,
@@ -105,6 +105,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     batch_size: BatchSize = 32
     learning_rate: LearningRate = 0.05
     momentum: Momentum = 0.9
+    weight_decay: WeightDecay = 0.0
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")

@@ -88,7 +88,9 @@ class Answering:
         self._no_way_back = ""
         folder = slots.boot()
         if folder is None:
-            raise ConfigError("no bundle is installed: install one with `fedge install --home HOME BUNDLE`")
+            raise ConfigError(
+                "no bundle is there yet: wait until the agent has written one, or `fedge install --home HOME BUNDLE`"
+            )
         self._take(self._loaded(folder))
         self._on_trial = slots.state.trial is not None
         if self._on_trial and slots.good is not None:

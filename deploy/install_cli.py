@@ -58,7 +58,7 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
             if trusted is not None:
                 install_root(home, trusted)
             if bundle is not None and new is not None:
-                _install(bundle, new, home, slots)
+                install_in(home, slots, bundle, new)
     except InUseError:
         if bundle is None or new is None or trusted is not None or state_of(home).running is None:
             raise
@@ -83,8 +83,20 @@ def _read_root(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def _install(folder: Path, new: Bundle, home: Path, slots: Slots) -> None:
-    """Stage, examine, switch; confirmed at once, since a person stands by."""
+def install_in(home: Path, slots: Slots, folder: Path, new: Bundle) -> None:
+    """Stage, examine, switch; confirmed at once: a person stands by, or nothing has answered before.
+
+    Args:
+        home: of the device.
+        slots: those of `home`.
+        folder: of the bundle.
+        new: the bundle in it.
+
+    Raises:
+        ConfigError: a bundle is on trial.
+        UpdateRejected: it is for another task, was refused before, is older than what ran, or is not fit.
+        StoreError: the disk is full or broken.
+    """
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
     if slots.running is not None:

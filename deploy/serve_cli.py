@@ -19,13 +19,15 @@ from deploy.answering import Answering
 from deploy.batching import Batcher
 from deploy.engines import EngineChoice
 from deploy.examination import Limits
+from deploy.install_cli import install_in
 from deploy.link import Link
 from deploy.runtime import load
 from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
-from deploy.slots import Slots, owned
-from fedge.config import resolve, settings_options
+from deploy.slots import Slots, newest_in_inbox, owned
+from fedge.bundle import read
+from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.topics import Topics
@@ -34,7 +36,6 @@ from fedge.transport import BrokerSettings, Transport
 INTERRUPTED: Final = 130
 LOCAL: Final = "local"
 """Name of device and federation where there is no broker to tell them to."""
-NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
 
 
 class ServeSettings(Credentials, frozen=True, kw_only=True):
@@ -63,8 +64,8 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     broker: (
         Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer the samples of sensors there.")] | None
     ) = None
-    federation: Annotated[str, Meta(pattern=NAME, description="With a broker: the federation's name.")] | None = None
-    id: Annotated[str, Meta(pattern=NAME, description="With a broker: the name of this device.")] | None = None
+    federation: Annotated[Name, Meta(description="With a broker: the federation's name.")] | None = None
+    id: Annotated[Name, Meta(description="With a broker: the name of this device.")] | None = None
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30
@@ -103,6 +104,8 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     if not settings.home.is_dir():
         raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
     with owned(settings.home) as slots:
+        if slots.running is None and (first := newest_in_inbox(settings.home, 0, slots.state.refused)) is not None:
+            install_in(settings.home, slots, first, read(first))
         return _serve(settings, bundles, slots, as_json)
 
 

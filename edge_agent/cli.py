@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import click
 from msgspec import Meta
 
-from fedge.config import resolve, settings_options
+from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.processor import Processor, TrainOn
@@ -33,16 +33,10 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     """Section [agent] of the configuration."""
 
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[
-        str,
-        Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation to take part in."),
-    ]
+    federation: Annotated[Name, Meta(description="Name of the federation to take part in.")]
     id: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z",
-            description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore.",
-        ),
+        Name,
+        Meta(description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore."),
     ]
     home: Annotated[
         Path, Meta(description="Folder of this agent: private model, unfinished orders, bundles. One agent each.")

@@ -1,3 +1,45 @@
-"""What both sides of a federation share: the wire contract, tasks, models, configuration, the `fedge` command."""
+"""What both sides of a federation share: the wire contract, tasks, models, configuration, the `fedge` command.
+
+And, for a script or a notebook, `fedge.Task`, `fedge.simulate`, `fedge.compare` and `fedge.load`. They are parts of the
+roles, found when they are asked for: `import fedge` loads neither a role nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coordinator.simulation.interface import compare, simulate
+    from deploy import load
+    from fedge.tasks import Task
 
 __version__ = "0.1.0"
+
+__all__ = ["Task", "compare", "load", "simulate"]
+
+_INTERFACE = {
+    "Task": ("fedge.tasks", "agent"),
+    "compare": ("coordinator.simulation.interface", "coordinator"),
+    "load": ("deploy", "deploy"),
+    "simulate": ("coordinator.simulation.interface", "coordinator"),
+}
+"""Name -> the module that has it, and the installation that it needs."""
+
+
+def __getattr__(name: str) -> Any:
+    """A part of the Python interface.
+
+    Raises:
+        AttributeError: there is no such name.
+        ConfigError: it needs a package that is not installed here.
+    """
+    if name not in _INTERFACE:
+        raise AttributeError(f"module 'fedge' has no attribute {name!r}")
+    module, extra = _INTERFACE[name]
+    from fedge.loading import load_role
+
+    return getattr(load_role(module, f"fedge.{name}", extra), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_INTERFACE})

@@ -13,18 +13,19 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final, NamedTuple
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
 
 import click
 
 import fedge
 from fedge.config import nearest
-from fedge.errors import ConfigError, FedgeError
+from fedge.errors import FedgeError
+from fedge.loading import needs
 from fedge.text import printable
 
 ENTRY_POINTS: Final = "fedge.commands"
 INTERRUPTED: Final = 130  # what a shell makes of a process that SIGINT ended: 128 + 2
-OURS: Final = frozenset({"fedge", "edge_agent", "coordinator", "export", "deploy"})
 
 
 class About(NamedTuple):
@@ -32,23 +33,39 @@ class About(NamedTuple):
 
     summary: str
     extra: str  # which installation it needs: pip install '.[extra]' in the clone
+    group: str  # under which heading it stands
 
+
+HERE: Final = "Try it on this machine"
+SERVER: Final = "Edge server"
+LEARNS: Final = "A device that learns"
+PREDICTS: Final = "A device that predicts"
+OTHERS: Final = "Others"
 
 COMMANDS: Final = {
-    "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator"),
-    "simulate": About("Run one method on simulated devices and measure it.", "coordinator"),
-    "compare": About("Run several methods on equal terms, over several seeds.", "coordinator"),
-    "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator"),
-    "agent": About("Take part in a federation with the data of this device.", "agent"),
-    "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator"),
-    "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent"),
-    "release": About("Sign bundles, so that devices can tell what is genuine.", "agent"),
-    "rollout": About("Bring a release to a fleet, stage by stage.", "coordinator"),
-    "install": About("Give a device its first bundle and its root of trust, by hand.", "deploy"),
-    "infer": About("Predict with an installed bundle; needs no torch.", "deploy"),
-    "serve": About("Answer inference requests over HTTP and MQTT, as Triton does.", "serve"),
-    "status": About("Show rounds, devices and counters of a federation.", "coordinator"),
+    "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator", HERE),
+    "simulate": About("Run one method on simulated devices and measure it.", "coordinator", HERE),
+    "compare": About("Run several methods on equal terms, over several seeds.", "coordinator", HERE),
+    "sample": About("Write samples of a task as the data of devices, to try the others with.", "coordinator", HERE),
+    "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator", SERVER),
+    "status": About("Show rounds, devices and counters of a federation.", "coordinator", SERVER),
+    "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator", SERVER),
+    "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", SERVER),
+    "rollout": About("Bring a release to a fleet, stage by stage.", "coordinator", SERVER),
+    "agent": About("Take part in a federation with the data of this device.", "agent", LEARNS),
+    "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent", LEARNS),
+    "install": About("Give a device its first bundle and its root of trust, by hand.", "deploy", PREDICTS),
+    "infer": About("Predict with an installed bundle; needs no torch.", "deploy", PREDICTS),
+    "serve": About("Answer inference requests over HTTP and MQTT, as Triton does.", "serve", PREDICTS),
 }
+
+_PROBES: Final = {
+    "deploy": ("onnxruntime", "tuf"),
+    "serve": ("onnxruntime", "tuf", "aiohttp"),
+    "agent": ("onnxruntime", "tuf", "torch", "onnxscript"),
+    "coordinator": ("onnxruntime", "tuf", "torch", "onnxscript", "sklearn", "matplotlib"),
+}
+"""Packages by which an extra is known to be installed."""
 
 
 class Commands(click.Group):
@@ -77,11 +94,32 @@ class Commands(click.Group):
             raise click.UsageError(f"no such command {args[0]}{nearest(args[0], names)}", ctx)
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the sub-command; a package that it misses only now is said as one that it misses when it is imported."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            about = COMMANDS.get(ctx.invoked_subcommand or "")
+            if about is None:
+                raise
+            raise needs(error, f"fedge {ctx.invoked_subcommand}", about.extra) from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the sub-commands from `COMMANDS`, without importing any."""
-        rows = [(name, COMMANDS[name].summary if name in COMMANDS else "") for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        """List the sub-commands from `COMMANDS` by role, without importing any, and say what those here lack."""
+        names = self.list_commands(ctx)
+        lacking = {extra for extra, packages in _PROBES.items() if not all(find_spec(name) for name in packages)}
+        for group in (HERE, SERVER, LEARNS, PREDICTS):
+            rows = [
+                (name, f"{about.summary}{f'  [not here: needs {about.extra}]' if about.extra in lacking else ''}")
+                for name, about in COMMANDS.items()
+                if about.group == group and name in names
+            ]
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl(rows)
+        if theirs := [(name, "") for name in names if name not in COMMANDS]:
+            with formatter.section(OTHERS):
+                formatter.write_dl(theirs)
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -101,9 +139,10 @@ def command(log_level: str) -> None:
     Examples:
       fedge demo
       fedge compare --methods fedavg,fedge --task digits --seeds 0,1,2
+      fedge sample --task digits --devices 4 --out samples
       fedge coordinator --broker localhost:1883 --federation shop --home server --task digits
-      fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
-      fedge infer cam1/bundles/1 photo.png
+      fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data samples/cam1.npz
+      fedge infer cam1/bundles/1 samples/cam1-test.npz
     """  # noqa: D301 - click wants the backspace character itself
     configure_logging(log_level)
 
@@ -160,11 +199,9 @@ def _load(name: str, point: EntryPoint) -> click.Command:
     try:
         loaded = point.load()
     except ModuleNotFoundError as error:
-        if name not in COMMANDS or (error.name or "").split(".")[0] in OURS:
+        if name not in COMMANDS:
             raise
-        raise ConfigError(
-            f"fedge {name} needs the package {error.name}: in fedge's clone, pip install '.[{COMMANDS[name].extra}]'"
-        ) from error
+        raise needs(error, f"fedge {name}", COMMANDS[name].extra) from error
     assert isinstance(loaded, click.Command)
     return loaded
 

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, cast, get_arg
 
 import click
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
 
@@ -35,9 +35,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
     *("agent", "broker", "compare", "coordinator", "demo", "export", "infer", "install", "method"),
-    *("release", "rollout", "serve", "simulate", "status"),
+    *("release", "rollout", "sample", "serve", "simulate", "status"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
+
+
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
+Name = Annotated[
+    str,
+    Meta(pattern=NAME, extra={"words": "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"}),
+]
+"""Of a federation, a device or a model: part of topics, folders and addresses."""
 
 
 class Secret(str):
@@ -59,6 +67,7 @@ class Setting:
     base: type  # bool, int, float, str, Path, Secret or an Enum
     help: str
     unit: str
+    words: str  # what a value must look like, instead of a regular expression
     default: object  # msgspec.NODEFAULT: must be given
 
     @property
@@ -132,6 +141,22 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
     return settings(**values)
 
 
+def given(settings: type[S], values: Mapping[str, object]) -> S:
+    """Settings that were given in Python: as `resolve`, without file and environment.
+
+    Raises:
+        ConfigError: a name is unknown (the nearest right one is named), a value has the wrong type or range, or a
+            setting without default is missing.
+    """
+    known = {setting.name: setting for setting in describe(settings, "")}
+    _refuse_unknown(values, known, "the arguments")
+    if missing := [n for n, setting in known.items() if setting.default is msgspec.NODEFAULT and n not in values]:
+        raise ConfigError(f"{missing[0]} is missing")
+    return settings(
+        **{name: _convert(known[name], value, name, strict=True) for name, value in values.items() if value is not None}
+    )
+
+
 def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
     """One section of the TOML file as it is; empty without a file or section.
 
@@ -160,9 +185,12 @@ def nearest(word: str, right: Iterable[str]) -> str:
 def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
     metas = [meta for meta in _metas(hint) if isinstance(meta, msgspec.Meta)]
     help_text = next((meta.description for meta in metas if meta.description), "")
-    unit = next((str(meta.extra["unit"]) for meta in metas if meta.extra and "unit" in meta.extra), "")
+    unit, words = (
+        next((str(meta.extra[name]) for meta in metas if meta.extra and name in meta.extra), "")
+        for name in ("unit", "words")
+    )
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    return Setting(field.name, section, hint, _base(hint), help_text, unit, default)
+    return Setting(field.name, section, hint, _base(hint), help_text, unit, words, default)
 
 
 def _metas(hint: Any) -> list[Any]:
@@ -235,7 +263,8 @@ def _convert(setting: Setting, value: object, source: str, *, strict: bool) -> o
         found: object = msgspec.convert(value, setting.type, strict=strict, dec_hook=_custom)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         shown = "" if setting.base is Secret else f", got {value!r}"
-        raise ConfigError(f"{source}: {error}{shown}") from error
+        wrong = f"expected {setting.words}" if setting.words and "regex" in str(error) else str(error)
+        raise ConfigError(f"{source}: {wrong}{shown}") from error
     if isinstance(found, float) and not math.isfinite(found):
         raise ConfigError(f"{source}: expected a finite number, got {value!r}")
     return found

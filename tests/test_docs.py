@@ -63,7 +63,7 @@ def examples() -> Iterator[list[str]]:
         for block in re.findall(r"^```console\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if re.match(r"(\S*/)?fedge ", line):
-                    yield shlex.split(line, comments=True)[1:]
+                    yield shlex.split(line.replace(" &", ""), comments=True)[1:]
 
 
 def test_every_example_is_a_command_that_there_is() -> None:

@@ -304,7 +304,7 @@ class Trial:
         state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
         for number in range(1, self.rounds + 1):
             fleet.round = number
-            state = await method.round(state, fleet)
+            state = await method.advance(state, fleet)
             fleet.keep_only({ref.digest for ref in blobs_of(state)})
         return method, state, fleet
 

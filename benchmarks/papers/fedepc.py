@@ -298,7 +298,7 @@ async def learn(
     curve = []
     while state.round < settings.rounds:
         fleet.round = state.round + 1
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)})
         curve.append((fleet.seconds, federation.personal(method, state, fleet)))
     return curve, state

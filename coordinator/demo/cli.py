@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import click
@@ -14,10 +13,11 @@ from rich.table import Table
 
 from coordinator.demo.outcome import METHODS, Outcome, megabytes
 from coordinator.demo.progress import Watch
-from coordinator.demo.run import DemoSettings, run
-from coordinator.options import check, method_options, resolve_options
+from coordinator.demo.run import run
+from coordinator.options import check, method_and_options, method_options, resolve_options
+from coordinator.simulation.folder import new_folder
+from coordinator.simulation.settings import DemoSettings, check_dealing
 from fedge.config import resolve, settings_options
-from fedge.errors import ConfigError
 from fedge.files import require_writable, write_atomically
 
 
@@ -37,7 +37,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
       fedge demo
       fedge demo --partition dirichlet --alpha 0.3 --seed 1
       fedge demo --method ditto --option proximal_lambda=0.3
-      fedge demo --task mnist --data ~/mnist --agents 20
+      fedge demo --task mnist --data ~/mnist --devices 20
       fedge demo --task image-folder --data photos.zip --rounds 60
       fedge demo --broker mosquitto --json figures.json --out try-1
 
@@ -46,37 +46,40 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     2 wrong usage, 3 the broker does not start or cannot be reached, 130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(DemoSettings, "demo", config, flags)
-    own = resolve_options(config, options)
-    check(settings.method, own)
+    name, own = method_and_options(settings.method)
+    own = resolve_options(config, options) | own
+    check(name, own)
+    check_dealing(settings)
     if json_file is not None:
         require_writable(json_file)
-    folder = new_folder(settings.out)
-    settings = msgspec.structs.replace(settings, out=folder)
+    from coordinator.simulation.report import as_json, demo_page, write_results  # what they need is missed at once
+
+    folder = new_folder(settings.out, "demo").absolute()
+    settings = msgspec.structs.replace(settings, out=folder, method=name)
     console = Console(stderr=True)
     with Watch(console) as watch:
         outcome, background = asyncio.run(run(settings, watch, own))
         watch.phase("drawing the report")
-        from coordinator.demo.report import write_report  # matplotlib, which nothing else needs
-
-        write_report(folder / "report.html", outcome, background)
-    figures = msgspec.json.format(msgspec.json.encode(outcome), indent=2)
-    for file in filter(None, (folder / "figures.json", json_file)):
-        write_atomically(file, figures)
+        figures = as_json(outcome)
+        write_results(folder, demo_page(outcome, background), figures, rows_of(outcome))
+    if json_file is not None:
+        write_atomically(json_file, figures)
     Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
 
 
-def new_folder(out: Path | None) -> Path:
-    """The folder of this demo, made.
-
-    Raises:
-        ConfigError: it holds something already: old state must not be mixed with new.
-    """
-    folder = (out or Path(time.strftime("fedge-demo-%Y%m%d-%H%M%S"))).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: choose a new folder with --out, or remove it")
-    return folder
+def rows_of(outcome: Outcome) -> list[dict[str, object]]:
+    """A row of the CSV file for each device."""
+    return [
+        {
+            "device": device.id,
+            "n_train": device.n_train,
+            "n_test": device.n_test,
+            "rounds": outcome.selection[device.id],
+        }
+        | {name: device.accuracy[name] for name in METHODS}
+        for device in outcome.devices
+    ]
 
 
 HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+tuned", "expert", "personal"), strict=True))

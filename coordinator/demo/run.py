@@ -10,88 +10,38 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
 
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.demo.progress import Rounds, Watch
-from coordinator.methods import FINE_TUNED, MethodSettings, Option, RoundSummary
-from coordinator.service import METHOD_NAMES, NO_OPTIONS
+from coordinator.methods import FINE_TUNED, Option, RoundSummary
+from coordinator.service import NO_OPTIONS
+from coordinator.simulation.samples import samples_of, shares_of
+from coordinator.simulation.settings import DemoSettings
 from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.errors import TransportError
 from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
-from fedge.tasks import Share, partition, pool, set_apart, share_data, write_share, write_task
+from fedge.tasks import Share, share_data, write_share, write_task
 from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
 REACH_S: Final = 10.0
 """A broker of the user's own that has not let us connect by then is not there."""
-N_GROUPS: Final = 3
 RESERVED: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
 LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
 """Samples of the large sets that are used unless the user says otherwise: a demo takes minutes, not hours."""
-
-
-class Task(StrEnum):
-    """What can be learned in a demo."""
-
-    DIGITS = "digits"
-    MNIST = "mnist"
-    FASHION_MNIST = "fashion-mnist"
-    IMAGE_FOLDER = "image-folder"
-    ARRAYS = "arrays"
-
-
-class Partition(StrEnum):
-    """How the devices differ."""
-
-    GROUPS = "groups"
-    DIRICHLET = "dirichlet"
-
-
-class DemoSettings(Struct, frozen=True, kw_only=True):
-    """Section [demo] of the configuration."""
-
-    agents: Annotated[int, Meta(ge=1, le=200, description="Devices, one process each.")] = 12
-    rounds: Annotated[int, Meta(ge=1, description="Rounds of training.")] = 30
-    task: Annotated[Task, Meta(description="What is learned.")] = Task.DIGITS
-    data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
-    partition: Annotated[
-        Partition,
-        Meta(description="groups: cameras mounted at 0, 90 or 180 degrees, label skew within; dirichlet: skew alone."),
-    ] = Partition.GROUPS
-    alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
-    sensitive: Annotated[
-        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
-    ] = 0.3
-    method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
-    broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
-    seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
-    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 0.75
-    samples: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Use so many samples; by default all, of the large image sets 4000."),
-    ] = None
-    out: Annotated[Path | None, Meta(description="New folder for everything; by default named by the time.")] = None
-
-    @property
-    def folder(self) -> Path:
-        """`out`, once it is chosen."""
-        assert self.out is not None
-        return self.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +90,7 @@ async def run(
     outcome = Outcome(
         task=settings.task,
         partition=settings.partition,
-        agents=settings.agents,
+        agents=settings.devices,
         rounds=settings.rounds,
         seed=settings.seed,
         broker=broker_name,
@@ -172,23 +122,12 @@ def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
     Raises:
         ConfigError: there are no such data, or too few.
     """
-    limit = settings.samples or LIMITS.get(settings.task)
-    samples = pool(settings.task, settings.data, seed=settings.seed, limit=limit)
-    groups = settings.partition is Partition.GROUPS
+    samples, kept = samples_of(settings, settings.seed, RESERVED if reserves else 0.0, LIMITS.get(settings.task))
     reserved = settings.folder / "reserved.npz" if reserves else None
     if reserved is not None:
-        samples, kept = set_apart(samples, RESERVED, seed=settings.seed, turns=N_GROUPS if groups else 1)
         np.savez(reserved, x=kept.x, y=kept.y)
-    shares = partition(
-        samples,
-        settings.agents,
-        how="groups" if groups else "dirichlet",
-        alpha=settings.alpha,
-        sensitive=settings.sensitive,
-        seed=settings.seed,
-        n_groups=N_GROUPS,
-    )
-    width = len(str(settings.agents - 1))
+    shares = shares_of(settings, samples, settings.devices, settings.seed)
+    width = len(str(settings.devices - 1))
     cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, reserved)
     write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
@@ -250,21 +189,19 @@ async def federate(
         ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, cameras, options)],
     )
     agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings, i)]) for i in cameras.shares]
-    await follow(coordinator, agents, Rounds(settings.rounds, settings.agents), watch)
+    await follow(coordinator, agents, Rounds(settings.rounds, settings.devices), watch)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
     return summary
 
 
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
-    flags = {
-        "method": settings.method,
-        "rounds": settings.rounds,
-        "devices": settings.agents,
-        "participation": settings.participation,
-        "deadline-s": DEADLINE_S,
-        "seed": settings.seed,
-    } | ({} if cameras.reserved is None else {"reserved": cameras.reserved})
+    names = (
+        *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec"),
+        *("local_steps", "local_epochs", "batch_size", "learning_rate", "momentum", "weight_decay"),
+    )
+    given = {name: getattr(settings, name) for name in names} | {"deadline_s": DEADLINE_S, "reserved": cameras.reserved}
+    flags = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
     own = [text for name, value in options.items() for text in ("--option", f"{name}={value}")]
     return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *own]
 
@@ -343,7 +280,7 @@ async def compare(
     simple = await baselines.learn(
         cameras.task,
         {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
-        MethodSettings(rounds=settings.rounds, participation=share_spent, seed=settings.seed),
+        settings.for_method(share_spent),
         participations,
         settings.folder / "baselines",
     )

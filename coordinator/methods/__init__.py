@@ -65,6 +65,7 @@ LocalEpochs = Annotated[
 BatchSize = Annotated[int, Meta(ge=1, le=2**20, description="Samples per step.")]
 LearningRate = Annotated[float, Meta(gt=0, le=100, description="Of the devices' SGD.")]
 Momentum = Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")]
+WeightDecay = Annotated[float, Meta(ge=0, le=1, description="Of the devices' SGD, times the weights.")]
 """Settings of local training that the commands share, with the bounds of `Sgd`."""
 
 
@@ -75,8 +76,8 @@ def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> Meth
         ConfigError: both steps and epochs are given.
     """
     found = msgspec.structs.asdict(given)
-    learning = {name: found[name] for name in ("batch_size", "learning_rate", "momentum")}
-    own = {name: found[name] for name in ("rounds", "participation", "min_reports", "codec", "train_on")}
+    learning = {name: found[name] for name in ("batch_size", "learning_rate", "momentum", "weight_decay")}
+    own = {n: found[n] for n in ("rounds", "participation", "min_reports", "codec", "train_on") if n in found}
     if found["local_epochs"] and found["local_steps"] != Sgd().steps:
         raise ConfigError("--local-steps changes nothing with --local-epochs: give one of them")
     sgd = Sgd(steps=found["local_steps"], epochs=found["local_epochs"] or 0, **learning)

@@ -149,7 +149,8 @@ class FedCoE(Method[FedCoEState]):
                 "images; in a simulation a share of the global test set; a small public set of the same task will do, "
                 "40 samples a class; never the devices' test data). Without any, use fedavg, fedper or fedge"
             )
-        self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=self.options.weight_decay)
+        decay = settings.sgd.weight_decay or self.options.weight_decay
+        self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=decay)
         self.reserved = ReservedSet(task, *reserved, torch_device(settings.train_on))
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
 

@@ -19,7 +19,7 @@ from coordinator.rollout import Plan, Progress
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Observer, Release, Supervisor
 from export.signing import Repository
-from fedge.config import resolve, settings_options
+from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.messages import RolloutState
@@ -35,9 +35,7 @@ class RolloutSettings(Credentials, frozen=True, kw_only=True):
     """Section [rollout] of the configuration."""
 
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="Name of the federation.")
-    ]
+    federation: Annotated[Name, Meta(description="Name of the federation.")]
     stages: Annotated[str, Meta(description="Shares of the fleet, with commas, ascending up to 1.")] = "0.1,0.5,1"
     canary: Annotated[str, Meta(description="Devices that go first, with commas; otherwise the first share does.")] = ""
     soak_s: Annotated[float, Meta(ge=0, description="How long a stage must be well.", extra={"unit": "s"})] = 60.0

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from coordinator.options import check, method_and_options, method_options, resolve_options
+from coordinator.simulation.folder import named_by_time, new_folder
 from coordinator.simulation.outcome import RunOutcome, cost_of
-from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_scenario
+from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_dealing
 from fedge.config import resolve, settings_options
-from fedge.errors import ConfigError
-from fedge.files import make_folder, require_writable, write_atomically
+from fedge.files import require_writable, write_atomically
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,23 +48,29 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
     check(name, own)
-    check_scenario(settings)
+    check_dealing(settings)
     if json_file is not None:
         require_writable(json_file)
     _one_thread()
     from coordinator.simulation.compare import scenario_of
-    from coordinator.simulation.report import lines_of
+    from coordinator.simulation.report import FILES, as_json, lines_of, run_page, write_results
     from coordinator.simulation.run import simulate as run
 
+    scenario = scenario_of(settings)
     with _folder(settings.out) as home:
-        outcome = run(scenario_of(settings), name, own, settings.seed, home, _progress(name), settings.method)
+        outcome = run(scenario, name, own, settings.seed, home, _progress(name), settings.method)
     reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
+    lines, figures = lines_of(outcome, reached, settings.target), as_json(outcome)
+    if settings.out is not None:
+        write_results(settings.out, run_page(outcome, scenario, lines), figures, outcome.rows())
+    if json_file is not None:
+        write_atomically(json_file, figures)
     table = Table.grid(padding=(0, 2))
-    for line in lines_of(outcome, reached, settings.target):
+    for line in lines:
         table.add_row(*line)
     Console().print(table, highlight=False)
-    if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(outcome)))
+    if settings.out is not None:
+        click.echo(f"in {settings.out}: {', '.join(FILES)}, and the devices' folders with their bundles")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,21 +94,25 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CompareSettings, "compare", config, flags)
-    check_scenario(settings)
+    check_dealing(settings)
     if json_file is not None:
         require_writable(json_file)
     _one_thread()
     from coordinator.simulation.compare import compare as run
-    from coordinator.simulation.report import legend_of, table_of, write_report
+    from coordinator.simulation.compare import told
+    from coordinator.simulation.report import FILES, as_json, comparison_page, legend_of, table_of, write_results
 
-    out = settings.out or Path(time.strftime("fedge-compare-%Y%m%d-%H%M%S"))
-    comparison = run(settings, out, _tell)
-    figures = msgspec.json.format(msgspec.json.encode(comparison, enc_hook=str), indent=1)
-    for file in filter(None, (out / "figures.json", json_file)):
-        write_atomically(file, figures)
-    write_report(out / "report.html", comparison)
+    def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
+        click.echo(told(done, wanted, outcome), err=True)
+
+    out = settings.out or named_by_time("compare")
+    comparison = run(settings, out, watch)
+    figures = as_json(comparison)
+    write_results(out, comparison_page(comparison), figures, comparison.rows())
+    if json_file is not None:
+        write_atomically(json_file, figures)
     Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
-    click.echo(f"report: {out / 'report.html'}   figures: {out / 'figures.json'}")
+    click.echo(f"in {out}: {', '.join(FILES)}")
 
 
 def _one_thread() -> None:
@@ -122,22 +130,11 @@ def _progress(method: str) -> Callable[[str], None]:
     return tell
 
 
-def _tell(done: int, wanted: int, outcome: RunOutcome) -> None:
-    click.echo(
-        f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
-        f"{outcome.wall_s:.1f} s",
-        err=True,
-    )
-
-
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
     """The devices' folders: a new one that stays, or one that goes."""
-    if out is None:
-        with tempfile.TemporaryDirectory(prefix="fedge-simulate-") as folder:
-            yield Path(folder)
+    if out is not None:
+        yield new_folder(out, "simulate")
         return
-    make_folder(out)
-    if any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty: choose a new folder with --out, or remove it")
-    yield out
+    with tempfile.TemporaryDirectory(prefix="fedge-simulate-") as folder:
+        yield Path(folder)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -22,11 +25,12 @@ from msgspec import Struct
 from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import deal
-from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
+from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
+from fedge.loading import is_held
 from fedge.messages import BlobRef
 from fedge.models.training import torch_device
 from fedge.processor import Processor
@@ -38,8 +42,10 @@ Watch = Callable[[int, int, RunOutcome], None]
 """Is told of every run: how many are done, of how many, and the last one's outcome."""
 
 
-LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples")
+LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay")
 """Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
+BEFORE: Final = {"global_test": "rounds", "reserved": "rounds", "newcomers": "min_reports"}
+"""Where settings stood when the first folders were made, for the names of files depend on it."""
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -87,6 +93,36 @@ class Comparison(Struct, frozen=True, kw_only=True):
     methods: tuple[MethodOutcome, ...]
     runs: tuple[RunOutcome, ...]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each method and seed. Of the CSV file, and of `to_pandas`."""
+        figures = (
+            *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
+            *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
+        )
+        return [
+            {"method": run.method, "seed": run.seed} | {name: getattr(run, name) for name in figures}
+            for run in self.runs
+        ]
+
+    def to_pandas(self) -> Any:
+        """The `rows` as a `pandas.DataFrame`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return data_frame(self.rows())
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy by round on matplotlib axes, by default new ones, and return them."""
+        from coordinator.simulation.plots import draw_by_round
+
+        return draw_by_round(self.runs, axes)
+
+    def _repr_html_(self) -> str:
+        from coordinator.simulation.report import comparison_in_a_notebook
+
+        return comparison_in_a_notebook(self)
+
 
 class _Run(Struct, frozen=True, kw_only=True):
     """A method on a seed, and all that its figures depend on."""
@@ -98,10 +134,16 @@ class _Run(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Names its file: two runs of different settings never share one."""
-        settings = msgspec.to_builtins(self, enc_hook=str)
-        for name in LATER:
-            if getattr(self.scenario, name) == getattr(Scenario(), name):
-                del settings["scenario"][name]
+        order = list(Scenario.__struct_fields__)
+        for name, follower in BEFORE.items():
+            order.remove(name)
+            order.insert(order.index(follower), name)
+        settings, default = msgspec.to_builtins(self, enc_hook=str), Scenario()
+        settings["scenario"] = {
+            name: settings["scenario"][name]
+            for name in order
+            if name not in LATER or getattr(self.scenario, name) != getattr(default, name)
+        }
         digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
 
@@ -113,7 +155,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     """Do the runs that `out` does not have yet, several at a time, and put all together.
 
     Raises:
-        ConfigError: a method, an option, a seed or the data are not there; nothing has run then.
+        ConfigError: a method, an option, a seed or the data are not there, or `out` has a report that would be lost;
+            nothing has run then.
         StoreError: the folder cannot be made; nothing has run then.
         FedgeError: a run failed.
     """
@@ -122,20 +165,30 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     if baseline not in methods:
         raise ConfigError(f"the baseline {baseline} is not among the methods {', '.join(methods)}")
     scenario = scenario_of(settings)
+    _spare_another_report(out, scenario, methods, seeds)
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
-    found = {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
+    ours = is_held(scenario.task) or is_held(scenario.model)  # no other process has them, nor will a later one
+    found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
     for number, (_, outcome) in enumerate(found.items(), 1):
         watch(number, len(wanted), outcome)
     missing = [run for run in wanted if run not in found]
     if missing:
         begin(scenario, {run.method for run in missing}, seeds[0])
     make_folder(out / "runs")  # or it would be found out after the first run
-    jobs = (os.cpu_count() or 1) if scenario.train_on is Processor.CPU else 1  # each would take memory of the GPU
-    for run, outcome in _done(missing, settings.jobs or jobs):
+    jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
+    for run, outcome in _done(missing, 1 if ours else jobs):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome
         watch(len(found), len(wanted), outcome)
     return together(scenario, [found[run] for run in wanted], methods, seeds, baseline, settings.target)
+
+
+def told(done: int, wanted: int, outcome: RunOutcome) -> str:
+    """A run in one line of progress."""
+    return (
+        f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
+        f"{outcome.wall_s:.1f} s"
+    )
 
 
 def methods_of(settings: CompareSettings) -> tuple[str, ...]:
@@ -191,6 +244,38 @@ def _file(out: Path, run: _Run) -> Path:
     return out / "runs" / f"{run.name}.json"
 
 
+class _Reported(Struct):
+    """What the figures of a comparison tell of its settings."""
+
+    class _Name(Struct):
+        method: str
+
+    scenario: Scenario
+    seeds: tuple[int, ...]
+    methods: tuple[_Name, ...]
+
+
+def _spare_another_report(out: Path, scenario: Scenario, methods: Sequence[str], seeds: Sequence[int]) -> None:
+    """Go on with a comparison, or add methods and seeds to it, but put nothing else over its report.
+
+    Raises:
+        ConfigError: the report there is of other settings, or of methods and seeds that are not asked for now.
+    """
+    file = out / "figures.json"
+    if not file.exists():
+        return
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Reported, dec_hook=lambda kind, text: kind(text))
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file} is not of a comparison, and would be lost: choose another --out") from error
+    changed = [n for n in Scenario.__struct_fields__ if getattr(found.scenario, n) != getattr(scenario, n)]
+    lost = [m.method for m in found.methods if m.method not in methods]
+    lost += [f"seed {seed}" for seed in found.seeds if seed not in seeds]
+    if changed or lost:
+        why = f"with another {', '.join(changed)}" if changed else f"of {', '.join(lost)}, too"
+        raise ConfigError(f"{out} has the report of a comparison {why}: choose another --out, or remove it")
+
+
 def _read(file: Path) -> RunOutcome | None:
     if not file.exists():
         return None
@@ -208,7 +293,8 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
             yield from ((run, _simulate(run, home)) for run, home in homes.items())
             return
         with _processes(min(jobs, len(runs))) as pool:
-            waiting = {pool.submit(_simulate, run, home): run for run, home in homes.items()}
+            with _without_script():
+                waiting = {pool.submit(_simulate, run, home): run for run, home in homes.items()}
             try:
                 for future in as_completed(waiting):
                     yield waiting[future], future.result()
@@ -233,10 +319,33 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown()
 
 
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """A spawned process would run the user's script again from its first line: it needs nothing of it."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+
+
 def _ours_to_stop() -> None:
     """Ctrl-C goes to all processes of a terminal; the parent alone decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _partitions_untold() -> Iterator[None]:
+    """What minimum sizes took is said once for each seed, under the table, and not by every run."""
+    log = logging.getLogger("fedge.tasks")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _simulate(run: _Run, home: Path) -> RunOutcome:
@@ -244,7 +353,8 @@ def _simulate(run: _Run, home: Path) -> RunOutcome:
 
     torch.set_num_threads(1)
     name, options = method_and_options(run.method)
-    return simulate(run.scenario, name, options, run.seed, home, lambda _: None, run.method)
+    with _partitions_untold():
+        return simulate(run.scenario, name, options, run.seed, home, lambda _: None, run.method)
 
 
 # ----------------------------------------------------------------------------------------------------- the figures

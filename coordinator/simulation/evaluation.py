@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The end of a device's run: its score, whether it is of an installed bundle, its private model's mean weight."""
+    """The end of a device's run: its score, its bundle's name under bundles/, its private model's mean weight."""
 
     score: Score
-    bundle: bool
+    release: str | None = None
     private_weight: float | None = None
 
 
@@ -95,10 +95,10 @@ class Evaluation:
                 said = runtime.predict(share.x_test)
                 private = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
                 weight = float(said.weights[:, private].mean()) if any(private) else None
-                found[i] = Final(score(said.class_index, share.y_test), bundle=True, private_weight=weight)
+                found[i] = Final(score(said.class_index, share.y_test), folder.name, weight)
         if without:
             served = self.now(method, state, fleet)
-            found |= {i: Final(served[i], bundle=False) for i in without}
+            found |= {i: Final(served[i]) for i in without}
         return dict(sorted(found.items()))
 
     def _served(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, tuple[Worker, Model]]:

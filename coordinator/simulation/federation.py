@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.fleet import devices
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.simulation.settings import Groups, Hardware, Partition, Scenario
+from coordinator.simulation.samples import samples_of, shares_of
+from coordinator.simulation.settings import Hardware, Partition, Scenario
 from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import preprocess
@@ -23,7 +23,7 @@ from fedge.messages import BlobRef
 from fedge.models import initial
 from fedge.models.training import torch_device
 from fedge.task import TaskSpec
-from fedge.tasks import Pool, Share, partition, pool, set_apart, share_data
+from fedge.tasks import Pool, Share, set_apart, share_data
 from fedge.tasks.dealing import Milder
 from fedge.tensors import Layout, Model, unflatten
 
@@ -60,39 +60,18 @@ def deal(scenario: Scenario, seed: int) -> Federation:
     Raises:
         ConfigError: there are no such data, or they cannot be dealt out as asked for.
     """
-    samples = pool(scenario.task, scenario.data, seed=seed, limit=scenario.samples)
-    if scenario.model is not None:
-        spec = msgspec.structs.replace(samples.spec, model=scenario.model, model_options={})
-        samples = Pool(samples.x, samples.y, spec, samples.user, samples.block)
-    turned = scenario.partition is Partition.GROUPS and scenario.groups is Groups.ROTATION
-    rest, apart = set_apart(samples, scenario.global_test, seed=seed, turns=scenario.n_groups if turned else 1)
+    rest, apart = samples_of(scenario, seed, scenario.global_test)
     tested, reserved = set_apart(apart, scenario.reserved, seed=seed)
     n_devices = scenario.devices or _natural(scenario, rest)
     milder = Milder()
-    shares = partition(
-        rest,
-        n_devices,
-        how=scenario.partition.value,
-        alpha=scenario.alpha,
-        sensitive=scenario.sensitive,
-        seed=seed,
-        n_groups=scenario.n_groups,
-        groups=scenario.groups.value,
-        shards=scenario.shards,
-        iid_share=scenario.iid_share,
-        sizes=scenario.sizes.value,
-        size_spread=scenario.size_spread,
-        marks=scenario.marks.value,
-        min_samples=scenario.min_samples,
-        milder=milder,
-    )
+    shares = shares_of(scenario, rest, n_devices, seed, milder)
     width = len(str(n_devices - 1))
-    layout, first = initial(samples.spec, seed)
+    layout, first = initial(rest.spec, seed)
     if scenario.newcomers >= n_devices:
         raise ConfigError(f"of {n_devices} devices {scenario.newcomers} cannot come when training is over")
     late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.newcomers]
     return Federation(
-        task=samples.spec,
+        task=rest.spec,
         shares={f"device-{i:0{width}}": share for i, share in enumerate(shares)},
         global_test=_inputs(tested),
         reserved=_inputs(reserved),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import importlib
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
 
 Ints = NDArray[np.integer]
 
@@ -24,6 +30,7 @@ class Score(Struct, frozen=True, kw_only=True):
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
     """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
 
+    `release`: the bundle's folder under bundles/; None: there is none, or the run did not say.
     `newcomer`: it came when training was over. `private_weight`: of the private model in the bundle, mean over
     the test samples; None: there is none, or the run did not say.
     """
@@ -34,6 +41,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     score: Score
     trained: int
     bundle: bool
+    release: str | None = None
     newcomer: bool = False
     private_weight: float | None = None
 
@@ -98,6 +106,60 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     cold_start: float | None = None
     draws: int | None = None
     moved: int | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each device: what it is, and how good its bundle is. Of the CSV file, and of `to_pandas`."""
+        return [
+            {
+                "device": device.id,
+                "group": device.group,
+                "n_train": device.n_train,
+                "n_test": device.score.n,
+                "trained": device.trained,
+                "bundle": device.bundle,
+                "newcomer": device.newcomer,
+                "accuracy": device.score.accuracy,
+                "macro_f1": device.score.macro_f1,
+                "weighted_f1": device.score.weighted_f1,
+            }
+            for device in self.devices
+        ]
+
+    def to_pandas(self) -> Any:
+        """The `rows` as a `pandas.DataFrame`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return data_frame(self.rows())
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy by round on matplotlib axes, by default new ones, and return them."""
+        from coordinator.simulation.plots import draw_by_round
+
+        return draw_by_round([self], axes)
+
+
+def data_frame(rows: list[dict[str, Any]]) -> Any:
+    """A `pandas.DataFrame` of the rows.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    try:
+        pandas = importlib.import_module("pandas")
+    except ModuleNotFoundError as error:
+        raise ConfigError("to_pandas needs pandas, which fedge does not bring: pip install pandas") from error
+    return pandas.DataFrame(rows)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as comma-separated values under a line of their names."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def score(predicted: Ints, y: Ints) -> Score:

@@ -1,18 +1,63 @@
-"""The report's curves: accuracy against rounds, bytes and simulated seconds, a line for each method."""
+"""The plots of all reports, as SVG that lives inside a page: its colours are the page's own, in the light and the dark.
+
+Matplotlib draws with placeholder colours, and each placeholder is then replaced by a CSS variable of the page.
+"""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from coordinator.demo.plots import CLUSTERS, N_COLOURS, figure
+from coordinator.demo.outcome import METHODS, Background, Outcome
 from coordinator.simulation.outcome import Point, RunOutcome
 
-STYLES = ("-", "--", ":")
-"""Of the lines, from one round through the colours to the next."""
+WIDTH_INCHES = 5.4  # 390 points: text keeps its size on a phone
+N_COLOURS = 8
+INK, FAINT, SURFACE = "#010203", "#020304", "#030405"
+CLUSTERS = tuple(f"#04050{i}" for i in range(N_COLOURS))
+BARS = dict(zip(METHODS, (f"#05060{i}" for i in range(len(METHODS))), strict=True))
+VARIABLES = (
+    {INK: "--ink", FAINT: "--faint", SURFACE: "--surface"}
+    | {colour: f"--cluster-{i}" for i, colour in enumerate(CLUSTERS)}
+    | {colour: f"--method-{i}" for i, colour in enumerate(BARS.values())}
+)
+LINES = ("-", "--", ":")
+"""Of methods, from one round through the colours to the next."""
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedge",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
 
 
 def by_round(runs: Sequence[RunOutcome]) -> str:
@@ -30,27 +75,44 @@ def by_seconds(runs: Sequence[RunOutcome]) -> str:
     return _curves(runs, "simulated seconds", lambda point: point.seconds)
 
 
+def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
+    """Accuracy against rounds on matplotlib axes, by default new ones of pyplot, which are returned."""
+    if axes is None:
+        from matplotlib import pyplot as plt
+
+        _, axes = plt.subplots()
+    light = light_colours()
+    _draw(axes, runs, "round", lambda point: point.round, [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
+    return axes
+
+
 def _curves(runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float]) -> str:
+    with figure(3.4) as (axes, svg):
+        _draw(axes, runs, label, x, CLUSTERS)
+    return svg[0]
+
+
+def _draw(
+    axes: Axes, runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float], colours: Sequence[str]
+) -> None:
     """Means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
     methods = tuple(dict.fromkeys(run.method for run in runs))
-    with figure(3.4) as (axes, svg):
-        for number, method in enumerate(methods):
-            curves = common_points([run.curve for run in runs if run.method == method])
-            places = np.array([[x(point) for point in curve] for curve in curves]).mean(axis=0)
-            accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
-            colour, style = CLUSTERS[number % N_COLOURS], STYLES[number // N_COLOURS % len(STYLES)]
-            if len(places) > 2:  # a method of one round has no curve
-                axes.plot(places, accuracy.mean(axis=0), style, label=method, color=colour, linewidth=1.6)
-            name = "" if len(places) > 2 else method
-            axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
-            if len(curves) > 1 and len(places) > 2:
-                axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
-        axes.set_ylim(bottom=floor_of([run.accuracy for run in runs]))
-        axes.set_xlabel(label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
-    return svg[0]
+    for number, method in enumerate(methods):
+        curves = common_points([run.curve for run in runs if run.method == method])
+        places = np.array([[x(point) for point in curve] for curve in curves]).mean(axis=0)
+        accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
+        colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
+        if len(places) > 2:  # a method of one round has no curve
+            axes.plot(places, accuracy.mean(axis=0), style, label=method, color=colour, linewidth=1.6)
+        name = "" if len(places) > 2 else method
+        axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
+        if len(curves) > 1 and len(places) > 2:
+            axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
+    axes.set_ylim(bottom=floor_of([run.accuracy for run in runs]))
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
 
 
 def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
@@ -59,6 +121,118 @@ def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
 
 
-def floor_of(final: Sequence[float]) -> float:
-    """Where the axis begins: a tenth to a fifth below the lowest end, for all curves begin at guessing."""
-    return max(0.0, math.floor(min(final) * 10 - 1) / 10)
+def accuracy_by_round(background: Background) -> str:
+    """Lines of validation accuracy over the rounds."""
+    with figure(2.9) as (axes, svg):
+        for name, curve in background.accuracy_by_round.items():
+            label = background.method if name == "personalised" else METHODS[name]
+            axes.plot([r for r, _ in curve], [a for _, a in curve], label=label, color=BARS[name], linewidth=1.8)
+        axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.legend(loc="lower right")
+    return svg[0]
+
+
+def cluster_map(outcome: Outcome, background: Background) -> str:
+    """Devices by similarity of their updates: filled with the colour of their first cluster, ringed by true group."""
+    assert background.places is not None
+    first = {i: int(k) for k, members in reversed(list(outcome.clusters.items())) for i in members}
+    rings = group_colours(background.groups, first)
+    with figure(3.6) as (axes, svg):
+        for device_id, (x, y) in zip(background.ids, background.places, strict=True):
+            fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
+            ring = CLUSTERS[rings[background.groups[device_id]] % N_COLOURS]
+            axes.scatter(x, y, s=300, facecolors=SURFACE, edgecolors=ring, linewidths=2, clip_on=False)
+            axes.scatter(x, y, s=170, facecolors=fill, edgecolors="none", clip_on=False)
+            label = "".join(re.findall(r"\d+$", device_id)) or device_id  # its number: a dot is small
+            axes.annotate(label, (x, y), ha="center", va="center", fontsize=7, color=SURFACE, weight="bold")
+        axes.set_xticklabels([])
+        axes.set_yticklabels([])
+        axes.margins(0.15)
+        axes.set_aspect("equal", adjustable="datalim")
+    return svg[0]
+
+
+def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
+    """A number for each true group: that of the cluster most of its devices are in, if no group before it has it."""
+    numbers: dict[int, int] = {}
+    for group in sorted(set(groups.values())):
+        counts = Counter(first[i] for i, own in groups.items() if own == group and i in first)
+        wanted = [*(k for k, _ in counts.most_common()), *range(len(counts) + len(numbers) + 1)]
+        numbers[group] = next(k for k in wanted if k not in numbers.values())
+    return numbers
+
+
+def selection_counts(selection: Mapping[str, int]) -> str:
+    """In how many rounds each device took part."""
+    ids = sorted(selection)
+    with figure(0.9 + 0.2 * len(ids)) as (axes, svg):
+        axes.barh(ids, [selection[i] for i in ids], color=BARS["personalised"], height=0.62)
+        axes.set_xlabel("rounds")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+    return svg[0]
+
+
+def device_bars(outcome: Outcome) -> str:
+    """Per device one group of bars, one bar for each way to learn."""
+    ids = [device.id for device in outcome.devices]
+    height = 0.82 / len(METHODS)
+    with figure(1.1 + 0.52 * len(ids)) as (axes, svg):
+        for j, (name, label) in enumerate(METHODS.items()):
+            middle = np.arange(len(ids)) + (j - (len(METHODS) - 1) / 2) * height
+            values = [device.accuracy[name] for device in outcome.devices]
+            axes.barh(middle, values, height=0.86 * height, color=BARS[name], label=label)
+        axes.set_yticks(range(len(ids)), ids)
+        axes.invert_yaxis()
+        axes.set_xlim(floor_of(accuracies(outcome)), 1)
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.grid(visible=False, axis="y")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
+    return svg[0]
+
+
+def accuracies(outcome: Outcome) -> list[float]:
+    """Those that `device_bars` shows."""
+    return [accuracy for device in outcome.devices for accuracy in device.accuracy.values()]
+
+
+def floor_of(values: Sequence[float]) -> float:
+    """Where an axis begins: a tenth to a fifth below the smallest value, so that differences can be seen."""
+    return max(0.0, math.floor(min(values) * 10 - 1) / 10)
+
+
+@contextmanager
+def figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
+    """An empty plot; its SVG is in the list when the block ends."""
+    svg: list[str] = []
+    with mpl.rc_context(STYLE):
+        drawing = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="none")
+        FigureCanvasSVG(drawing)
+        yield drawing.add_subplot(), svg
+        file = io.StringIO()
+        drawing.savefig(file, format="svg", metadata={"Date": None})
+    svg.append(_for_a_page(file.getvalue()))
+
+
+def _for_a_page(svg: str) -> str:
+    """SVG file -> SVG element without links, in the page's colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)
+    return re.sub("|".join(VARIABLES), lambda match: f"var({VARIABLES[match[0]]})", svg)
+
+
+def light_colours() -> dict[str, str]:
+    """The page's variables as colours, where there is no page: those of the light."""
+    style = files("coordinator.simulation").joinpath("page.css").read_text(encoding="utf-8")
+    return dict(re.findall(r"(--[\w-]+): (#\w+)", style.partition("@media")[0]))
+
+
+def without_a_page(svg: str) -> str:
+    """An SVG element of `figure` in fixed colours, for a notebook."""
+    light = light_colours()
+    return re.sub(r"var\((--[\w-]+)\)", lambda match: light[match[1]], svg)

@@ -1,51 +1,157 @@
-"""A comparison for people: the table of the terminal, and one HTML file that needs nothing else."""
+"""The reports of a demo, a run and a comparison: one HTML file each that needs nothing else, and text for a terminal.
+
+A page is made of sections, each with a plot or a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from coordinator.demo.outcome import megabytes
-from coordinator.demo.report import page_style, points, table
+from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome, megabytes
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
-from coordinator.simulation.outcome import Cost, RunOutcome
+from coordinator.simulation.outcome import Cost, RunOutcome, as_csv
 from coordinator.simulation.settings import Partition, Scenario
 from fedge.files import write_atomically
 
+if TYPE_CHECKING:
+    from coordinator.simulation.interface import Simulation
+
 NOTHING: Final = "–"
+FILES: Final = ("report.html", "figures.json", "figures.csv")
 
 
-def write_report(path: Path, comparison: Comparison) -> None:
-    """Draw the report.
+# --------------------------------------------------------------------------------------------------------- the pages
+
+
+def write_results(folder: Path, page: str, figures: bytes, rows: Sequence[dict[str, Any]]) -> None:
+    """What a demo, a run or a comparison leaves for people and programs: `FILES`.
 
     Raises:
-        StoreError: the file cannot be written.
+        StoreError: a file cannot be written.
     """
-    write_atomically(path, render(comparison).encode())
+    for name, content in zip(FILES, (page.encode(), figures, as_csv(rows).encode()), strict=True):
+        write_atomically(folder / name, content)
 
 
-def render(comparison: Comparison) -> str:
-    """The report as HTML."""
-    template = Template(files("coordinator.simulation").joinpath("report.html").read_text(encoding="utf-8"))
+def as_json(outcome: msgspec.Struct) -> bytes:
+    """All figures of a demo, a run or a comparison."""
+    return msgspec.json.format(msgspec.json.encode(outcome, enc_hook=str), indent=1)
+
+
+def page(title: str, lead: str, *content: str) -> str:
+    """A whole page; `content` is HTML, the rest text."""
+    template = Template(_resource("page.html"))
     return template.substitute(
-        style=page_style(),
-        title=escape(f"fedge compare: {comparison.scenario.task}, {setting_of(comparison.scenario)}"),
-        lead=escape(lead(comparison)),
-        methods=table(headings(comparison), [row(method) for method in comparison.methods]),
-        by_round=plots.by_round(comparison.runs),
-        by_bytes=plots.by_bytes(comparison.runs),
-        by_seconds=plots.by_seconds(comparison.runs),
-        seeds=table(("Method", *map(str, comparison.seeds)), [seed_row(method) for method in comparison.methods]),
-        own=table(("Method", "Number", "Mean"), own_rows(comparison)),
+        style=_resource("page.css"), title=escape(title), lead=escape(lead), content="\n".join(content)
     )
+
+
+def section(title: str, text: str, content: str, *, kind: str = "") -> str:
+    """A part of a page; `content` is HTML."""
+    attribute = f' class="{kind}"' if kind else ""
+    said = f"<p>{escape(text)}</p>\n" if text else ""
+    return f"<section{attribute}>\n<h2>{escape(title)}</h2>\n{said}{content}\n</section>"
+
+
+def columns(*sections: str) -> str:
+    """Sections side by side where there is room."""
+    return '<div class="columns">\n' + "\n".join(sections) + "\n</div>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts as HTML; one that is too wide can be scrolled by itself."""
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def tiles(figures: Iterable[tuple[str, str]]) -> str:
+    """Figures in large letters, and what they are."""
+    found = (f"<div><strong>{escape(big)}</strong><span>{escape(small)}</span></div>" for big, small in figures)
+    return '<div class="tiles">\n' + "\n".join(found) + "\n</div>"
+
+
+def axis(floor: float) -> str:
+    """What to say of an axis of accuracies."""
+    return f"The axis begins at {floor:.0%}." if floor else "The axis begins at zero."
+
+
+def _resource(name: str) -> str:
+    return files("coordinator.simulation").joinpath(name).read_text(encoding="utf-8")
+
+
+def curves(runs: Sequence[RunOutcome]) -> str:
+    """Accuracy against rounds, traffic and time."""
+    floor = plots.floor_of([run.accuracy for run in runs])
+    seeds = " Shade: from the lowest seed to the highest." if len({run.seed for run in runs}) > 1 else ""
+    return columns(
+        section(
+            "Accuracy by round",
+            "The model each device would use, on its own test samples. Dot: the installed bundles."
+            f"{seeds} {axis(floor)}",
+            plots.by_round(runs),
+        ),
+        section(
+            "Accuracy by traffic",
+            f"Models and updates, up and down together, of all devices. {axis(floor)}",
+            plots.by_bytes(runs),
+        ),
+        section(
+            "Accuracy by time",
+            f"The simulated clock of the devices and their links. {axis(floor)}",
+            plots.by_seconds(runs),
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ a comparison
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The report of a comparison as HTML."""
+    return page(
+        f"fedge compare: {comparison.scenario.task}, {setting_of(comparison.scenario)}",
+        lead(comparison),
+        section(
+            "All methods",
+            "Percent, mean ± standard deviation over the seeds. Differences are paired by seed. The best other method "
+            "is picked in hindsight, which flatters it. Over devices: standard deviation of their accuracies.",
+            table(headings(comparison), [row(method) for method in comparison.methods]),
+        ),
+        curves(comparison.runs),
+        section(
+            "Seed by seed",
+            "Mean accuracy over the devices, percent.",
+            table(("Method", *map(str, comparison.seeds)), [seed_row(method) for method in comparison.methods]),
+        ),
+        section(
+            "The methods' own numbers",
+            "Silhouette: of the clusters that were last made, from -1 to 1; where clusters overlap, of each "
+            "membership.",
+            table(("Method", "Number", "Mean"), own_rows(comparison)),
+        ),
+    )
+
+
+def comparison_in_a_notebook(comparison: Comparison) -> str:
+    """Its table and curves for a cell's output."""
+    rows = [row(method) for method in comparison.methods]
+    return _in_a_notebook(lead(comparison), table(headings(comparison), rows), comparison.runs)
+
+
+def _in_a_notebook(lead: str, shown: str, runs: Sequence[RunOutcome]) -> str:
+    svg = plots.without_a_page(plots.by_round(runs))
+    return f'<p>{escape(lead)}</p>{shown}<div style="max-width: 560px; background: #ffffff">{svg}</div>'
 
 
 def setting_of(scenario: Scenario) -> str:
@@ -221,3 +327,144 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
     if goal is not None:
         lines.append((f"until {100 * goal:.1f} %", cost(target)))
     return lines
+
+
+# ------------------------------------------------------------------------------------------------------------- a run
+
+
+def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
+    """What was done, in a few sentences."""
+    return (
+        f"{len(outcome.devices)} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of "
+        f"{work_of(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. Accuracies are of the "
+        "installed bundles, run by ONNX Runtime on each device's own test samples, which no choice has seen. "
+        f"{milder([outcome])}".rstrip()
+    )
+
+
+def run_page(outcome: RunOutcome, scenario: Scenario, lines: Sequence[tuple[str, str]]) -> str:
+    """The report of one run as HTML; `lines`: as `lines_of` gives them."""
+    rows = [
+        (
+            *(device.id, str(device.group), str(device.n_train), str(device.score.n), str(device.trained)),
+            *(f"{100 * figure:.1f}" for figure in (device.score.accuracy, device.score.macro_f1)),
+            "yes" if device.bundle else "no",
+        )
+        for device in outcome.devices
+    ]
+    head = ("Device", "Group", "Train", "Test", "Rounds", "Accuracy", "Macro F1", "Bundle")
+    return page(
+        f"fedge simulate: {outcome.method} on {scenario.task}, {setting_of(scenario)}",
+        run_lead(outcome, scenario),
+        section("In short", "", table(("", ""), lines)),
+        curves([outcome]),
+        section("Device by device", "Percent. Rounds: in which it trained.", table(head, rows)),
+    )
+
+
+def run_in_a_notebook(found: Simulation) -> str:
+    """A run's figures and curve for a cell's output."""
+    return _in_a_notebook(
+        run_lead(found, found.scenario), table(("", found.method), lines_of(found, None, None)), [found]
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ a demo
+
+
+def demo_page(outcome: Outcome, background: Background) -> str:
+    """The report of a demo as HTML."""
+    shown = (
+        plots.cluster_map(outcome, background)
+        if background.places is not None and len(background.ids) > 1
+        else "<p>This method compares no updates.</p>"
+    )
+    return page(
+        f"fedge demo: {outcome.task}, {outcome.agents} devices",
+        demo_lead(outcome, background),
+        tiles(_demo_tiles(outcome)),
+        columns(
+            section(
+                "Accuracy by round",
+                "The shared model each device received, on its own validation samples, before it trained.",
+                plots.accuracy_by_round(background),
+            ),
+            section(
+                "Overall",
+                "Mean of the devices' test accuracies; each device counts the same.",
+                table(
+                    ("Way to learn", "Mean accuracy"),
+                    [(label, f"{100 * outcome.accuracy[name]:.1f} %") for name, label in METHODS.items()],
+                ),
+                kind="overall",
+            ),
+            section(
+                "Who took part",
+                "Rounds in which a device's update was accepted.",
+                plots.selection_counts(outcome.selection),
+            ),
+            section(
+                "Cluster map",
+                "Devices whose updates point the same way lie close. Dot: first cluster found. Ring: true group.",
+                shown,
+            ),
+            section(
+                "Device by device",
+                f"Test accuracy. {axis(plots.floor_of(plots.accuracies(outcome)))}",
+                plots.device_bars(outcome),
+            ),
+        ),
+        section(
+            "All figures",
+            "Accuracies in percent. |Δp|: largest difference of probabilities between PyTorch and ONNX Runtime.",
+            table(("Device", "Train", "Test", "Cluster", *METHODS.values(), "|Δp|"), map(_demo_row, outcome.devices)),
+        ),
+    )
+
+
+def demo_lead(outcome: Outcome, background: Background) -> str:
+    """What happened, in a few sentences."""
+    return (
+        f"{outcome.agents} devices learned “{outcome.task}” ({outcome.partition}) in {outcome.rounds} rounds of "
+        f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. "
+        f"{_experts(outcome, background.method)} "
+        "Accuracies are on each device's own test samples, which no choice has seen; those of the personalised mixture "
+        "come from ONNX Runtime in a process without PyTorch."
+    )
+
+
+def _experts(outcome: Outcome, method: str) -> str:
+    n = len(outcome.clusters)
+    if method != "fedge":  # the only one with a trial
+        return f"It made {n} clusters with a model each." if outcome.split else "It made no clusters."
+    if outcome.split:
+        return f"The trial found that {n} overlapping clusters are worth an expert each."
+    return "No split into experts: one shared model serves all devices better."
+
+
+def points(gain: float) -> str:
+    """A difference of accuracies in percentage points, with its sign."""
+    return f"{100 * gain:+.1f}"
+
+
+def _demo_tiles(outcome: Outcome) -> list[tuple[str, str]]:
+    ours = outcome.accuracy["personalised"]
+    return [
+        (f"{100 * ours:.1f} %", "personalised accuracy"),
+        (points(ours - outcome.accuracy["fedavg"]), "points above FedAvg"),
+        (points(ours - outcome.accuracy["local_only"]), "points above local only"),
+        (points(ours - outcome.accuracy["fedavg_finetuned"]), "points above fine-tuned"),
+        (f"{megabytes(outcome.bytes_up)} ↑", f"{megabytes(outcome.bytes_down)} ↓"),
+        (f"{outcome.wall_s:.0f} s", "from start to end"),
+    ]
+
+
+def _demo_row(device: DeviceOutcome) -> tuple[str, ...]:
+    return (
+        device.id,
+        str(device.n_train),
+        str(device.n_test),
+        ", ".join(map(str, device.experts)) or NOTHING,
+        *(f"{100 * device.accuracy[name]:.1f}" for name in METHODS),
+        f"{device.max_abs_diff_torch_onnx:.0e}",
+    )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Sco
 from coordinator.simulation.settings import Scenario
 from fedge.models.training import torch_device
 
+T = TypeVar("T")
+LOOK_S = 0.1
+"""How often work in a thread is looked at."""
 Watch = Callable[[str], None]
 """Is told how far a run is, in words, after each evaluation."""
 
@@ -40,7 +46,38 @@ def simulate(
     """
     began = time.perf_counter()
     federation = deal(scenario, seed)
-    return asyncio.run(_run(scenario, method, options, seed, home, watch, label, federation, began))
+    return run_to_end(_run(scenario, method, options, seed, home, watch, label, federation, began))
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where an event loop is running (a notebook): then in a thread, while this one waits.
+
+    Ctrl-C, or the end of the task that waits, cancels the work, and it has ended when this returns.
+    """
+    try:
+        waiting = asyncio.current_task()
+    except RuntimeError:
+        return asyncio.run(work)
+    stopped = threading.Event()
+
+    async def main() -> T:
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            await asyncio.wait([task], timeout=LOOK_S)
+            if stopped.is_set():
+                task.cancel()
+        return task.result()
+
+    with ThreadPoolExecutor(1, "fedge-simulate") as thread:
+        try:
+            running = thread.submit(asyncio.run, main())
+            while not running.done():
+                wait([running], LOOK_S)
+                if waiting is not None and waiting.cancelling():
+                    raise asyncio.CancelledError
+            return running.result()
+        finally:
+            stopped.set()
 
 
 async def _run(
@@ -69,17 +106,19 @@ async def _run(
             seconds=fleet.seconds,
         )
         curve.append(point)
-        watch(f"round {point.round}/{scenario.rounds}  accuracy {accuracy:.3f}")
 
     def on_round(state: State) -> None:
-        if not method.done(state) and state.round % scenario.spacing == 0:
+        """A method may have rounds after the last one of training: they have no number of their own."""
+        if state.round <= scenario.rounds and not method.done(state) and state.round % scenario.spacing == 0:
             measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.newcomers))
+            watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")
 
     state = method.init(federation.layout, first)
     on_round(state)
     state = await simulated.run(method, state, fleet, on_round)
     final = evaluation.finally_(method, state, fleet)
     measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.newcomers))
+    watch(f"the devices' bundles  accuracy {curve[-1].accuracy:.3f}")
     everybody = _devices(federation, state, final)
     devices = [device for device in everybody if not device.newcomer]
     accuracies = [device.score.accuracy for device in devices]
@@ -124,7 +163,8 @@ def _devices(federation: Federation, state: State, final: dict[str, Final]) -> t
             n_train=len(share.y_train),
             score=final[i].score,
             trained=state.participations.get(i, 0),
-            bundle=final[i].bundle,
+            bundle=final[i].release is not None,
+            release=final[i].release,
             newcomer=i in federation.newcomers,
             private_weight=final[i].private_weight,
         )

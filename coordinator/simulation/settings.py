@@ -1,4 +1,7 @@
-"""What is simulated: the settings of `fedge simulate` and `fedge compare`."""
+"""What is learned, by which devices and with which budget: the settings of `fedge demo`, `simulate` and `compare`.
+
+They are also the arguments of `fedge.simulate` and `fedge.compare`. What stands here stands nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from coordinator.methods import (
     MethodSettings,
     Momentum,
     Option,
+    WeightDecay,
     settings_of,
 )
 from fedge.errors import ConfigError
@@ -64,14 +68,20 @@ class Hardware(StrEnum):
     NONE = "none"
 
 
-class Scenario(Struct, frozen=True, kw_only=True):
-    """Data, devices and budget: all that is the same for the methods of a comparison."""
+class Dealing(Struct, frozen=True, kw_only=True):
+    """Samples, and how they are dealt out to devices."""
 
     task: Annotated[
-        str, Meta(description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays.")
+        str,
+        Meta(
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, or "
+            "package.module:Class."
+        ),
     ] = "digits"
     data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
-    model: Annotated[str | None, Meta(description="Network, such as cnn or cnn_fedavg; by default the task's.")] = None
+    model: Annotated[
+        str | None, Meta(description="Network: mlp, cnn, ... or package.module:factory; by default the task's.")
+    ] = None
     devices: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="20; natural: as many as there are people.")
     ] = None
@@ -105,6 +115,26 @@ class Scenario(Struct, frozen=True, kw_only=True):
     marks: Annotated[
         Marks, Meta(description="samples: as many of each class; classes: all of so many of a device's classes.")
     ] = Marks.SAMPLES
+
+
+class Setup(Dealing, frozen=True, kw_only=True):
+    """Data, devices and local training: what a demo and a simulation have in common."""
+
+    rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
+    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
+    min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
+    local_steps: LocalSteps = 10
+    local_epochs: LocalEpochs = None
+    batch_size: BatchSize = 32
+    learning_rate: LearningRate = 0.05
+    momentum: Momentum = 0.9
+    weight_decay: WeightDecay = 0.0
+    codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+
+
+class Scenario(Setup, frozen=True, kw_only=True):
+    """What the methods of a comparison have in common."""
+
     global_test: Annotated[
         float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before dealing.")
     ] = 0.1
@@ -112,18 +142,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe, fedepc)."),
     ] = 0.5
-    rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
-    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
     newcomers: Annotated[
         int, Meta(ge=0, description="Devices that come when training is over, drawn by lot: measured apart.")
     ] = 0
-    min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
-    local_steps: LocalSteps = 10
-    local_epochs: LocalEpochs = None
-    batch_size: BatchSize = 32
-    learning_rate: LearningRate = 0.05
-    momentum: Momentum = 0.9
-    codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     hardware: Annotated[
         Hardware,
         Meta(
@@ -159,26 +180,26 @@ _ONLY_FOR: Final = {
 """Settings that some partitions alone have a use for."""
 
 
-def check_scenario(scenario: Scenario) -> None:
+def check_dealing(given: Dealing) -> None:
     """Refuse what would be ignored: a number that was asked for and changes nothing misleads.
 
     Raises:
         ConfigError: a setting is not of this partition, or the task needs no data; the text says which.
     """
-    defaults = Scenario()
+    defaults = type(given)()
     for name, partitions in _ONLY_FOR.items():
-        if scenario.partition not in partitions and getattr(scenario, name) != getattr(defaults, name):
+        if given.partition not in partitions and getattr(given, name) != getattr(defaults, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} changes nothing with --partition {scenario.partition}: it is for "
+                f"--{name.replace('_', '-')} changes nothing with --partition {given.partition}: it is for "
                 f"{' and '.join(partitions)}"
             )
-    if scenario.partition is Partition.GROUPS and scenario.n_groups > (scenario.devices or scenario.n_groups):
-        raise ConfigError(f"{scenario.devices} devices cannot be in {scenario.n_groups} groups: use --n-groups")
-    if scenario.sizes is Sizes.EQUAL and scenario.size_spread != defaults.size_spread:
+    if given.partition is Partition.GROUPS and given.n_groups > (given.devices or given.n_groups):
+        raise ConfigError(f"{given.devices} devices cannot be in {given.n_groups} groups: use --n-groups")
+    if given.sizes is Sizes.EQUAL and given.size_spread != defaults.size_spread:
         raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")
-    if scenario.marks is not defaults.marks and not scenario.sensitive:
+    if given.marks is not defaults.marks and not given.sensitive:
         raise ConfigError("--marks changes nothing without --sensitive, the share that is marked")
-    if scenario.task == "digits" and scenario.data is not None:
+    if given.task == "digits" and given.data is not None:
         raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
 
 
@@ -211,3 +232,49 @@ class CompareSettings(Scenario, frozen=True, kw_only=True):
     out: Annotated[
         Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
     ] = None
+
+
+class DemoSettings(Setup, frozen=True, kw_only=True):
+    """Section [demo] of the configuration: fewer devices than a simulation has, for each is a process."""
+
+    devices: Annotated[int, Meta(ge=1, le=200, description="Devices, one process each.")] = 12
+    partition: Annotated[
+        Partition,
+        Meta(
+            description="groups: planted groups, by default cameras turned by 0, 90 or 180 degrees, label skew within; "
+            "dirichlet: label skew; shards: few classes each; natural: by person; iid: no skew."
+        ),
+    ] = Partition.GROUPS
+    n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 3
+    samples: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Use so many samples; by default all, of the large image sets 4000."),
+    ] = None
+    sensitive: Annotated[
+        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
+    ] = 0.3
+    rounds: Annotated[int, Meta(ge=1, description="Rounds of training.")] = 30
+    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 0.75
+    method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
+    broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
+    seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
+    out: Annotated[Path | None, Meta(description="New folder for everything; by default named by the time.")] = None
+
+    @property
+    def folder(self) -> Path:
+        """`out`, once it is chosen."""
+        assert self.out is not None
+        return self.out
+
+    def for_method(self, participation: float) -> MethodSettings:
+        """What a baseline needs to know that has this share of the devices in each round."""
+        given = {name: getattr(self, name) for name in Setup.__struct_fields__} | {"participation": participation}
+        return settings_of(Setup(**given), self.seed, {})
+
+
+class SampleSettings(Dealing, frozen=True, kw_only=True):
+    """Section [sample] of the configuration."""
+
+    devices: Annotated[int, Meta(ge=1, description="Devices: one file each.")] = 4
+    seed: Annotated[int, Meta(ge=0, description="Of the partition.")] = 0
+    out: Annotated[Path, Meta(description="New folder for the files.")] = Path("samples")

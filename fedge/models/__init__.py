@@ -7,13 +7,16 @@ layers share counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 import torch
 from torch import nn
 
+from fedge.config import nearest
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.models import torchvision_ops
@@ -32,20 +35,35 @@ _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
 def build(task: TaskSpec) -> nn.Module:
     """The task's network with weights from torch's global generator.
 
+    A factory of the user's own is called with the task, or with nothing if it needs no argument: a class of modules
+    will do. A module that was handed over in Python is copied, with the weights that it has.
+
     Raises:
-        ConfigError: the network is unknown, an option is wrong, or the user's factory does not return a module.
+        ConfigError: the network is unknown, an option is wrong, or the user's factory fails or returns no module.
     """
     if ":" not in task.model:
         if task.model not in NETWORKS:
+            hint = nearest(task.model, NETWORKS)
             raise ConfigError(
-                f"unknown model {task.model}: use one of {', '.join(NETWORKS)}, or package.module:factory"
+                f"unknown model {task.model}{hint}: use one of {', '.join(NETWORKS)}, or package.module:factory"
             )
         return NETWORKS[task.model](task)
     torchvision_ops.declare()
-    module = load_object(task.model)(task)
+    factory = load_object(task.model)
+    try:
+        module = copy.deepcopy(factory) if isinstance(factory, nn.Module) else _call(factory, task)
+    except Exception as error:
+        raise ConfigError(f"{task.model} fails with {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{task.model} returned {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def _call(factory: Callable[..., object], task: TaskSpec) -> object:
+    """What a factory makes of the task, or of nothing."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in inspect.signature(factory).parameters.values() if p.kind in kinds and p.default is p.empty]
+    return factory(task) if needed else factory()
 
 
 def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:

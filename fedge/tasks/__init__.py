@@ -2,6 +2,7 @@
 
 from fedge.tasks.data import DeviceData, UserTask
 from fedge.tasks.device import device_data, device_inputs, labelled
+from fedge.tasks.own import Task
 from fedge.tasks.partition import Share, partition, set_apart, share_data, write_share
 from fedge.tasks.pool import Pool, pool
 from fedge.tasks.specs import task_spec, write_task
@@ -10,6 +11,7 @@ __all__ = [
     "DeviceData",
     "Pool",
     "Share",
+    "Task",
     "UserTask",
     "device_data",
     "device_inputs",

@@ -21,9 +21,7 @@ TRAIN, VALIDATION, TEST = range(3)
 def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
     """Those of `KEYS` that the file holds, checked; other keys are ignored. Not `labelled`: y may be missing.
 
-    Returns:
-        x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; classes
-        (C,).
+    Returns: as `checked`.
 
     Raises:
         ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
@@ -31,18 +29,32 @@ def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
     table = _load(file, KEYS)
     if "x" not in table or ("y" not in table and labelled):
         raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
-    x = table["x"]
+    return checked(table, str(file))
+
+
+def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[Any]]:
+    """Samples with what else is known of them; `where` stands before what an error says.
+
+    Returns:
+        x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; classes
+        (C,).
+
+    Raises:
+        ConfigError: an array has a wrong shape, type or value.
+    """
+    found = dict(table)
+    x = found["x"]
     if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
-        raise ConfigError(f"{file}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
+        raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
     if not np.isfinite(x).all():
-        raise ConfigError(f"{file}: x holds NaN or infinity")
-    if "y" in table:
-        table["y"] = _whole_numbers(table["y"], len(x), np.iinfo(np.int64).max, f"{file}: y")
-    if "split" in table:
-        table["split"] = _whole_numbers(table["split"], len(x), TEST, f"{file}: split")
-    if "sensitive" in table:
-        table["sensitive"] = _whole_numbers(table["sensitive"], len(x), 1, f"{file}: sensitive").astype(np.bool_)
-    return table
+        raise ConfigError(f"{where}: x holds NaN or infinity")
+    if "y" in found:
+        found["y"] = _whole_numbers(found["y"], len(x), np.iinfo(np.int64).max, f"{where}: y")
+    if "split" in found:
+        found["split"] = _whole_numbers(found["split"], len(x), TEST, f"{where}: split")
+    if "sensitive" in found:
+        found["sensitive"] = _whole_numbers(found["sensitive"], len(x), 1, f"{where}: sensitive").astype(np.bool_)
+    return found
 
 
 def find(data: Path, usual: str) -> Path:
@@ -70,7 +82,7 @@ def columns(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     return table
 
 
-def class_names(table: Mapping[str, NDArray[Any]], file: Path) -> tuple[str, ...]:
+def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[str, ...]:
     """The names in `classes`, else "0", "1", ... up to the largest label.
 
     Raises:

@@ -1,4 +1,4 @@
-"""All samples of a set, for the demo and the simulation. Nothing is ever downloaded."""
+"""All samples of a task, for the demo and the simulation. Nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.task import TaskSpec
+from fedge.loading import load_object
+from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, har, images, speech
+from fedge.tasks.device import device_data
 from fedge.tasks.specs import task_spec
 
 _IDX_FOLDERS: Final = {"mnist": ("mnist", "MNIST/raw"), "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw")}
@@ -48,15 +51,18 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     Args:
         task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or where
             torchvision puts them), uci-har, spoken-digits (see `har`, `speech`), image-folder (a folder or .zip of
-            `<class>/*.jpg`), arrays (an .npz).
-        data: where they are; not needed for digits.
+            `<class>/*.jpg`), arrays (an .npz), package.module:Class, or the name of a `Task` of this process.
+        data: where they are; not needed for digits. A class of the user's own reads them as those of one device.
         seed: of the choice of `limit` samples.
         limit: take so many samples at random; None: all.
 
     Raises:
-        ConfigError: the task has no pool, or its data are not there or cannot be read.
+        ConfigError: there is no such task, or its data are not there or cannot be read.
     """
     rng = np.random.default_rng(seed)
+    if ":" in task_name:
+        found = _of_the_user(task_name, data, seed)
+        return found.take(_choice(len(found.y), rng, limit))
     user = block = None
     if task_name == "digits":
         x, y = _digits()
@@ -72,10 +78,28 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     elif task_name == "image-folder" and data is not None:
         return _images(data, rng, limit)
     else:
-        raise ConfigError(
-            f"task {task_name} has no samples of its own: choose a built-in task and say where its data are"
-        )
+        task_spec(task_name, data)  # refuses a name that nothing has
+        raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
     return Pool(x, y, task_spec(task_name, data), user, block).take(_choice(len(y), rng, limit))
+
+
+def _of_the_user(path: str, data: Path | None, seed: int) -> Pool:
+    """The samples of a task that was made in Python, or what the user's own class reads as one device's data.
+
+    A class gives model inputs: nothing is left to preprocess, and devices that are dealt them read plain arrays, which
+    the name without its module says.
+    """
+    made = load_object(path)
+    if not isinstance(made, type):
+        own: Pool = made.pool
+        return own
+    if data is None:
+        raise ConfigError(f"task {path} reads its samples itself: say where they are (--data)")
+    spec = task_spec(path, data)
+    samples = device_data(spec, data, seed=seed)
+    x, y = samples.labelled
+    name = path.rpartition(":")[2]
+    return Pool(x, y, msgspec.structs.replace(spec, name=name, preprocessing=Preprocessing()))
 
 
 def _choice(n_samples: int, rng: np.random.Generator, limit: int | None) -> NDArray[np.int64]:

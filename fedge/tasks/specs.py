@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.config import nearest
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
 from fedge.task import Preprocessing, TaskSpec
@@ -20,6 +21,7 @@ _CLOTHES: Final = (
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
 _ACTIVITIES: Final = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
+_DESCRIBED: Final = ("image-folder", "arrays")  # by their data
 _SIDE: Final = 32  # pixels; images of the user's own are resized to a square
 
 BUILT_IN: Final = {
@@ -74,9 +76,10 @@ def task_spec(name_or_file: str, data: Path | None = None) -> TaskSpec:
         return _read(Path(name_or_file))
     if ":" in name_or_file:
         return msgspec.structs.replace(user_task(name_or_file).spec(data), name=name_or_file)
-    if name_or_file not in ("image-folder", "arrays"):
+    if name_or_file not in _DESCRIBED:
+        hint = nearest(name_or_file, (*BUILT_IN, *_DESCRIBED))
         raise ConfigError(
-            f"unknown task {name_or_file}: use {', '.join(BUILT_IN)}, image-folder, arrays, a .json file that was "
+            f"unknown task {name_or_file}{hint}: use {', '.join((*BUILT_IN, *_DESCRIBED))}, a .json file that was "
             "written for a federation, or package.module:Class"
         )
     if data is None:
@@ -114,11 +117,18 @@ def _of_images(data: Path) -> TaskSpec:
 
 def _of_arrays(data: Path) -> TaskSpec:
     table = arrays.read(data)
-    x = table["x"]
+    return spec_of_arrays("arrays", table["x"], arrays.class_names(table, data))
+
+
+def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:
+    """A task of samples (n, *input_shape): a convolutional network for images of 16 pixels or more, else a perceptron.
+
+    Inputs are standardised over all values.
+    """
     shape = x.shape[1:]
     return TaskSpec(
-        name="arrays",
-        classes=arrays.class_names(table, data),
+        name=name,
+        classes=classes,
         input_shape=tuple(int(extent) for extent in shape),
         model="cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp",
         preprocessing=_standardised(x),

@@ -127,7 +127,7 @@ def test_status_asks_a_broker_as_whom_it_is_told(monkeypatch: pytest.MonkeyPatch
 
     async def looked(broker: BrokerSettings, federation: str) -> dict[str, str]:
         asked.append((broker, federation))
-        return {}
+        return {"cam1": "online"}
 
     monkeypatch.setattr(cli, "look", looked)
     monkeypatch.setenv("FEDGE_STATUS_PASSWORD", "hunter2")
@@ -136,6 +136,13 @@ def test_status_asks_a_broker_as_whom_it_is_told(monkeypatch: pytest.MonkeyPatch
     flags = ["--config", str(config), "--federation", "f", "--username", "me"]
     assert CliRunner().invoke(status, flags, catch_exceptions=False).exit_code == 0
     assert asked == [(BrokerSettings("server", 8883, username="me", password="hunter2"), "f")]
+
+
+async def test_status_of_a_federation_that_the_broker_does_not_know(mosquitto: LocalBroker) -> None:
+    address = f"{mosquitto.host}:{mosquitto.port}"
+    said = await asyncio.to_thread(run_fedge, "status", "--broker", address, "--federation", "nothing")
+    assert said.returncode == 2
+    assert f"the broker at {address} knows no device of a federation 'nothing'" in said.stderr
 
 
 async def test_status_of_a_broker_that_is_not_there_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +178,19 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     assert "done: 1 bundles installed, NO BUNDLE on b, c" in said
     assert ("\r" in said) == live  # redrawn in place
     assert live or said.count("\n") == 3
+
+
+def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(live=True)
+    progress.observe("round_begun", {"round": 4, "devices": 3})
+    progress.observe("round_done", summary(round=4))
+    progress.observe("round_begun", {"round": 5, "devices": 3})
+    progress.observe("round_done", summary(round=4))
+    said = capsys.readouterr().err
+    assert said.count("round 4/4") == 1
+    assert "round 5" not in said
+    assert "after the last round: 3 devices" in said
+    assert "after round 4: 2 of 3 devices" in said
 
 
 # -------------------------------------------------------------------------------------------------------- coordinator

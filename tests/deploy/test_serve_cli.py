@@ -99,6 +99,19 @@ async def test_a_device_with_a_bundle_on_trial_confirms_it_by_its_work(tmp_path)
     assert Slots(tmp_path).good is not None
 
 
+async def test_what_an_agent_wrote_is_served_without_an_installation_by_hand(tmp_path):
+    for release in (1, 2):
+        variant(tmp_path / "bundles" / str(release), release=release)
+    async with process("--home", tmp_path) as (_, said, session):
+        assert said["models"] == ["digits"]
+        assert (await ask(session, "digits"))[1]["parameters"]["release"] == 2
+    assert Slots(tmp_path).good is not None
+
+
+def test_a_home_without_any_bundle_says_what_it_waits_for(tmp_path):
+    assert "wait until the agent has written one" in str(refused("--home", tmp_path))
+
+
 async def test_settings_come_from_the_environment_and_the_file(tmp_path):
     file = tmp_path / "fedge.toml"
     file.write_text("[serve]\nmax_body = 0.01\n")

@@ -52,6 +52,7 @@ def raising(error: BaseException) -> click.Command:
 @pytest.mark.parametrize(
     "code",
     [
+        "import fedge; dir(fedge)",
         "import fedge.cli",
         "from fedge.cli import main; main(['--help'])",
         *(
@@ -140,6 +141,29 @@ def test_a_missing_package_says_which_extra_brings_it(
     commands["coordinator"] = ModuleNotFoundError("No module named 'sklearn'", name="sklearn.cluster")
     assert cli.main(["coordinator"]) == 2
     assert "pip install '.[coordinator]'" in capsys.readouterr().err
+
+
+def test_so_does_one_that_is_missed_only_when_the_command_runs(
+    commands: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands["simulate"] = raising(ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib"))
+    assert cli.main(["simulate"]) == 2
+    assert "fedge simulate needs the package matplotlib: in fedge's clone, pip install '.[coordinator]'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_commands_stand_by_role_and_those_that_lack_something_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "matplotlib" else object())
+    assert cli.main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    headings = ["Try it on this machine:", "Edge server:", "A device that learns:", "A device that predicts:"]
+    assert [said.index(heading) for heading in headings] == sorted(said.index(heading) for heading in headings)
+    assert "measure it. [not here: needs coordinator]" in said
+    assert "data of this device. export" in said
+    assert said.index("infer Predict") > said.index("A device that predicts:")
 
 
 def test_a_missing_module_of_ours_is_a_bug(commands: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec import Meta, Struct
 
-from fedge.config import SECTIONS, Secret, describe, nearest, resolve, settings_options
+from fedge.config import SECTIONS, Name, Secret, describe, given, nearest, resolve, settings_options
 from fedge.errors import ConfigError
 
 
@@ -200,3 +200,25 @@ def test_there_is_a_section_for_every_command() -> None:
     from fedge.cli import COMMANDS
 
     assert set(COMMANDS) <= set(SECTIONS)
+
+
+def test_a_name_that_is_none_is_refused_in_words() -> None:
+    class Named(Struct, frozen=True, kw_only=True):
+        id: Annotated[Name, Meta(description="A name.")]
+
+    assert resolve(Named, "agent", None, {"id": "cam-1.b"}).id == "cam-1.b"
+    for wrong in ("a/b", "", "-x", "a" * 64):
+        with pytest.raises(ConfigError, match=r"^--id: expected 1 to 63 letters, digits.*, got '"):
+            resolve(Named, "agent", None, {"id": wrong})
+
+
+def test_settings_given_in_python_are_checked_as_flags_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGE_COORDINATOR_ROUNDS", "7")
+    assert given(Settings, {"broker": "x", "limit": None}) == Settings(broker="x"), "the environment is for commands"
+    for values, words in (
+        ({"broker": "x", "rouds": 2}, "did you mean rounds"),
+        ({"broker": "x", "rounds": 0}, "rounds: Expected"),
+        ({}, "broker is missing"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            given(Settings, values)

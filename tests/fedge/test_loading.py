@@ -1,9 +1,10 @@
+import gc
 from pathlib import Path
 
 import pytest
 
 from fedge.errors import ConfigError
-from fedge.loading import load_object
+from fedge.loading import hold, is_held, load_object, load_role, needs
 
 
 def test_loads_what_a_path_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +19,47 @@ def test_loads_what_a_path_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_path_is_the_users_error(path: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:name"):
         load_object(path)
+
+
+def test_a_module_that_fails_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_broken_module.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="my_broken_module fails with ZeroDivisionError: division by zero"):
+        load_object("my_broken_module:x")
+
+
+def test_an_object_of_this_process_is_found_by_its_name_for_as_long_as_there_is_one() -> None:
+    class Net:
+        pass
+
+    name = hold(Net)
+    assert is_held(name)
+    assert load_object(name) is Net
+    assert hold(Net) == name
+    old = name
+
+    class Net:  # as a notebook's cell that is run again
+        pass
+
+    assert hold(Net) != old, "what was made for the old one is not taken for the new one"
+    del Net
+    gc.collect()
+    with pytest.raises(ConfigError, match="was made in another Python process"):
+        load_object(old)
+
+
+def test_a_name_of_a_module_is_not_of_an_object() -> None:
+    assert not is_held("fedge.errors:ConfigError")
+    assert not is_held(None)
+
+
+def test_what_a_role_lacks_is_said_with_its_extra() -> None:
+    missing = ModuleNotFoundError("No module named 'sklearn'", name="sklearn.cluster")
+    assert "fedge.simulate needs the package sklearn.cluster: in fedge's clone, pip install '.[coordinator]'" in str(
+        needs(missing, "fedge.simulate", "coordinator")
+    )
+    ours = ModuleNotFoundError("No module named 'coordinator.x'", name="coordinator.x")
+    assert needs(ours, "x", "y") is ours
+    assert load_role("fedge.errors", "x", "y").ConfigError is ConfigError
+    with pytest.raises(ConfigError, match=r"x needs the package no_such_package: .*\[y\]"):
+        load_role("no_such_package", "x", "y")

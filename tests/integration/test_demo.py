@@ -19,7 +19,7 @@ import pytest
 from coordinator.demo.outcome import METHODS
 from fedge.broker import LocalBroker
 
-SMALL = ["--agents", "4", "--rounds", "5", "--samples", "400", "--participation", "1"]
+SMALL = ["--devices", "4", "--rounds", "5", "--samples", "400", "--participation", "1"]
 
 
 def command(*arguments: object) -> list[str]:

@@ -9,10 +9,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from coordinator.demo.cli import demo, new_folder, summary_of, table_of
+from coordinator.demo.cli import demo, rows_of, summary_of, table_of
 from coordinator.demo.outcome import METHODS
 from fedge.cli import main
-from fedge.errors import ConfigError
 from tests.support.demo import an_outcome
 
 
@@ -21,7 +20,7 @@ def test_help_shows_examples_and_exit_codes() -> None:
     assert "fedge demo --task mnist" in text
     assert "\n    Exit codes: 0" in text or "\n  Exit codes: 0" in text
     assert "\\b" not in text
-    for flag in ("--agents", "--rounds", "--partition", "--sensitive", "--broker", "--participation", "--samples"):
+    for flag in ("--devices", "--rounds", "--partition", "--sensitive", "--broker", "--participation", "--samples"):
         assert flag in text
 
 
@@ -34,8 +33,8 @@ def test_help_needs_neither_torch_nor_matplotlib() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--task", "digit"], "'digit' is not one of"),
-        (["--agents", "0"], "--agents: Expected `int` >= 1"),
+        (["--task", "digit"], "unknown task digit (did you mean digits?)"),
+        (["--devices", "0"], "--devices: Expected `int` >= 1"),
         (["--alpha", "0"], "--alpha: Expected `float` > 0"),
         (["--participation", "0"], "--participation: Expected `float` > 0"),
         (["--sensitive", "1.5"], "--sensitive: Expected `float` <= 1"),
@@ -57,25 +56,18 @@ def test_settings_come_from_file_environment_and_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "fedge.toml"
-    config.write_text("[demo]\nsamples = 10\nagents = 50\n")
+    config.write_text("[demo]\nsamples = 10\ndevices = 50\n")
     monkeypatch.setenv("FEDGE_DEMO_SAMPLES", "30")
-    assert main(["demo", "--config", str(config), "--agents", "7", "--out", str(tmp_path / "out")]) == 2
+    assert main(["demo", "--config", str(config), "--devices", "7", "--out", str(tmp_path / "out")]) == 2
     assert "30 samples are too few for 7 devices" in capfd.readouterr().err
 
 
 def test_too_few_samples_for_so_many_devices_is_an_error_of_the_user(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fedge.cli", "demo", "--agents", "12", "--samples", "100", "--out", str(out)]
+    command = [sys.executable, "-m", "fedge.cli", "demo", "--devices", "12", "--samples", "100", "--out", str(out)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert ran.returncode == 2
     assert "error: 100 samples are too few for 12 devices" in ran.stderr
-
-
-def test_old_results_are_not_mixed_with_new(tmp_path: Path) -> None:
-    assert new_folder(tmp_path / "a" / "b").is_dir()
-    (tmp_path / "a" / "b" / "file").touch()
-    with pytest.raises(ConfigError, match="not empty"):
-        new_folder(tmp_path / "a" / "b")
 
 
 def test_the_json_has_exactly_the_promised_keys() -> None:
@@ -105,3 +97,8 @@ def test_the_table_fits_a_narrow_terminal_and_ends_with_the_mean() -> None:
     assert "device train test rounds cluster local FedAvg +tuned expert personal" in lines
     assert "camera-03 83 30 3 1 47.0 57.0 67.0 77.0 87.0" in lines
     assert "mean 48.5 58.5 68.5 78.5 88.5" in lines
+
+
+def test_the_csv_has_a_row_for_each_device() -> None:
+    first, *_ = rows_of(an_outcome())
+    assert first == {"device": "camera-00", "n_train": 80, "n_test": 30, "rounds": 6} | an_outcome().devices[0].accuracy

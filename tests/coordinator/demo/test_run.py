@@ -6,7 +6,6 @@ import pytest
 
 from coordinator.demo.processes import ProcessError
 from coordinator.demo.run import (
-    DemoSettings,
     _coordinator_flags,
     best_expert,
     broker_of,
@@ -18,6 +17,7 @@ from coordinator.demo.run import (
 )
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, make
+from coordinator.simulation.settings import DemoSettings
 from fedge.broker import LocalBroker, free_port
 from fedge.errors import ConfigError, TransportError
 from fedge.sgd import Sgd
@@ -27,7 +27,7 @@ from tests.support.simulation import digits
 
 
 def test_a_device_gets_its_training_data_and_never_its_test_samples(tmp_path: Path) -> None:
-    cameras = deal(DemoSettings(out=tmp_path, agents=3, samples=200, sensitive=0.5))
+    cameras = deal(DemoSettings(out=tmp_path, devices=3, samples=200, sensitive=0.5))
     assert list(cameras.shares) == ["camera-0", "camera-1", "camera-2"]
     assert task_spec(str(tmp_path / "task.json")) == cameras.task
     for device_id, share in cameras.shares.items():
@@ -42,15 +42,15 @@ def test_a_device_gets_its_training_data_and_never_its_test_samples(tmp_path: Pa
 
 
 def test_the_same_seed_deals_the_same_samples(tmp_path: Path) -> None:
-    one = deal(DemoSettings(out=tmp_path / "a", agents=3, samples=200, seed=5))
-    two = deal(DemoSettings(out=tmp_path / "b", agents=3, samples=200, seed=5))
-    other = deal(DemoSettings(out=tmp_path / "c", agents=3, samples=200, seed=6))
+    one = deal(DemoSettings(out=tmp_path / "a", devices=3, samples=200, seed=5))
+    two = deal(DemoSettings(out=tmp_path / "b", devices=3, samples=200, seed=5))
+    other = deal(DemoSettings(out=tmp_path / "c", devices=3, samples=200, seed=6))
     assert all(np.array_equal(one.shares[i].y_test, two.shares[i].y_test) for i in one.shares)
     assert any(not np.array_equal(one.shares[i].y_test, other.shares[i].y_test) for i in one.shares)
 
 
 def test_a_bundle_is_found_by_its_digest(tmp_path: Path) -> None:
-    settings = DemoSettings(out=tmp_path, agents=2, samples=100)
+    settings = DemoSettings(out=tmp_path, devices=2, samples=100)
     cameras = deal(settings)
     summary = {"installed": {}}
     for device_id in cameras.shares:
@@ -64,7 +64,7 @@ def test_a_bundle_is_found_by_its_digest(tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> None:
-    settings = DemoSettings(out=tmp_path, agents=2, samples=100)
+    settings = DemoSettings(out=tmp_path, devices=2, samples=100)
     cameras = deal(settings)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "camera-0.log").write_text("event=order_failed out of memory")
@@ -73,7 +73,7 @@ def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> N
 
 
 def test_the_method_and_its_options_reach_the_coordinator(tmp_path: Path) -> None:
-    settings = DemoSettings(out=tmp_path, method="pm-moe", agents=2, samples=100)
+    settings = DemoSettings(out=tmp_path, method="pm-moe", devices=2, samples=100)
     flags = _coordinator_flags(settings, deal(settings), {"base": "dbe", "guard": False})
     assert flags[:2] == ["--method", "pm-moe"]
     assert flags[-4:] == ["--option", "base=dbe", "--option", "guard=False"]
@@ -119,7 +119,7 @@ async def test_our_own_broker_runs_and_ends(tmp_path: Path) -> None:
 def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
     method: str, options: dict[str, str], wanted: bool, tmp_path: Path
 ) -> None:
-    settings = DemoSettings(out=tmp_path, agents=3, samples=400, method=method)
+    settings = DemoSettings(out=tmp_path, devices=3, samples=400, method=method)
     assert reserves(method, options) is wanted
     cameras = deal(settings, reserves=wanted)
     assert ("--reserved" in _coordinator_flags(settings, cameras, options)) is wanted
@@ -133,7 +133,7 @@ def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
 
 
 def test_baselines_train_as_much_as_the_method_and_where_it_has_no_rounds_as_its_budget_says(tmp_path: Path) -> None:
-    settings = DemoSettings(out=tmp_path, agents=2, samples=100, rounds=8, participation=0.75)
+    settings = DemoSettings(out=tmp_path, devices=2, samples=100, rounds=8, participation=0.75)
     cameras = deal(settings)
     assert spent(settings, cameras, {"selection": {"camera-0": 3, "camera-1": 5}}) == {"camera-0": 3, "camera-1": 5}
     assert spent(settings, cameras, {"selection": {}}) == {"camera-0": 6, "camera-1": 6}

@@ -39,7 +39,10 @@ def test_help_needs_no_torch() -> None:
         (["--option", "mu"], "NAME=VALUE"),
         (["--partition", "natural"], "do not say which person"),
         (["--alpha", "0"], "--alpha: Expected `float` > 0"),
-        (["--task", "digit"], "digit has no samples of its own"),
+        (["--task", "digitz"], "unknown task digitz (did you mean digits?)"),
+        (["--task", "mnist"], "task mnist needs its four IDX files"),
+        (["--task", "uci-har"], "task uci-har does not bring its samples: say where they are (--data)"),
+        (["--model", "cn"], "unknown model cn (did you mean cnn?)"),
         (["--task", "uci-har", "--data", "no/such/place"], "no/such/place"),
         (["--devices", "100"], "too few for 100 devices"),
         (["--groups", "rotation", "--partition", "groups", "--n-groups", "5"], "1 to 4 groups"),
@@ -64,13 +67,17 @@ def test_a_run_is_told_on_standard_error_and_its_figures_written(
     flags = ["--method", "fedavg", *SMALL, "--target", "0.99", "--json", str(file), "--out", str(tmp_path / "out")]
     assert main(["simulate", *flags]) == 0
     said = capfd.readouterr()
-    assert "fedavg  round 2/2  accuracy" in said.err
+    assert said.err.count("round 2/2") == 1
+    assert "the devices' bundles  accuracy" in said.err
     assert "accuracy" in said.out
     assert "until 99.0 %" in said.out
     figures = json.loads(file.read_bytes())
     assert f"{100 * figures['accuracy']:.1f} %" in said.out
     assert figures["bundles"] == 3
     assert len(list((tmp_path / "out").glob("device-*/bundles/1/manifest.json"))) == 3
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+    assert len((tmp_path / "out" / "figures.csv").read_text().splitlines()) == 4
+    assert (tmp_path / "out" / "figures.json").read_bytes() == file.read_bytes()
     assert main(["simulate", *flags]) == 2
     assert "is not empty" in capfd.readouterr().err
 
@@ -125,7 +132,7 @@ def test_a_comparison_ends_with_a_table_a_report_and_figures(tmp_path: Path, cap
     said = capfd.readouterr()
     assert "2/2" in said.err
     assert "method" in said.out
-    assert f"report: {out / 'report.html'}" in said.out
+    assert f"in {out}: report.html, figures.json, figures.csv" in said.out
     figures = json.loads(file.read_bytes())
     assert [m["method"] for m in figures["methods"]] == ["local", "fedavg"]
     assert figures["scenario"]["devices"] == 3

@@ -17,6 +17,7 @@ import pytest
 from coordinator.simulation import compare as module
 from coordinator.simulation.compare import Comparison, compare, methods_of, seeds_of, spread, together
 from coordinator.simulation.outcome import Cost, RunOutcome
+from coordinator.simulation.report import as_json, write_results
 from coordinator.simulation.settings import CompareSettings, Marks, Scenario
 from fedge.errors import ConfigError, StoreError
 from tests.support.comparison import a_comparison, a_run
@@ -106,6 +107,33 @@ def test_finished_runs_are_kept_and_others_done(tmp_path: Path) -> None:
     assert more.runs[2:] == first.runs[::-1]
     run_again(tmp_path, rounds=3, methods="fedavg")  # other settings: another file
     assert len(list((tmp_path / "runs").iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"alpha": 0.2, "rounds": 1}, "with another alpha, rounds"),
+        ({"methods": "local"}, "of fedavg, too"),
+        ({"seeds": "1"}, "of seed 0, too"),
+    ],
+)
+def test_a_report_is_not_lost_to_another_comparison(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    first, _ = run_again(tmp_path, rounds=0)
+    write_results(tmp_path, "", as_json(first), first.rows())
+    run_again(tmp_path, rounds=0, methods="fedavg,local,fedavg+ft", seeds="0,1")  # more is welcome
+    with pytest.raises(ConfigError, match=words):
+        run_again(tmp_path, **{"rounds": 0, **changes})
+    (tmp_path / "figures.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not of a comparison"):
+        run_again(tmp_path, rounds=0)
+
+
+def test_that_devices_differ_less_is_said_once_and_not_by_every_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    skewed = {"devices": 9, "global_test": 0.09, "alpha": 0.1, "rounds": 0}
+    run_again(tmp_path, methods="local,fedavg,fedprox", **skewed)
+    assert len([r for r in caplog.records if "partition_adjusted" in r.getMessage()]) == 1
 
 
 def test_a_folder_from_before_a_setting_was_there_is_gone_on_with() -> None:

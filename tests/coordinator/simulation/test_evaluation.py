@@ -56,7 +56,7 @@ async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
     final = Evaluation(federation, workers).finally_(method, state, fleet)
     assert list(final) == sorted(federation.shares)
     for i, end in final.items():
-        assert end.bundle
+        assert end.release == "1"
         folder = bundle.find(tmp_path / i / "bundles", state.installed[i].bundle_digest)
         assert folder is not None
         (candidate,) = bundle.read(folder).manifest.candidates
@@ -81,7 +81,7 @@ async def test_a_device_without_bundle_is_judged_by_what_it_is_served_and_marked
     lacking = msgspec.structs.replace(state, installed={i: b for i, b in state.installed.items() if i != gone})
     evaluation = Evaluation(federation, workers)
     final = evaluation.finally_(method, lacking, fleet)
-    assert [i for i, end in final.items() if not end.bundle] == [gone]
+    assert [i for i, end in final.items() if end.release is None] == [gone]
     assert final[gone].score == evaluation.now(method, lacking, fleet)[gone]
 
 

@@ -1,7 +1,9 @@
 import re
 
+import numpy as np
 import pytest
 
+from coordinator.simulation import plots
 from coordinator.simulation.plots import by_bytes, by_round, by_seconds, common_points, floor_of
 from tests.support.comparison import a_comparison, a_run
 
@@ -32,6 +34,44 @@ def test_a_seed_that_ended_early_is_drawn_with_the_others() -> None:
     assert "fedepc" in by_round([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
 
 
-@pytest.mark.parametrize(("final", "floor"), [([0.95, 0.87], 0.7), ([0.9], 0.8), ([0.05], 0.0)])
+@pytest.mark.parametrize(
+    ("final", "floor"), [([0.95, 0.87], 0.7), ([0.9], 0.8), ([0.05], 0.0), ([0.93, 0.81], 0.7), ([1.0], 0.9)]
+)
 def test_the_axis_begins_below_the_lowest_end(final: list[float], floor: float) -> None:
     assert floor_of(final) == pytest.approx(floor)
+
+
+def test_outside_a_page_colours_are_fixed() -> None:
+    svg = plots.without_a_page(by_round(a_comparison(10).runs))
+    assert "var(" not in svg
+    assert plots.light_colours()["--cluster-0"] in svg
+
+
+def test_curves_are_drawn_on_axes_of_the_callers_own() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    assert a_comparison(2).plot(axes) is axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["m0", "m1"]
+    assert a_run().plot(Figure().add_subplot()).get_xlabel() == "round"
+
+
+def test_a_bar_is_as_long_as_its_count() -> None:
+    svg = plots.selection_counts({"a": 4, "b": 2, "c": 0})
+    bars = [
+        np.array(re.findall(r"-?[\d.]+", path), float) for path in re.findall(r'<path d="([^"]*)"[^>]*method-4', svg)
+    ]
+    widths = [np.ptp(bar[0::2]) for bar in bars]
+    assert widths[0] == pytest.approx(2 * widths[1], rel=1e-3)
+    assert widths[2] == 0
+
+
+def test_groups_take_the_colour_of_the_cluster_that_found_them() -> None:
+    groups = {"a": 0, "b": 0, "c": 1, "d": 1, "e": 2}
+    assert plots.group_colours(groups, {"a": 1, "b": 1, "c": 0, "d": 0, "e": 2}) == {0: 1, 1: 0, 2: 2}
+
+
+def test_no_two_groups_have_one_colour_even_if_one_cluster_holds_all() -> None:
+    numbers = plots.group_colours({"a": 0, "b": 1, "c": 2}, {"a": 1, "b": 1})
+    assert numbers[0] == 1
+    assert len(set(numbers.values())) == 3

@@ -1,3 +1,5 @@
+import json
+import re
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -5,24 +7,31 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from coordinator.simulation import plots
 from coordinator.simulation.compare import together
 from coordinator.simulation.outcome import Cost
 from coordinator.simulation.report import (
+    as_json,
+    axis,
+    comparison_page,
     cost,
+    demo_lead,
+    demo_page,
     headings,
     lead,
     legend_of,
     lines_of,
     own_rows,
-    render,
     row,
+    run_page,
     seed_row,
     setting_of,
     table_of,
-    write_report,
+    write_results,
 )
 from coordinator.simulation.settings import Groups, Partition, Scenario
 from tests.support.comparison import a_comparison, a_run
+from tests.support.demo import a_background, an_outcome
 
 
 def test_a_row_has_means_spreads_and_signs() -> None:
@@ -41,7 +50,7 @@ def test_the_methods_own_numbers_are_on_the_page() -> None:
     runs = [a_run("m", seed, details={"silhouette": 0.5 + 0.2 * seed, "tau": 0.25}) for seed in (0, 1)]
     found = together(Scenario(), runs, ["m"], (0, 1), "m", None)
     assert own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
-    assert "0.60 ±0.14" in render(found)
+    assert "0.60 ±0.14" in comparison_page(found)
     assert own_rows(a_comparison()) == [("–", "–", "–")]
 
 
@@ -93,14 +102,18 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     comparison = a_comparison(3)
-    write_report(tmp_path / "report.html", comparison)
+    write_results(tmp_path, comparison_page(comparison), as_json(comparison), comparison.rows())
     text = (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "figures.json").read_bytes())["baseline"] == "m0"
+    rows = (tmp_path / "figures.csv").read_text().splitlines()
+    assert rows[0].startswith("method,seed,accuracy,")
+    assert [row.split(",")[0] for row in rows[1:]] == ["m0", "m1", "m2"] * 2
     page = Page()
     page.feed(text)
     assert page.open == []
     assert all(target.startswith("#") for target in page.loads)
     assert text.count("<svg") == 3
-    assert text == render(comparison)
+    assert text == comparison_page(comparison)
     for method in comparison.methods:
         assert all(cell in text for cell in (*row(method), *seed_row(method)))
     assert "$" not in text
@@ -119,7 +132,7 @@ def test_what_minimum_sizes_took_is_said_by_seed() -> None:
     found = together(Scenario(), runs, ["m", "n"], tuple(took), "m", None)
     text = "samples enough: seed 1: 7 draws, 0 samples moved; seed 2: 100 draws, 15 samples moved."
     assert text in lead(found)
-    assert text in render(found)
+    assert text in comparison_page(found)
     assert text in legend_of(found)
     for silent in (a_comparison(2), together(Scenario(), [a_run("m", 0, **took[0])], ["m"], (0,), "m", None)):
         assert "asked for" not in lead(silent) + legend_of(silent), "not needed, or of a folder that does not say"
@@ -154,3 +167,103 @@ def test_a_single_run_in_lines() -> None:
     assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
     assert dict(lines_of(a_run(global_accuracy=None), None, None))["global accuracy"] == "–"
     assert dict(lines_of(a_run(details={"silhouette": 0.561}), None, None))["silhouette"] == "0.56"
+
+
+def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
+    outcome = a_run()
+    run = run_page(outcome, Scenario(), lines_of(outcome, None, None))
+    for text in (comparison_page(a_comparison(3)), demo_page(an_outcome(), a_background()), run):
+        assert text.count("<table>") == text.count('<div class="scroll"><table>') > 0
+
+
+@pytest.mark.parametrize(("accuracy", "words"), [(0.8, "begins at 70%"), (0.15, "begins at zero")])
+def test_the_caption_says_where_the_axis_begins(accuracy: float, words: str) -> None:
+    found = together(Scenario(), [a_run("m", 0, accuracy)], ["m"], (0,), "m", None)
+    assert words in comparison_page(found)
+    assert words in axis(plots.floor_of([accuracy]))
+
+
+def test_the_report_of_a_run_has_its_figures_its_curves_and_its_devices() -> None:
+    outcome = a_run()
+    text = run_page(outcome, Scenario(), lines_of(outcome, None, None))
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert text.count("<svg") == 3
+    assert "80.0 %  ± 5.0 over 2 devices" in text
+    assert "<td>device-1</td><td>1</td><td>40</td><td>20</td><td>30</td><td>80.0</td><td>70.0</td><td>yes</td>" in text
+    assert "Shade" not in text, "one seed has none"
+
+
+def test_a_notebook_shows_the_table_and_the_curves() -> None:
+    shown = a_comparison(2)._repr_html_()
+    assert "<svg" in shown
+    assert "var(" not in shown
+    assert all(cell in shown for cell in row(a_comparison(2).methods[1]))
+
+
+def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
+    html = demo_page(an_outcome(), a_background())
+    assert "http" not in html
+    assert not re.search(r"<script|<link|@import|\ssrc=", html)
+    assert html.count("<svg") == 4
+    assert "$" not in html
+
+
+def test_it_holds_every_figure_of_every_device() -> None:
+    html = demo_page(an_outcome(), a_background())
+    for cells in (
+        "<td>camera-00</td><td>80</td><td>30</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
+        "<td>camera-03</td><td>83</td><td>30</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
+    ):
+        assert cells in html
+    assert "<td>Personalised</td><td>88.5 %</td>" in html
+    assert "+30.0" in html  # points above FedAvg
+
+
+def test_plots_take_their_colours_from_the_page() -> None:
+    html = demo_page(an_outcome(), a_background())
+    plots = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
+    assert not re.search(r"(fill|stroke): #", plots)
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
+    assert {"--method-0", "--method-4", "--cluster-0", "--cluster-1", "--ink", "--surface"} <= used
+    light, dark = html.split("@media", 1)
+    for variable in used:
+        assert f"{variable}:" in light
+        assert f"{variable}:" in dark
+
+
+def test_the_curve_of_the_federation_has_its_methods_name() -> None:
+    svg = plots.accuracy_by_round(a_background(method="a-method"))
+    assert ">a-method<" in svg
+    assert ">FedAvg<" in svg
+    assert ">Personalised<" not in svg
+
+
+def test_a_history_without_any_measurement_is_an_empty_plot() -> None:
+    assert "<svg" in plots.accuracy_by_round(a_background(accuracy_by_round={"personalised": [], "fedavg": []}))
+
+
+def test_what_comes_from_a_user_is_text_not_markup() -> None:
+    html = demo_page(an_outcome(task="<script>alert(1)</script>"), a_background())
+    assert "<script>" not in html
+
+
+def test_a_method_without_updates_to_compare_has_no_map() -> None:
+    outcome = an_outcome(split=False, clusters={}, selection={"camera-00": 1})
+    html = demo_page(outcome, a_background(places=None, ids=()))
+    assert html.count("<svg") == 3
+    assert "compares no updates" in html
+
+
+@pytest.mark.parametrize(("split", "words"), [(True, "2 overlapping clusters"), (False, "No split")])
+def test_the_lead_of_a_demo_says_whether_there_was_a_split(split: bool, words: str) -> None:
+    assert words in demo_lead(an_outcome(split=split), a_background())
+
+
+@pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "It made no clusters")])
+def test_the_lead_of_a_demo_tells_of_no_trial_where_there_was_none(split: bool, words: str) -> None:
+    text = demo_lead(an_outcome(split=split), a_background(method="fedepc"))
+    assert words in text
+    assert "trial" not in text
+    assert "better" not in text

@@ -5,7 +5,16 @@ import msgspec
 import pytest
 
 from coordinator.service import CoordinatorSettings
-from coordinator.simulation.settings import CompareSettings, Groups, Partition, Scenario, SimulationSettings, Sizes
+from coordinator.simulation.settings import (
+    CompareSettings,
+    DemoSettings,
+    Groups,
+    Partition,
+    Scenario,
+    Setup,
+    SimulationSettings,
+    Sizes,
+)
 from fedge.config import describe
 from fedge.errors import ConfigError
 from fedge.sgd import Sgd
@@ -33,6 +42,7 @@ def test_passes_over_the_samples_instead_of_steps() -> None:
         ("local_epochs", "epochs", 10**5),
         ("batch_size", "batch_size", 2**20),
         ("learning_rate", "learning_rate", 100.0),
+        ("weight_decay", "weight_decay", 1.0),
     ],
 )
 def test_a_command_takes_no_training_that_no_order_can_say(kind, name: str, in_orders: str, most: float) -> None:
@@ -55,6 +65,14 @@ def test_choices_are_those_of_the_partition() -> None:
     assert {p.value for p in Partition} == set(get_args(hints["how"]))
     assert {g.value for g in Groups} == set(get_args(hints["groups"]))
     assert {s.value for s in Sizes} == set(get_args(dealing.Sizes))
+
+
+def test_a_demo_shares_all_but_what_is_simulated() -> None:
+    shared = {setting.name: setting for setting in describe(Setup, "x")}
+    demo = {setting.name: setting for setting in describe(DemoSettings, "x")}
+    assert set(shared) < set(demo)
+    assert DemoSettings(local_steps=3, weight_decay=0.1).for_method(0.5).sgd == Sgd(steps=3, weight_decay=0.1)
+    assert DemoSettings(rounds=7).for_method(0.5).participation == 0.5
 
 
 def test_both_commands_share_the_scenario() -> None:

@@ -2,6 +2,8 @@
 
 import gzip
 import struct
+import sys
+import types
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +14,8 @@ from PIL import Image
 
 from fedge import preprocess
 from fedge.errors import ConfigError
-from fedge.tasks import Pool, pool
+from fedge.task import Preprocessing, TaskSpec
+from fedge.tasks import DeviceData, Pool, pool
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,42 @@ def test_arrays(tmp_path: Path, digits: Pool) -> None:
     assert found.spec.input_shape == (64,)
 
 
-@pytest.mark.parametrize("task", ["mnist", "arrays", "image-folder", "cifar"])
-def test_without_data_there_is_no_pool(task: str) -> None:
+@pytest.mark.parametrize("task", ["mnist", "arrays", "image-folder", "uci-har", "own_task:Own"])
+def test_without_data_there_is_no_pool(task: str, own: type) -> None:
     with pytest.raises(ConfigError, match="say where"):
         pool(task, None)
+
+
+@pytest.mark.parametrize(("task", "words"), [("cifar", "unknown task cifar"), ("digitz", "did you mean digits?")])
+def test_a_task_that_nothing_has_is_named_and_the_nearest_one(task: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        pool(task, None)
+
+
+class Own:
+    """A task class of the user's own, which gives model inputs."""
+
+    def spec(self, data: Path | None) -> TaskSpec:
+        how = Preprocessing(scale=10.0)
+        return TaskSpec(name="x", classes=("a", "b"), input_shape=(3,), model="mlp", preprocessing=how)
+
+    def device_data(self, source: Path, *, seed: int) -> DeviceData:
+        x = np.arange(30, dtype=np.float32).reshape(10, 3)
+        y = np.arange(10) % 2
+        return DeviceData(x_train=x[:8], y_train=y[:8], sensitive=y[:8] == 1, x_val=x[8:], y_val=y[8:])
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> type:
+    module = types.ModuleType("own_task")
+    module.Own = Own  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_task", module)
+    return Own
+
+
+def test_a_task_class_gives_what_one_device_would_read_and_nothing_is_left_to_preprocess(own: type) -> None:
+    found = pool("own_task:Own", Path("anything"))
+    assert found.x.shape == (10, 3)
+    assert found.y.tolist() == [0, 1] * 5
+    assert (found.spec.name, found.spec.preprocessing) == ("Own", Preprocessing())
+    assert len(pool("own_task:Own", Path("anything"), limit=4).y) == 4

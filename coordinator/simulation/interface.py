@@ -1,0 +1,187 @@
+"""`fedge.simulate` and `fedge.compare`: the two commands as functions, in a script and in a notebook.
+
+Arguments are the settings of the commands under the same names, with the same defaults and checks
+(`coordinator.simulation.settings`). Beside text, `task` may be a `fedge.Task`, `model` anything that a task takes, and
+`methods` and `seeds` may be lists. Ctrl-C, or the stop button of a notebook, ends a run and what it started.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from coordinator.methods import Option
+from coordinator.options import check, method_and_options
+from coordinator.simulation import compare as comparing
+from coordinator.simulation import run as running
+from coordinator.simulation.compare import Comparison, scenario_of
+from coordinator.simulation.folder import new_folder
+from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_dealing
+from fedge.config import describe, given
+from fedge.loading import hold
+from fedge.tasks import Task
+from fedge.tasks.own import name_of
+
+S = TypeVar("S", bound=Scenario)
+F = TypeVar("F", bound=Callable[..., Any])
+Progress = Callable[[str], None]
+
+
+class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
+    """What `simulate` found out; `home` holds the devices' folders, without `out` for as long as this object lives."""
+
+    scenario: Scenario
+    home: Path
+
+    def bundle(self, device_id: str) -> Path:
+        """The folder of the bundle that a device has installed, for `fedge.load`.
+
+        Raises:
+            KeyError: there is no such device, or it has no bundle.
+        """
+        device = next((device for device in self.devices if device.id == device_id), None)
+        if device is None or device.release is None:
+            raise KeyError(f"no bundle of {device_id!r}: there are {', '.join(d.id for d in self.devices if d.bundle)}")
+        return self.home / device_id / "bundles" / device.release
+
+    def _repr_html_(self) -> str:
+        from coordinator.simulation.report import run_in_a_notebook
+
+        return run_in_a_notebook(self)
+
+
+def _takes(settings: type[Struct]) -> Callable[[F], F]:
+    """Decorator: the function's signature and its text show the settings as keyword arguments, with their defaults."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        fixed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = [
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.base)
+            for each in describe(settings, "")
+        ]
+        lines = [f"    {each.name}: {each.help}" for each in describe(settings, "")]
+        function.__signature__ = own.replace(parameters=[*named, *fixed])  # type: ignore[attr-defined]
+        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *lines])
+        return function
+
+    return decorate
+
+
+def to_standard_error(text: str) -> None:
+    """Progress as the commands show it."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - that is what was asked for
+
+
+@_takes(SimulationSettings)
+def simulate(
+    *,
+    options: Mapping[str, Option] | None = None,
+    progress: Progress | None = to_standard_error,
+    **settings: Any,
+) -> Simulation:
+    """Run one method on simulated devices and measure it; equal arguments give equal figures, times apart.
+
+        result = fedge.simulate(method="fedavg+ft", task="digits", devices=20, rounds=30, alpha=0.3)
+        result.accuracy, result.devices[0].score.macro_f1
+        fedge.load(result.bundle("device-00")).predict(x)
+
+    Args:
+        options: of the method, as `--option` of the command.
+        progress: is told how far the run is; None: nobody.
+        **settings: those of `fedge simulate`, under the same names.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or there are no such data or method.
+        StoreError: `out` cannot be made.
+    """
+    found = _settings(SimulationSettings, settings)
+    name, own = method_and_options(found.method)
+    own = dict(options or {}) | own
+    check(name, own)
+    check_dealing(found)
+    scenario, tell = scenario_of(found), progress or (lambda _: None)
+    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if found.out is None else new_folder(found.out, "simulate")
+    try:
+        with _one_thread():
+            outcome = running.simulate(scenario, name, own, found.seed, home, tell, found.method)
+    except BaseException:
+        if found.out is None:
+            shutil.rmtree(home, ignore_errors=True)
+        raise
+    fields = {name: getattr(outcome, name) for name in RunOutcome.__struct_fields__}
+    result = Simulation(**fields, scenario=scenario, home=home)
+    if found.out is None:
+        weakref.finalize(result, shutil.rmtree, home, ignore_errors=True)
+    return result
+
+
+@_takes(CompareSettings)
+def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -> Comparison:
+    """Run several methods on equal terms: for each seed the same partition, first model and budget.
+
+        table = fedge.compare(methods=["local", "fedavg+ft", "fedge"], task="digits", alpha=0.3, seeds=range(3))
+        table.to_pandas()
+
+    Runs are done side by side in processes of their own (`jobs`), but for tasks and networks that this process alone
+    has. With `out` they are kept there, and a comparison goes on where it was.
+
+    Args:
+        progress: is told of every run; None: nobody.
+        **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or there are no such data or method.
+        StoreError: `out` cannot be made or read.
+        FedgeError: a run failed.
+    """
+    for several in ("methods", "seeds"):
+        if several in settings and not isinstance(settings[several], str):
+            settings[several] = ",".join(map(str, settings[several]))
+    found = _settings(CompareSettings, settings)
+    check_dealing(found)
+
+    def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
+        if progress is not None:
+            progress(comparing.told(done, wanted, outcome))
+
+    with _one_thread():
+        if found.out is not None:
+            return comparing.compare(found, found.out, watch)
+        with tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
+            return comparing.compare(found, Path(folder), watch)
+
+
+def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
+    """The settings, with objects of this process by the names that they are held by."""
+    named = dict(arguments)
+    if isinstance(task := named.get("task"), Task):
+        named["task"] = hold(task)
+    if (model := named.get("model")) is not None:
+        named["model"] = name_of(model)
+    return given(kind, named)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several threads on small networks mostly wait for each other; the caller's own number comes back."""
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    before = torch.get_num_threads()
+    with threadpool_limits(1):
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,150 @@
+"""A task made in Python, of samples in memory and any network: `fedge.Task`.
+
+    task = fedge.Task.from_arrays(x, y, model=Net)
+    fedge.simulate(task=task, method="fedge", rounds=30)
+
+It lives in this process: a network may be a class of a notebook. What devices run in the end is a bundle, which needs
+neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedge.errors import ConfigError
+from fedge.loading import hold
+from fedge.task import TaskSpec
+from fedge.tasks import arrays
+from fedge.tasks.pool import Pool
+from fedge.tasks.pool import pool as read_pool
+from fedge.tasks.specs import spec_of_arrays
+
+_CHANNELS = (1, 3)  # of an image: grey, or colour
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is learned, with all samples. `network`: what was given as `model`, for names are kept only as long."""
+
+    pool: Pool
+    network: object = None
+
+    @property
+    def spec(self) -> TaskSpec:
+        """Classes, input shape, network and preprocessing."""
+        return self.pool.spec
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: ArrayLike,
+        y: ArrayLike,
+        *,
+        model: object = None,
+        classes: Sequence[str] | None = None,
+        users: ArrayLike | None = None,
+        name: str = "arrays",
+    ) -> Self:
+        """Samples in memory.
+
+        Args:
+            x: (n, ...) numbers in the shape that the network takes. Images may have their channels last, and those of
+                uint8 may have none.
+            y: (n,) whole numbers from 0 on.
+            model: a name such as "cnn", "package.module:factory", a class of `torch.nn.Module`, a function that makes
+                one, or a module, which begins with the weights that it has. A class or function is called with the
+                `TaskSpec`, or with nothing if it needs no argument. None: a convolutional network for images of 16
+                pixels or more, else a perceptron.
+            classes: names of the classes; None: their numbers.
+            users: (n,) the person that each sample comes from, for partition "natural".
+            name: of the task.
+
+        Raises:
+            ConfigError: an array has a wrong shape, type or value.
+        """
+        given: dict[str, NDArray[Any]] = {"x": np.asarray(x), "y": np.asarray(y)}
+        if classes is not None:
+            given["classes"] = np.asarray(classes)
+        table = arrays.checked(given, name)
+        images, mode = _channels_first(table["x"])
+        spec = spec_of_arrays(name, images, arrays.class_names(table, name))
+        if mode is not None:
+            how = msgspec.structs.replace(spec.preprocessing, image_mode=mode)
+            spec = msgspec.structs.replace(spec, preprocessing=how)
+        user = None if users is None else np.unique(np.asarray(users), return_inverse=True)[1].astype(np.int64)
+        if user is not None and user.shape != table["y"].shape:
+            raise ConfigError(f"{name}: users must be one per sample, not {user.shape}")
+        return cls._made(Pool(images, table["y"], spec, user), model)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        *,
+        model: object = None,
+        classes: Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """All samples of a `torch.utils.data.Dataset` of pairs (input, class number), read once.
+
+        Inputs are tensors, arrays or PIL images of one size, and are standardised again, which harms nothing. Class
+        names are those of the dataset's attribute `classes`, if it has one. Other arguments: as of `from_arrays`.
+
+        Raises:
+            ConfigError: a sample is no such pair, or samples have different shapes.
+        """
+        samples: Iterable[Any] = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else dataset
+        name = name or type(dataset).__name__
+        try:
+            inputs, labels = zip(*((np.asarray(x), int(y)) for x, y in samples), strict=True)
+            x = np.stack(inputs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name} must give pairs (input, class number) of one shape: {error}") from error
+        found = classes if classes is not None else getattr(dataset, "classes", None)
+        return cls.from_arrays(x, labels, model=model, classes=found, name=name)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, model: object = None) -> Self:
+        """Images in a folder or .zip, one folder per class, as 32 x 32 pixels; `model` as in `from_arrays`.
+
+        Raises:
+            ConfigError: there are no such images.
+        """
+        return cls._made(read_pool("image-folder", Path(folder)), model)
+
+    @classmethod
+    def _made(cls, pool: Pool, model: object) -> Self:
+        if model is None:
+            return cls(pool)
+        spec = msgspec.structs.replace(pool.spec, model=name_of(model), model_options={})
+        return cls(Pool(pool.x, pool.y, spec, pool.user, pool.block), model)
+
+
+def name_of(model: object) -> str:
+    """What a task calls its network: a name as it is, an object of this process by the name it is held by.
+
+    Raises:
+        ConfigError: it is neither a name nor a module nor anything that makes one.
+    """
+    if isinstance(model, str):
+        return model
+    if not callable(model):
+        raise ConfigError(f"a network is a name, a torch.nn.Module or what makes one, not {type(model).__name__}")
+    return hold(model)
+
+
+def _channels_first(x: NDArray[Any]) -> tuple[NDArray[Any], str | None]:
+    """Images as (n, channels, height, width), and the mode in which a picture file is read if they are of bytes."""
+    if x.ndim == 3 and x.dtype == np.uint8:
+        x = x[:, np.newaxis]
+    elif x.ndim == 4 and x.shape[-1] in _CHANNELS and x.shape[1] not in _CHANNELS:
+        x = np.moveaxis(x, -1, 1)
+    is_image = x.ndim == 4 and x.shape[1] in _CHANNELS and x.dtype == np.uint8
+    return x, {1: "L", 3: "RGB"}[x.shape[1]] if is_image else None

@@ -1,0 +1,195 @@
+"""`import fedge` as in a script and as in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedge
+from coordinator.simulation.run import LOOK_S, run_to_end
+from coordinator.simulation.settings import CompareSettings, SimulationSettings
+from fedge.errors import ConfigError
+
+RNG = np.random.default_rng(0)
+X = RNG.random((240, 5)).astype(np.float32)
+Y = X[:, :3].argmax(axis=1)
+SMALL = {"devices": 3, "samples": 200, "rounds": 2, "progress": None}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("function", "settings"), [("simulate", SimulationSettings), ("compare", CompareSettings)])
+def test_names_and_defaults_are_those_of_the_command(function: str, settings: type[msgspec.Struct]) -> None:
+    parameters = inspect.signature(getattr(fedge, function)).parameters
+    for field in msgspec.structs.fields(settings):
+        assert parameters[field.name].default == field.default
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert all(name in getattr(fedge, function).__doc__ for name in parameters)
+
+
+def test_a_task_of_arrays_with_a_network_of_ones_own_ends_in_bundles_that_predict() -> None:
+    task = fedge.Task.from_arrays(X, Y, model=Net, classes=["a", "b", "c"])
+    told: list[str] = []
+    found = fedge.simulate(task=task, method="fedavg+ft", devices=4, rounds=5, learning_rate=0.3, progress=told.append)
+    assert found.accuracy > 0.6
+    assert told[-1].startswith("the devices' bundles")
+    bundle = found.bundle("device-0")
+    prediction = fedge.load(bundle).predict(X[:50])
+    assert set(prediction.class_name) <= {"a", "b", "c"}
+    assert (prediction.class_index == Y[:50]).mean() > 0.5
+    with pytest.raises(KeyError, match="there are device-0, device-1"):
+        found.bundle("device-9")
+    home = found.home
+    del found
+    gc.collect()
+    assert not home.exists(), "it lived as long as the result"
+
+
+def test_equal_arguments_give_equal_figures_and_a_folder_stays(tmp_path: Path) -> None:
+    one = fedge.simulate(method="fedprox", options={"proximal_mu": 0.1}, out=tmp_path / "out", **SMALL)
+    two = fedge.simulate(method="fedprox:proximal_mu=0.1", **SMALL)
+    assert [device.score for device in one.devices] == [device.score for device in two.devices]
+    assert one.home == tmp_path / "out"
+    assert one.bundle("device-1").is_dir()
+    with pytest.raises(ConfigError, match="not empty"):
+        fedge.simulate(out=tmp_path / "out", **SMALL)
+
+
+async def test_inside_a_running_event_loop() -> None:
+    assert fedge.simulate(method="fedavg", **SMALL).bundles == 3
+    found = fedge.compare(methods=["local", "fedavg"], seeds=[0], jobs=1, **SMALL)
+    assert [run.method for run in found.runs] == ["local", "fedavg"]
+
+
+async def test_ctrl_c_in_a_notebook_ends_the_work_in_its_thread() -> None:
+    ended: list[bool] = []
+
+    async def work() -> None:
+        await asyncio.sleep(2 * LOOK_S)  # nobody presses it while the thread is made
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(work())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [True]
+
+
+def test_methods_and_seeds_may_be_lists_and_rows_are_typed(tmp_path: Path) -> None:
+    task = fedge.Task.from_arrays(X, Y, model=Net)
+    told: list[str] = []
+    given = SMALL | {"progress": told.append}
+    found = fedge.compare(task=task, methods=["local", "fedavg"], seeds=range(2), out=tmp_path / "out", **given)
+    assert [(row["method"], row["seed"]) for row in found.rows()] == [
+        ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
+    ]  # fmt: skip
+    assert told[-1].startswith("4/4  fedavg  seed 1  accuracy")
+    assert found.methods[0].accuracy.mean == pytest.approx(np.mean([run.accuracy for run in found.runs[::2]]))
+    told.clear()
+    other = fedge.Task.from_arrays(X, (Y + 1) % 3, model=Net)
+    fedge.compare(task=other, methods=["local"], seeds=[0], out=tmp_path / "out", **given)
+    assert len(told) == 1
+
+
+SCRIPT = """
+import fedge
+print("begun")
+found = fedge.compare(methods=["local", "fedavg"], seeds=[0], devices=3, samples=200, rounds=1, jobs=2, progress=None)
+print(len(found.runs))
+"""
+
+
+@pytest.mark.process
+def test_a_script_needs_no_guard_for_the_processes_of_a_comparison(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.stderr) == ("begun\n2\n", "")
+
+
+LONG = "fedge.simulate(method='fedavg', devices=3, samples=200, rounds=100000, evaluate_every=2)"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "code", [LONG, f"import asyncio\nasync def main(): {LONG}\nasyncio.run(main())"], ids=["script", "event loop"]
+)
+def test_ctrl_c_ends_a_script_and_leaves_nothing(code: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import fedge\n{code}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as run:
+        assert run.stderr is not None
+        assert "round 0" in run.stderr.readline()
+        assert "round 2" in run.stderr.readline()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) != 0
+        assert "KeyboardInterrupt" in run.stderr.read()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"devcies": 3}, "unknown key devcies in the arguments (did you mean devices?)"),
+        ({"rounds": -1}, "rounds: Expected `int` >= 0"),
+        ({"task": "digitz"}, "did you mean digits?"),
+        ({"method": "fedegg"}, "no method 'fedegg'"),
+        ({"method": "ditto", "options": {"proximal_lamda": 1}}, "did you mean 'proximal_lambda'"),
+        ({"alpha": 0.1, "partition": "iid"}, "changes nothing"),
+        ({"model": 3}, "a network is a name"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_as_on_the_command_line(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        fedge.simulate(**arguments)
+
+
+def test_threads_of_torch_are_as_they_were() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        fedge.simulate(method="local", **SMALL)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_pandas_is_used_where_it_is_and_missed_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fedge.simulate(method="local", **SMALL)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="pip install pandas"):
+        found.to_pandas()
+    pandas = types.ModuleType("pandas")
+    pandas.DataFrame = list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    assert [row["device"] for row in found.to_pandas()] == ["device-0", "device-1", "device-2"]
+    assert "<svg" in found._repr_html_()

@@ -1,0 +1,167 @@
+"""Tasks made in Python: what samples and networks become, and what is refused."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from fedge.errors import ConfigError
+from fedge.loading import hold
+from fedge.models import build, initial
+from fedge.task import TaskSpec
+from fedge.tasks import Task, pool
+from fedge.tasks.own import name_of
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.random((30, 5)), RNG.integers(0, 3, 30)
+
+
+class Net(nn.Module):
+    """As in a notebook: no argument, no module that another process could import."""
+
+    def __init__(self, hidden: int = 4) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.body(x)))
+
+
+def with_the_task(task: TaskSpec) -> nn.Module:
+    return nn.Sequential(nn.Linear(task.input_shape[0], task.n_classes))
+
+
+def test_arrays_are_standardised_and_get_a_network() -> None:
+    task = Task.from_arrays(X, Y, classes=["a", "b", "c"], name="mine")
+    assert (task.spec.name, task.spec.classes, task.spec.input_shape) == ("mine", ("a", "b", "c"), (5,))
+    assert task.spec.model == "mlp"
+    assert task.spec.preprocessing.mean == pytest.approx(X.mean(), abs=1e-4)
+    assert pool(hold(task)).y.tolist() == Y.tolist()
+    assert len(pool(hold(task), limit=10).y) == 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "wanted", "mode", "model"),
+    [
+        ((8, 32, 32, 3), np.uint8, (3, 32, 32), "RGB", "cnn"),
+        ((8, 28, 28), np.uint8, (1, 28, 28), "L", "cnn"),
+        ((8, 1, 8, 8), np.float32, (1, 8, 8), None, "mlp"),
+        ((8, 28, 28), np.float32, (28, 28), None, "mlp"),
+    ],
+)
+def test_images_have_their_channels_first(
+    shape: tuple[int, ...], dtype: type, wanted: tuple[int, ...], mode: str | None, model: str
+) -> None:
+    spec = Task.from_arrays(np.arange(np.prod(shape)).reshape(shape).astype(dtype), np.arange(8) % 2).spec
+    assert (spec.input_shape, spec.preprocessing.image_mode, spec.model) == (wanted, mode, model)
+
+
+@pytest.mark.parametrize("model", [Net, lambda: Net(7), with_the_task, Net()], ids=["class", "function", "task", "net"])
+def test_any_network_can_be_built_and_has_a_fingerprint(model: object) -> None:
+    task = Task.from_arrays(X, Y, model=model)
+    assert len(task.spec.fingerprint()) == 16
+    assert build(task.spec)(torch.zeros(2, 5)).shape == (2, 3)
+    assert initial(task.spec, 1)[0].has_head
+
+
+def test_a_module_begins_with_the_weights_that_it_has_and_is_left_alone() -> None:
+    net = Net()
+    task = Task.from_arrays(X, Y, model=net)
+    one, two = build(task.spec), build(task.spec)
+    assert torch.equal(one.body.weight, net.body.weight)
+    with torch.no_grad():
+        one.body.weight.zero_()
+    assert torch.equal(two.body.weight, net.body.weight)
+
+
+def test_a_network_that_was_defined_anew_is_another_task() -> None:
+    one, two = (Task.from_arrays(X, Y, model=type("Net", (Net,), {})) for _ in range(2))
+    assert one.spec.fingerprint() != two.spec.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (3, "a network is a name, a torch.nn.Module or what makes one, not int"),
+        (lambda: 1 / 0, "fails with ZeroDivisionError"),
+        (lambda: 3, "returned int, not a torch.nn.Module"),
+        ("resnet", "unknown model resnet"),
+    ],
+)
+def test_what_is_no_network_is_refused(model: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(Task.from_arrays(X, Y, model=model).spec)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "more", "words"),
+    [
+        (X, Y[:-1], {}, "one whole number per sample"),
+        (X, Y + 0.5, {}, "one whole number per sample"),
+        (X * np.nan, Y, {}, "NaN"),
+        (X, Y, {"classes": ["a"]}, "the largest label is 2"),
+        (X, Y, {"users": [0, 1]}, "users must be one per sample"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(x: object, y: object, more: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Task.from_arrays(x, y, **more)
+
+
+def test_people_are_numbered() -> None:
+    task = Task.from_arrays(X, Y, users=["b", "a", "c"] * 10)
+    assert task.pool.user is not None
+    assert task.pool.user[:3].tolist() == [1, 0, 2]
+
+
+class Pictures(Dataset):
+    """Such as torchvision's: PIL images and a list of classes."""
+
+    classes = ("cat", "dog")
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[object, int]:
+        from PIL import Image
+
+        return Image.fromarray(np.full((16, 16, 3), 40 * i, np.uint8)), i % 2
+
+
+def test_datasets_of_tensors_and_of_pictures() -> None:
+    tensors = Task.from_dataset(TensorDataset(torch.rand(12, 1, 8, 8), torch.arange(12) % 3))
+    assert (tensors.spec.name, tensors.spec.n_classes, tensors.pool.x.shape) == ("TensorDataset", 3, (12, 1, 8, 8))
+    pictures = Task.from_dataset(Pictures())
+    assert (pictures.spec.classes, pictures.spec.preprocessing.image_mode) == (("cat", "dog"), "RGB")
+    assert pictures.pool.x.shape == (6, 3, 16, 16)
+    with pytest.raises(ConfigError, match="must give pairs"):
+        Task.from_dataset([(np.zeros(3), 0), (np.zeros(4), 1)])
+
+
+def png(path: Path, value: int) -> None:
+    """A grey picture of 8 x 8."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compress(b"".join(b"\0" + bytes([value] * 8) for _ in range(8)))
+    header = struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for i in range(6):
+        png(tmp_path / ("light", "dark")[i % 2] / f"{i}.png", 200 - 30 * i)
+    task = Task.from_folder(tmp_path, model="mlp")
+    assert (task.spec.classes, task.spec.model, task.pool.x.shape) == (("dark", "light"), "mlp", (6, 32, 32, 3))
+
+
+def test_names_stay_names() -> None:
+    assert name_of("cnn") == "cnn"
+    assert name_of("package.module:factory") == "package.module:factory"
