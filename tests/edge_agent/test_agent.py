@@ -18,16 +18,18 @@ import msgspec
 import pytest
 
 from edge_agent.agent import Agent, Identity, Limits, Works
-from edge_agent.device import CACHED_MODELS
+from edge_agent.device import CACHED_MODELS, Fetch
+from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import Ack, BlobRef, Context, Order, Presence, Want, encode
-from fedge.step import Declined, Failed
+from fedge.messages import Ack, BlobRef, Context, Order, Outcome, Presence, Want, encode
+from fedge.step import Action, installed_steps, read_result
 from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
 from fedge.steps.trial import Trial, Tried
+from fedge.stopping import Stop
 from fedge.transport import BrokerSettings
-from tests.support.peer import TASK, WAIT_S, EchoWorker, Outcome, Peer, later, order_of, train
+from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
 
 ME = "pi"
 
@@ -95,23 +97,23 @@ class Blocking(EchoWorker):
         self.go = threading.Event()
         self.thread = ""
 
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
         self.thread = threading.current_thread().name
         self.started.set()
         while not self.go.wait(0.01):
             if stop():
                 raise InterruptedError
-        return super().execute(order, fetch, stop=stop)
+        return super().execute(order, fetch, stop=stop, action=action)
 
 
 class Raising(EchoWorker):
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
         raise ZeroDivisionError("a network of the user's own")
 
 
 class Diverging(EchoWorker):
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:
-        return Outcome(Tried(delta=float("nan")), {})
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
+        return Finished(Tried(delta=float("nan")))
 
 
 # ------------------------------------------------------------------------------------------------ the main way
@@ -128,11 +130,11 @@ async def test_from_order_to_acknowledgement(broker: LocalBroker, tmp_path: Path
         assert peer.contexts[0].n_samples == 3
 
         model = peer.model(200_000)
-        order = order_of(train(model))
+        order = order_of(action := train(model))
         await peer.send(order)
-        report = await peer.report_of(order)
-        assert isinstance(report.result, Trained)
-        update = await peer.fetch_update(ME, report.result.update)
+        result = await peer.result_of(action, order)
+        assert isinstance(result, Trained)
+        update = await peer.fetch_update(ME, result.update)
         assert update == peer.sent.get(model.digest)[::-1]
 
         await peer.ack(order)
@@ -194,15 +196,16 @@ async def test_a_finished_report_survives_the_death_of_its_agent(one_broker: Loc
     async with Peer(one_broker, tmp_path) as peer:
         task = asyncio.create_task(make_agent(one_broker, tmp_path / "home", first, events).run())
         await peer.presence(Presence.ONLINE)
-        order = order_of(train(peer.model()))
+        order = order_of(action := train(peer.model()))
         await peer.send(order)
         report = await peer.report_of(order)
         await killed(task)
         peer.reports.clear()
         async with running(make_agent(one_broker, tmp_path / "home", second, Events())):
             assert await peer.report_of(order) == report
-            assert isinstance(report.result, Trained)
-            await peer.fetch_update(ME, report.result.update)
+            result = read_result(report, action)
+            assert isinstance(result, Trained)
+            await peer.fetch_update(ME, result.update)
         assert (first.done, second.done) == ([order.id], [])
         assert peer.statuses[0].incarnation != peer.statuses[-1].incarnation
 
@@ -288,8 +291,9 @@ async def test_a_model_that_nobody_sends_costs_the_deadline_at_most(one_broker: 
         ("orders", b"", "malformed"),
         ("orders", b"\xc1 nonsense", "malformed"),
         ("orders", b"\x00" * 70_000, "oversized"),
-        ("orders", msgspec.msgpack.encode((2, {"type": "order"})), "version"),
-        ("orders", msgspec.msgpack.encode((1, {"type": "order", "id": "../../etc"})), "malformed"),
+        ("orders", msgspec.msgpack.encode((1, {"type": "order"})), "version"),
+        ("orders", msgspec.msgpack.encode((3, {"type": "order"})), "version"),
+        ("orders", msgspec.msgpack.encode((2, {"type": "order", "id": "../../etc"})), "malformed"),
         ("orders", encode(Ack(order_id="a", device_id=ME, accepted=True)), "unexpected-type"),
         ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), device="pi-2")), "foreign-id"),
         ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), in_s=-1)), "expired"),
@@ -369,10 +373,11 @@ async def test_a_broker_that_forbids_to_fetch_a_model_fails_the_order_and_not_th
                 patch.setattr(agent._transport, "subscribe", refuse)
                 order = order_of(train(peer.model()))
                 await peer.send(order)
-                assert (await peer.report_of(order)).result == Failed(reason="subscription refused: Not authorized")
+                report = await peer.report_of(order)
+                assert (report.outcome, report.reason) == (Outcome.FAILED, "subscription refused: Not authorized")
             order = order_of(train(peer.model()), "r.2.s.pi")
             await peer.send(order)
-            assert isinstance((await peer.report_of(order)).result, Trained)
+            assert (await peer.report_of(order)).outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize(
@@ -387,8 +392,58 @@ async def test_work_that_breaks_is_reported_as_failed(
         order = order_of(train(peer.model()))
         await peer.send(order)
         report = await peer.report_of(order)
-        assert isinstance(report.result, Failed)
-        assert reason in report.result.reason
+        assert report.outcome is Outcome.FAILED
+        assert reason in report.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reason"),
+    [
+        ({"step": "dance"}, Outcome.UNSUPPORTED, "step dance version 1: this device has none of that name"),
+        ({"version": 9}, Outcome.UNSUPPORTED, "step train version 9: this device has version 1"),
+        ({"body": b"nonsense"}, Outcome.FAILED, "malformed"),
+    ],
+)
+async def test_a_step_that_the_device_does_not_know_is_answered_without_fetching_a_model(
+    one_broker: LocalBroker, tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: str
+) -> None:
+    worker = EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, Events())):
+        await peer.presence(Presence.ONLINE)
+        order = msgspec.structs.replace(order_of(train(peer.model())), **changes)
+        await peer.send(order)
+        report = await peer.report_of(order)
+        assert report.outcome is outcome
+        assert reason in report.reason
+        assert (peer.wants, worker.done) == ({}, [])
+        known = order_of(train(peer.model()), "r.1.known.pi")
+        await peer.send(known)
+        assert (await peer.report_of(known)).outcome is Outcome.DONE
+
+
+class Installing(EchoWorker):
+    """Each order leaves a bundle."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__()
+        self._bundles = home / "bundles"
+
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
+        (self._bundles / str(4 + len(self.done))).mkdir(parents=True)
+        return super().execute(order, fetch, stop=stop, action=action)
+
+
+async def test_the_status_tells_the_steps_and_the_highest_release(one_broker: LocalBroker, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, home, Installing(home), Events())):
+        await peer.presence(Presence.ONLINE)
+        capabilities = peer.statuses[-1].capabilities
+        assert capabilities is not None
+        assert capabilities.steps == {name: step.VERSION for name, step in installed_steps().items()}
+        assert peer.statuses[-1].release == 0
+        for n, release in enumerate((4, 5)):
+            await peer.send(order_of(train(peer.model()), f"r.{n}.s.pi"))
+            await peer.until(lambda release=release: peer.statuses[-1].release == release)
 
 
 async def test_an_order_of_another_task_fails_without_fetching_its_model(
@@ -400,8 +455,8 @@ async def test_an_order_of_another_task_fails_without_fetching_its_model(
         order = msgspec.structs.replace(order_of(train(peer.model())), task_fingerprint="f" * 16)
         await peer.send(order)
         report = await peer.report_of(order)
-        assert isinstance(report.result, Failed)
-        assert "task" in report.result.reason
+        assert report.outcome is Outcome.FAILED
+        assert "task" in report.reason
         assert (peer.wants, worker.done) == ({}, [])
 
 
@@ -421,8 +476,8 @@ async def test_a_device_past_its_limits_declines_with_a_reason(
         order = order_of(train(BlobRef(digest="ab" * 32, size_bytes=size_bytes)))
         await peer.send(order)
         report = await peer.report_of(order)
-        assert isinstance(report.result, Declined)
-        assert reason in report.result.reason
+        assert report.outcome is Outcome.DECLINED
+        assert reason in report.reason
         assert worker.done == []
 
 

@@ -21,9 +21,9 @@ from edge_agent.cli import AgentSettings, agent, build
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.errors import ConfigError
-from fedge.messages import Presence
-from fedge.step import Declined, Failed
+from fedge.messages import Outcome, Presence
 from fedge.steps.profile import Profile
+from fedge.steps.route import Route
 from fedge.tasks import device_data, task_spec
 from fedge.transport import parse_address
 from tests.support.broker import local_broker
@@ -196,7 +196,7 @@ async def test_an_idle_agent_is_small_and_a_working_one_answers(
         bad = order_of(Profile(extractor=peer.model()), device="cam1")
         await peer.send(bad)
         report = await peer.report_of(bad)
-        assert isinstance(report.result, Failed), "another task"
+        assert report.outcome is Outcome.FAILED, "another task"
 
 
 async def test_an_inference_only_agent_says_so_and_trains_nothing(
@@ -208,11 +208,18 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
         status = peer.statuses[-1]
         assert status.capabilities is not None
         assert (status.capabilities.trains, status.n_samples) == (False, 0)
-        order = msgspec.structs.replace(
-            order_of(Profile(extractor=peer.model()), device="cam1"), task_fingerprint=task_spec("digits").fingerprint()
-        )
-        await peer.send(order)
-        assert (await peer.report_of(order)).result == Declined(reason="this device does not train")
+        assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
+        fingerprint = task_spec("digits").fingerprint()
+        for action, outcome, reason in (
+            (Profile(extractor=peer.model()), Outcome.DECLINED, "this device does not train"),
+            (Route(gate=peer.model()), Outcome.FAILED, "gate cannot be run"),
+        ):
+            order = order_of(action, f"r.1.{action.STEP}.cam1", device="cam1")
+            order = msgspec.structs.replace(order, task_fingerprint=fingerprint)
+            await peer.send(order)
+            report = await peer.report_of(order)
+            assert report.outcome is outcome
+            assert reason in report.reason
         maps = await asyncio.to_thread(Path(f"/proc/{running.pid}/maps").read_text)
         assert "onnxruntime" in maps
         assert "torch" not in maps

@@ -13,10 +13,7 @@ import pytest
 from edge_agent.outbox import Outbox
 from edge_agent.session import MAX_ACKED
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import Ack, BlobRef, Order, Report, encode
-from fedge.step import Declined
-from fedge.steps.profile import Profile
-from fedge.steps.train import Trained
+from fedge.messages import Ack, BlobRef, Order, Outcome, Report, encode
 from fedge.tensors import digest_of
 
 DEVICE = "pi-1"
@@ -26,21 +23,22 @@ def order(order_id: str = "a", deadline: float = 100.0) -> Order:
     return Order(
         id=order_id,
         device_id=DEVICE,
+        run="r",
         round=1,
-        step="train",
+        label="train",
         seed=0,
         task_fingerprint="f",
         deadline=deadline,
-        action=Profile(extractor=BlobRef(digest="0" * 64, size_bytes=1)),
+        step="train",
+        body=b"what is to be done",
     )
 
 
 def report(order_id: str = "a", blob: bytes | None = None) -> Report:
     if blob is None:
-        return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, result=Declined(reason="hot"))
+        return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DECLINED, reason="hot")
     update = BlobRef(digest=digest_of(blob), size_bytes=len(blob))
-    result = Trained(update=update, n_samples=3, loss_before=2.0, loss_after=1.0, gradient_norm=0.5)
-    return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, result=result)
+    return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DONE, body=b"x", blobs=(update,))
 
 
 def ack(order_id: str = "a", accepted: bool = True, reason: str = "") -> Ack:

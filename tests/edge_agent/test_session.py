@@ -37,9 +37,7 @@ from edge_agent.session import (
     check_invariants,
 )
 from fedge.errors import ProtocolError
-from fedge.messages import Ack, BlobRef, Order, Report
-from fedge.steps.profile import Profile
-from fedge.steps.trial import Tried
+from fedge.messages import Ack, Order, Outcome, Report
 
 DEVICE = "pi-1"
 
@@ -48,17 +46,19 @@ def order(order_id: str = "a", *, deadline: float = 100.0, device: str = DEVICE,
     return Order(
         id=order_id,
         device_id=device,
+        run="r",
         round=1,
-        step="profile",
+        label="profile",
         seed=seed,
         task_fingerprint="f",
         deadline=deadline,
-        action=Profile(extractor=BlobRef(digest="0" * 64, size_bytes=1)),
+        step="profile",
+        body=b"what is to be done",
     )
 
 
 def report(order_id: str = "a") -> Report:
-    return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, result=Tried(delta=0.5))
+    return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DONE, body=b"what came of it")
 
 
 def ack(order_id: str = "a", *, accepted: bool = True, device: str = DEVICE) -> Ack:

@@ -15,9 +15,8 @@ from export.parity import features_of, logits_of
 from export.pool import WIDTHS, gate_logits, pool_reference, top_weights
 from fedge import models
 from fedge.bundle import read
-from fedge.messages import Part
 from fedge.task import TaskSpec
-from fedge.tensors import unflatten
+from fedge.tensors import HEAD, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
 LAYOUT, TRUNK = models.initial(TASK, 0)
@@ -182,10 +181,10 @@ def test_the_skeleton_is_the_same_for_all_devices_and_heads_are_small_files(tmp_
 
 
 def test_the_head_alone_is_the_difference_of_the_layout() -> None:
-    head = LAYOUT.part(Part.HEAD)
+    head = LAYOUT.select(HEAD)
     assert [t.shape for t in head.tensors] == [(3, 8), (3,)]
     assert set(unflatten(TRUNK, LAYOUT)) - {t.name for t in head.tensors} == {
-        t.name for t in LAYOUT.part(Part.BASE).tensors
+        t.name for t in LAYOUT.without(HEAD).tensors
     }
 
 

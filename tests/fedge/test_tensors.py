@@ -10,10 +10,12 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, Keep, KeepHead, KeepModel, KeepOffset, KeepPart, Part
 from fedge.tensors import (
+    BASE,
+    HEAD,
     Layout,
     Model,
+    Selector,
     TensorInfo,
     Tensors,
     digest_of,
@@ -228,34 +230,67 @@ def test_models_are_frozen() -> None:
 
 NETWORK = Layout(
     tensors=(
-        TensorInfo(name="in.w", shape=(4, 2)),
-        TensorInfo(name="out.w", shape=(3, 4)),
-        TensorInfo(name="out.b", shape=(3,)),
-        TensorInfo(name="mean", shape=(4,), kind="buffer"),
-        TensorInfo(name="count", shape=(), kind="counter"),
+        TensorInfo(name="in.w", shape=(4, 2), layer="linear"),
+        TensorInfo(name="n.w", shape=(4,), layer="norm"),
+        TensorInfo(name="out.w", shape=(3, 4), layer="head"),
+        TensorInfo(name="out.b", shape=(3,), layer="head"),
+        TensorInfo(name="n.mean", shape=(4,), kind="buffer", layer="norm"),
+        TensorInfo(name="n.count", shape=(), kind="counter", layer="norm"),
     )
 )
-OFFSET = KeepOffset(global_mean=BlobRef(digest="0" * 64, size_bytes=1))
+
+
+def names(layout: Layout) -> list[str]:
+    return [t.name for t in layout.tensors]
 
 
 @pytest.mark.parametrize(
-    ("keep", "expected"),
+    ("selector", "expected"),
     [
-        (KeepPart(private=Part.HEAD), {"out.w": (3, 4), "out.b": (3,)}),
-        (KeepPart(private=Part.BASE), {"in.w": (4, 2), "mean": (4,), "count": ()}),
-        (KeepModel(proximal_lambda=0.1), {t.name: t.shape for t in NETWORK.tensors}),
-        (KeepHead(), {"out.w": (3, 4), "out.b": (3,)}),
-        (OFFSET, {"offset": (4,)}),
+        (("head",), ["out.w", "out.b"]),
+        (("!head",), ["in.w", "n.w", "n.mean", "n.count"]),
+        (("norm",), ["n.w", "n.mean", "n.count"]),
+        (("norm", "head"), ["n.w", "out.w", "out.b", "n.mean", "n.count"]),
+        (("!norm", "!head"), ["in.w"]),
+        (("in.*",), ["in.w"]),
+        (("*.w",), ["in.w", "n.w", "out.w"]),
+        (("*.w", "!norm"), ["in.w", "out.w"]),
+        (("norm", "!n.mean"), ["n.w", "n.count"]),
+        (("n.?",), ["n.w"]),
+        (("*",), ["in.w", "n.w", "out.w", "out.b", "n.mean", "n.count"]),
     ],
 )
-def test_what_a_device_keeps_of_which_shape(keep: Keep, expected: dict[str, tuple[int, ...]]) -> None:
-    assert {t.name: t.shape for t in NETWORK.kept(keep).tensors} == expected
+def test_what_a_selector_means_in_the_layouts_order(selector: Selector, expected: list[str]) -> None:
+    assert names(NETWORK.select(selector)) == expected
+    if len(expected) < len(NETWORK.tensors):
+        assert names(NETWORK.without(selector)) == [name for name in names(NETWORK) if name not in expected]
 
 
-@pytest.mark.parametrize("keep", [KeepPart(private=Part.HEAD), KeepHead(), OFFSET])
-def test_without_a_head_nothing_of_it_can_be_kept(keep: Keep) -> None:
-    with pytest.raises(ConfigError, match="last layer"):
-        LAYOUT.kept(keep)
+def test_an_empty_selector_leaves_everything() -> None:
+    assert NETWORK.without(()) is NETWORK
+
+
+@pytest.mark.parametrize("selector", [("conv",), ("!conv",), ("head", "conv"), ("nothing.*",), ("*", "!nothing.*")])
+def test_a_pattern_that_means_nothing_of_the_network_is_refused(selector: Selector) -> None:
+    for take in (NETWORK.select, NETWORK.without):
+        with pytest.raises(
+            ConfigError, match=r"no layer '(conv|nothing\.\*)': a selector takes head, norm, conv, linear"
+        ):
+            take(selector)
+
+
+def test_a_selector_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="selects no tensor"):
+        NETWORK.select(("head", "!*"))
+    with pytest.raises(ConfigError, match="none is left to share"):
+        NETWORK.without(("*",))
+
+
+@pytest.mark.parametrize("selector", [HEAD, BASE])
+def test_without_a_head_there_is_nothing_of_it_to_keep(selector: Selector) -> None:
+    for take in (LAYOUT.select, LAYOUT.without):
+        with pytest.raises(ConfigError, match="last layer must be linear"):
+            take(selector)
 
 
 def test_overlaid_replaces_what_is_given_and_nothing_else() -> None:

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edge_agent.agent import Agent, Identity
+from edge_agent.worker import Finished
 from fedge.messages import BlobRef, Order
 from fedge.step import Action
 from fedge.transport import BrokerSettings
-from tests.support.peer import TASK, EchoWorker, Finished
+from tests.support.peer import TASK, EchoWorker
 
 
 class WatchedWorker(EchoWorker):

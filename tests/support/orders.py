@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_agent.device import Owner
+from edge_agent.device import Device, Owner
 from edge_agent.worker import Worker
 from fedge import codec, models
 from fedge.messages import BlobRef, Codec, Order
 from fedge.step import Action, body_of
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Model, Selector, Tensors, digest_of, unflatten
+from fedge.tensors import Layout, Model, Selector, Tensors, digest_of, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
 LAYOUT, INITIAL = models.initial(TASK, 0)
@@ -21,29 +21,38 @@ D = 8  # features
 class Blobs(dict[str, bytes]):
     """What the coordinator has sent, by digest; called, it is `fetch`. `fetched`: what was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: TaskSpec = TASK) -> None:
+        self.task = task
         self.fetched: list[str] = []
 
     def __call__(self, ref: BlobRef) -> bytes:
         self.fetched.append(ref.digest)
         return self[ref.digest]
 
-    def put(self, tensors: Tensors) -> BlobRef:
-        data = codec.encode(tensors, Codec.FLOAT32)
+    def file(self, data: bytes) -> BlobRef:
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
         self[ref.digest] = data
         return ref
 
-    def model(self, seed: int, personal: Selector = ()) -> BlobRef:
-        """A model with weights of this seed, without what is personal."""
-        tensors = unflatten(models.initial(TASK, seed)[1], LAYOUT)
-        return self.put({info.name: tensors[info.name] for info in LAYOUT.without(personal).tensors})
+    def put(self, tensors: Tensors) -> BlobRef:
+        return self.file(codec.encode(tensors, Codec.FLOAT32))
+
+    def model(self, seed: int, personal: Selector = (), scale: float = 1.0) -> BlobRef:
+        """A model with weights of this seed, or what travels of it where some layers are personal."""
+        layout, model = models.initial(self.task, seed)
+        scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
+        return self.put(tensors_of(scaled, layout.without(personal), layout))
 
 
 def part_of(model: Model, selector: Selector) -> Tensors:
     """The tensors of a model of `TASK` that a selector means."""
-    tensors = unflatten(model, LAYOUT)
-    return {info.name: tensors[info.name] for info in LAYOUT.select(selector).tensors}
+    return tensors_of(model, LAYOUT.select(selector))
+
+
+def tensors_of(model: Model, part: Layout, layout: Layout = LAYOUT) -> Tensors:
+    """Some tensors of a model."""
+    tensors = unflatten(model, layout)
+    return {info.name: tensors[info.name] for info in part.tensors}
 
 
 def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,14 +64,29 @@ def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def device_data(n: int = 40, m: int = 15, sensitive: float = 0.25) -> DeviceData:
     """n training samples, a share of them sensitive, and m for validation."""
     (x, y), (x_val, y_val) = samples(n, 1), samples(m, 2)
-    return DeviceData(x, y, np.arange(n) < sensitive * n, x_val, y_val)
+    return DeviceData(x, y, np.arange(n) % 4 < 4 * sensitive, x_val, y_val)
 
 
-def worker(home: Path, data: DeviceData | None = None) -> Worker:
-    return Worker("d", TASK, data or device_data(), home, owner=Owner(shares_private=True))
+def worker(home: Path, data: DeviceData | None = None, *, shares_private: bool = True) -> Worker:
+    return Worker("d", TASK, data or device_data(), home, owner=Owner(shares_private=shares_private))
 
 
-def order(action: Action, number: int = 1, *, run: str = "r", label: str = "step") -> Order:
+def device(
+    home: Path, action: Action, blobs: Blobs | None = None, data: DeviceData | None = None, **fields: object
+) -> Device:
+    """What a step may use while it carries out an order; `fields`: of `order`."""
+    return worker(home, data).device(order(action, **fields), Blobs() if blobs is None else blobs)  # type: ignore[arg-type]
+
+
+def order(
+    action: Action,
+    number: int = 1,
+    *,
+    run: str = "r",
+    label: str = "step",
+    seed: int | None = None,
+    task: TaskSpec = TASK,
+) -> Order:
     """An order of a round; its seed comes from the round."""
     return Order(
         id=f"{run}.{number}.{label}.d",
@@ -70,8 +94,8 @@ def order(action: Action, number: int = 1, *, run: str = "r", label: str = "step
         run=run,
         round=number,
         label=label,
-        seed=100 + number,
-        task_fingerprint=TASK.fingerprint(),
+        seed=100 + number if seed is None else seed,
+        task_fingerprint=task.fingerprint(),
         deadline=0.0,
         step=action.STEP,
         version=action.VERSION,

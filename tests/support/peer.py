@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
+from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
 from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, decode, encode
 from fedge.sgd import Sgd
-from fedge.step import Action, Failed, Result, body_of
+from fedge.step import Action, Failed, Result, body_of, read_result
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
@@ -92,6 +93,10 @@ class Peer:
         """Wait until the last status is this."""
         await self.until(lambda: bool(self.statuses) and self.statuses[-1].presence is presence)
 
+    async def result_of(self, action: Action, order: Order) -> Result:
+        """Wait for a report, and read it."""
+        return read_result(await self.report_of(order), action)
+
     async def send(self, order: Order) -> None:
         """Publish an order to its device."""
         await self.transport.publish(self.topics.agent(order.device_id, "orders"), encode(order))
@@ -136,13 +141,6 @@ def train(model: BlobRef) -> Train:
     return Train(starts=(Start(model=model),), sgd=Sgd(steps=1))
 
 
-class Finished(NamedTuple):
-    """As `edge_agent.worker.Finished`, in a process that never imports torch."""
-
-    result: Result
-    blobs: dict[str, bytes]
-
-
 class EchoWorker:
     """Does the wire's part of the work without learning: an update is the start model's bytes, reversed."""
 
@@ -152,6 +150,8 @@ class EchoWorker:
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
     ) -> Finished:
+        result: Result
+        blobs: dict[str, bytes] = {}
         match action:
             case Train(starts=(start, *_)):
                 data = fetch(start.model)[::-1]
@@ -160,9 +160,9 @@ class EchoWorker:
                 blobs = {update.digest: data}
             case Profile(extractor=extractor):
                 shares = (len(fetch(extractor)) % 2 / 2,)
-                result, blobs = Profiled(extractor=extractor.digest, profile=shares, n_samples=3), {}
+                result = Profiled(extractor=extractor.digest, profile=shares, n_samples=3)
             case _:
-                result, blobs = Failed(reason="not for me"), {}
+                result = Failed(reason="not for me")
         self.done.append(order.id)
         return Finished(result, blobs)
 

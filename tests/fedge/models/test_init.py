@@ -11,11 +11,10 @@ from torch import nn
 
 from fedge import models
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import Part
 from fedge.models.training import Network, Trainer
 from fedge.sgd import Sgd
 from fedge.task import TaskSpec
-from fedge.tensors import Model, TensorInfo, unflatten
+from fedge.tensors import HEAD, Model, TensorInfo, unflatten
 
 TASK = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp")
 
@@ -28,13 +27,13 @@ def test_layout_lists_parameters_then_buffers_then_nothing_else() -> None:
     module = with_batch_norm()
     module.register_buffer("scratch", torch.zeros(5), persistent=False)
     assert models.layout_of(module).tensors == (
-        TensorInfo(name="lin.weight", shape=(3, 2)),
-        TensorInfo(name="lin.bias", shape=(3,)),
-        TensorInfo(name="norm.weight", shape=(3,)),
-        TensorInfo(name="norm.bias", shape=(3,)),
-        TensorInfo(name="norm.running_mean", shape=(3,), kind="buffer"),
-        TensorInfo(name="norm.running_var", shape=(3,), kind="buffer"),
-        TensorInfo(name="norm.num_batches_tracked", shape=(), kind="counter"),
+        TensorInfo(name="lin.weight", shape=(3, 2), layer="linear"),
+        TensorInfo(name="lin.bias", shape=(3,), layer="linear"),
+        TensorInfo(name="norm.weight", shape=(3,), layer="norm"),
+        TensorInfo(name="norm.bias", shape=(3,), layer="norm"),
+        TensorInfo(name="norm.running_mean", shape=(3,), kind="buffer", layer="norm"),
+        TensorInfo(name="norm.running_var", shape=(3,), kind="buffer", layer="norm"),
+        TensorInfo(name="norm.num_batches_tracked", shape=(), kind="counter", layer="norm"),
     )
 
 
@@ -86,18 +85,18 @@ def user(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(user: types.ModuleType) -> None:
     user.net = lambda _: Early()
     layout, first = models.initial(TOY, 3)
-    assert [info.name for info in layout.part(Part.HEAD).tensors] == ["head.weight", "head.bias"]
+    assert [info.name for info in layout.select(HEAD).tensors] == ["head.weight", "head.bias"]
     network = Network(TOY)
     assert network.layout == layout
     x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
     f, logits = network.features(first, x), network.logits(first, x)
     tensors = unflatten(first, layout)
-    weight, bias = (tensors[info.name].astype(np.float64) for info in layout.part(Part.HEAD).tensors)
+    weight, bias = (tensors[info.name].astype(np.float64) for info in layout.select(HEAD).tensors)
     np.testing.assert_allclose(f @ weight.T + bias, logits, atol=1e-6)
-    head = network.slice_of(Part.HEAD)
+    head = network.slice_of("head")
     np.testing.assert_array_equal(network.weights[head].numpy(), first.params[head])
     assert network.weights[head].numel() == 4 * 3 + 3
-    Trainer(network, x, np.arange(5) % 3, Sgd(), np.random.default_rng(0), moves=Part.HEAD).run(3)
+    Trainer(network, x, np.arange(5) % 3, Sgd(), np.random.default_rng(0), moves="head").run(3)
     moved = {n for n, t in unflatten(network.dump(), layout).items() if (t != tensors[n]).any()}
     assert moved == {"head.weight", "head.bias"}
 
@@ -117,10 +116,10 @@ def test_a_network_without_such_a_layer_is_not_split_at_another_one(net: nn.Modu
     user.net = lambda _: net
     layout, first = models.initial(TOY, 3)
     with pytest.raises(ConfigError, match="its output the logits; change the network, or choose a method"):
-        layout.part(Part.HEAD)
+        layout.select(HEAD)
     with pytest.raises(ConfigError, match="cannot be split"):
         Network(TOY).features(first, np.zeros((2, 6), np.float32))
-    assert layout.part(Part.ALL) == layout
+    assert layout.without(()) == layout
 
 
 def test_a_network_that_does_not_take_the_tasks_inputs_is_refused_before_anything_runs(user: types.ModuleType) -> None:
@@ -215,9 +214,32 @@ def test_the_users_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     mobile = msgspec.structs.replace(TASK, model="my_factories:mobile", input_shape=(3, 32, 32))
     layout, _ = models.initial(mobile, seed=0)
     assert layout.of_kind("counter")
-    assert [info.name for info in layout.part(Part.HEAD).tensors] == ["classifier.3.weight", "classifier.3.bias"]
+    assert [info.name for info in layout.select(HEAD).tensors] == ["classifier.3.weight", "classifier.3.bias"]
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"mlp, cnn, cnn_fedavg, resnet_moe, or package\.module:factory"):
         models.build(msgspec.structs.replace(TASK, model="transformer"))
+
+
+def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> None:
+    user.net = lambda _: nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4),
+        nn.GRUCell(4, 2), nn.Linear(2, 3),
+    )  # fmt: skip
+    layout, _ = models.initial(TOY, 3)
+    of_layer = {info.name.rpartition(".")[0]: info.layer for info in layout.tensors}
+    assert of_layer == {"1": "conv", "2": "norm", "4": "linear", "5": "norm", "6": "", "7": "head"}
+    norm = layout.select(("norm",))
+    assert [info.name for info in norm.tensors] == [
+        "2.weight", "2.bias", "5.weight", "5.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked",
+    ]  # fmt: skip
+    assert {info.kind for info in norm.tensors} == {"param", "buffer", "counter"}
+    others = layout.without(("norm",))
+    assert {*norm.tensors, *others.tensors} == set(layout.tensors)
+
+
+def test_the_head_comes_first_where_a_layer_is_of_two_kinds(user: types.ModuleType) -> None:
+    user.net = lambda _: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    layout, _ = models.initial(TOY, 3)
+    assert [info.layer for info in layout.tensors] == ["linear", "linear", "head", "head"]

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from fedge import models
-from fedge.messages import Part
 from fedge.models.training import (
     PADDING,
     Network,
@@ -38,7 +37,7 @@ from fedge.processor import Processor
 from fedge.sgd import Sgd
 from fedge.stopping import StoppedError
 from fedge.task import TaskSpec
-from fedge.tensors import unflatten
+from fedge.tensors import HEAD, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(5,), model="mlp", model_options={"hidden": 7})
 LAYOUT, START = models.initial(TASK, 3)
@@ -129,7 +128,7 @@ def test_logits_are_the_models_and_leave_read_only_data_alone():
 def test_features_are_what_the_head_sees(monkeypatch):
     net = network()
     tensors = unflatten(START, LAYOUT)
-    weight, bias = (tensors[info.name] for info in LAYOUT.part(Part.HEAD).tensors)
+    weight, bias = (tensors[info.name] for info in LAYOUT.select(HEAD).tensors)
     features = net.features(START, X)
     np.testing.assert_allclose(features @ weight.T + bias, net.logits(START, X), atol=1e-5)
     assert features.shape == (50, weight.shape[1])
@@ -220,7 +219,7 @@ def test_a_model_without_samples_has_no_accuracy():
 def test_parts_are_not_trained_side_by_side():
     _, _, stack = stacked()
     with pytest.raises(ValueError, match="in whole"):
-        Trainer(stack, X, Y, Sgd(), side_by_side((50,), 8, [np.random.default_rng(0)]), moves=Part.HEAD)
+        Trainer(stack, X, Y, Sgd(), side_by_side((50,), 8, [np.random.default_rng(0)]), moves="head")
 
 
 def test_only_small_linear_networks_are_stacked():
