@@ -209,6 +209,7 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
         assert status.capabilities is not None
         assert (status.capabilities.trains, status.n_samples) == (False, 0)
         assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
+        assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
         fingerprint = task_spec("digits").fingerprint()
         for action, outcome, reason in (
             (Profile(extractor=peer.model()), Outcome.DECLINED, "this device does not train"),
