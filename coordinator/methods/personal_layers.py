@@ -29,12 +29,17 @@ P = TypeVar("P", bound=PersonalState)
 
 
 class PersonalLayers(Method[P], Generic[P]):
-    """`personal`: the layers that stay on a device; `needs_head`: whether the network must have a head."""
+    """`personal`: the layers that stay on a device; `needs_head`: whether the network must have a head.
+
+    `sends_initial`: whether a device's personal layers begin as those of the common initial model; otherwise as its
+    own network makes them, and not a byte of them is ever on the wire.
+    """
 
     Options: ClassVar[type[FedAvgOptions]] = FedAvgOptions
     State: ClassVar[type[Any]] = PersonalState
     personal: ClassVar[Selector] = ()
     needs_head: ClassVar[bool] = False
+    sends_initial: ClassVar[bool] = True
 
     def step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
         """What a device does in the next round; `common`: the fields of `Train`, filled in."""
@@ -60,8 +65,12 @@ class PersonalLayers(Method[P], Generic[P]):
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             personal=self.personal,
-            initial=state.initial if self.personal else None,
+            initial=self.first(state),
         )
+
+    def first(self, state: P) -> BlobRef | None:
+        """Where the personal layers of a device begin."""
+        return state.initial if self.personal and self.sends_initial else None
 
     def kept_by(self, state: P) -> str | None:
         """The step that keeps something on the devices; None: none does."""
@@ -95,7 +104,7 @@ class PersonalLayers(Method[P], Generic[P]):
             model=state.model,
             personal=self.personal,
             kept_by=self.kept_by(state),
-            initial=state.initial if self.personal else None,
+            initial=self.first(state),
         )
 
     def serves(self, state: P, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from edge_agent import gate
-from edge_agent.device import Device
+from edge_agent.device import PERSONAL, Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior
 from edge_agent.mixture import PLAIN, TIE
 from edge_agent.steps.train import whole
@@ -31,8 +31,8 @@ def run(device: Device, action: Install) -> Installed:
 
 
 def kept(device: Device, action: Served) -> Tensors | None:
-    """What the run's last training kept here; None: nothing."""
-    if action.kept_by is None:
+    """What the run's last training kept here; None: nothing, as on a device that does not know the step."""
+    if action.kept_by is None or device.files.read(PERSONAL) is None:
         return None
     return device.kept(action.kept_by, kept_by(action.kept_by, action.personal, device.layout, device.host.steps))
 

@@ -21,6 +21,7 @@ import numpy as np
 from edge_agent.device import Device, FailedError
 from edge_agent.encoding import send_update
 from edge_agent.evaluation import Look, best_of, best_start, look
+from fedge import models
 from fedge.messages import BlobRef
 from fedge.models.training import (
     CPU,
@@ -140,8 +141,7 @@ def report(
 def whole(device: Device, ref: BlobRef, personal: Selector, mine: Tensors | None, initial: BlobRef | None) -> Model:
     """All tensors of a model of which a part was sent: the others from what was kept, at first from `initial`.
 
-    Raises:
-        FailedError: nothing was kept, and the order names no initial model.
+    Without an initial model they begin as the network's own code makes them, which no message tells.
     """
     if not personal:
         return device.model(ref)
@@ -149,9 +149,8 @@ def whole(device: Device, ref: BlobRef, personal: Selector, mine: Tensors | None
     sent = unflatten(device.model(ref, layout), layout)
     if mine is not None:
         return flatten(mine | sent, device.layout)
-    if initial is None:
-        raise FailedError("nothing is kept here, and the order names no initial model")
-    return overlaid(device.model(initial), sent, device.layout)
+    first = models.initial(device.task, 0)[1] if initial is None else device.model(initial)
+    return overlaid(first, sent, device.layout)
 
 
 # ------------------------------------------------------------------------------------------ several devices at once

@@ -44,7 +44,7 @@ class Served(Action, frozen=True, kw_only=True):
     """The model of an order that ends a method, with what a training step kept on the device put over it.
 
     `personal`: the layers that `model` lacks. `kept_by`: the step whose training kept something; None: nothing is.
-    `initial`: all tensors, for a device that never trained.
+    `initial`: all tensors, for a device that never trained; None: as in `Train`.
     """
 
     model: BlobRef

@@ -76,7 +76,7 @@ class Train(Action, frozen=True, kw_only=True):
     codec: Codec = Codec.INT8
     choose: Choice = "loss"
     personal: Selector = ()
-    initial: BlobRef | None = None  # all tensors; needed where something is personal
+    initial: BlobRef | None = None  # all tensors; None: personal layers begin as the network's own code makes them
     head_steps: Count = 0
     measure: bool = True  # whether losses and the gradient's norm are wanted: as much work as an epoch
 

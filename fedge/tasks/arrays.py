@@ -1,4 +1,4 @@
-"""Samples in an .npz file: x (n, ...), y (n,), and optionally split, sensitive and classes."""
+"""Samples in an .npz file: x (n, ...), y (n,), and optionally split, sensitive, user and classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 
-KEYS: Final = ("x", "y", "split", "sensitive", "classes")
+KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
 TRAIN, VALIDATION, TEST = range(3)
 """Values of `split`."""
 
@@ -36,8 +36,8 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[
     """Samples with what else is known of them; `where` stands before what an error says.
 
     Returns:
-        x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; classes
-        (C,).
+        x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; user
+        (n,) int64, the person that each sample comes from, 0, 1, ...; classes (C,).
 
     Raises:
         ConfigError: an array has a wrong shape, type or value.
@@ -54,6 +54,8 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[
         found["split"] = _whole_numbers(found["split"], len(x), TEST, f"{where}: split")
     if "sensitive" in found:
         found["sensitive"] = _whole_numbers(found["sensitive"], len(x), 1, f"{where}: sensitive").astype(np.bool_)
+    if "user" in found:
+        found["user"] = _whole_numbers(found["user"], len(x), len(x) - 1, f"{where}: user")
     return found
 
 

@@ -74,7 +74,7 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
         x, y, user = speech.read(data)
     elif task_name == "arrays" and data is not None:
         table = arrays.read(data)
-        x, y = table["x"], table["y"]
+        x, y, user = table["x"], table["y"], table.get("user")
     elif task_name == "image-folder" and data is not None:
         return _images(data, rng, limit)
     else:
