@@ -1,6 +1,6 @@
 """FedBN: FedAvg whose normalisation layers stay on each device.
 
-Source: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021, Algorithm 1.
+Source: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021, Alg. 1.
 Weights, biases and running statistics of all normalisation layers are personal: they learn on the device, never travel,
 and are part of the device's bundle. Everything else is averaged.
 

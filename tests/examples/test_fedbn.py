@@ -1,0 +1,120 @@
+"""FedBN, as a user's own method: better than FedAvg where inputs differ, and nothing of a normalisation on the wire."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from methods.fedbn import write_cameras
+
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import Partition, Scenario
+from edge_agent.device import PERSONAL, kept_of, newest
+from fedge import codec, models
+from fedge.broker import LocalBroker
+from fedge.bundle import read
+from fedge.messages import BlobRef, Order, Report, blobs_of, decode
+from fedge.step import installed_steps, read_action, read_result
+from fedge.tasks import task_spec
+from fedge.tensors import TensorInfo, Tensors, from_bytes
+from fedge.topics import Topics
+from fedge.transport import Inbound
+from tests.support.broker import transport
+from tests.support.federation import NAME, ROOT, Federation
+
+NORM = ("norm",)
+FEDBN = "methods.fedbn:FedBN"
+
+
+@pytest.mark.statistical
+def test_ahead_of_fedavg_where_contrast_and_inversion_differ(tmp_path: Path) -> None:
+    """Twelve cameras, seed 0; at 30 rounds and three seeds it was 98.0 against 88.2 per cent."""
+    write_cameras(tmp_path)
+    scenario = Scenario(
+        task="arrays",
+        data=tmp_path / "all.npz",
+        model="methods.fedbn:network",
+        partition=Partition.NATURAL,
+        rounds=10,
+        hardware="none",
+    )
+    found = {name: simulate(scenario, name, {}, 0, tmp_path / name, lambda _: None, name) for name in ("fedavg", FEDBN)}
+    assert found[FEDBN].bundles == 12
+    assert found[FEDBN].accuracy > found["fedavg"].accuracy + 0.03
+
+
+class Spy:
+    """All that a broker carries. `blobs`: what travelled as tensors, by digest, whole."""
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.reports: list[Report] = []
+        self._chunks: dict[str, dict[int, bytes]] = defaultdict(dict)
+
+    async def note(self, inbound: Inbound) -> None:
+        match Topics(NAME).parts(inbound.topic):
+            case (*_, "blobs", digest, offset):
+                self._chunks[digest][int(offset)] = inbound.payload
+            case (_, _, "orders"):
+                self.orders.append(decode(inbound.payload, Order))
+            case (_, _, "reports"):
+                self.reports.append(decode(inbound.payload, Report))
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        return {digest: b"".join(data for _, data in sorted(chunks.items())) for digest, chunks in self._chunks.items()}
+
+
+async def test_no_byte_of_a_normalisation_travels(
+    mosquitto: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor on the wire is one of a known reference, and holds exactly the layers that do not normalise."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
+    devices = ("cam0", "cam1", "cam2")
+    federation = Federation(mosquitto, tmp_path, devices=devices)
+    write_cameras(tmp_path, len(devices), limit=300)
+    task = task_spec(str(tmp_path / "task.json"))
+    layout, _ = models.initial(task, 0)
+    spy, everything = Spy(), transport(mosquitto, "spy")
+    await everything.subscribe(f"{Topics(NAME).prefix}/#", spy.note)
+    async with everything, federation:
+        await federation.agents()
+        coordinator = await federation.coordinator(method=FEDBN, rounds=3)
+        assert await coordinator.ended() == 0
+
+    travelled = _named_by(spy)
+    assert len(travelled) >= 3 * len(devices)
+    assert spy.blobs.keys() == {ref.digest for ref in travelled}
+    shared = layout.without(NORM)
+    for ref in travelled:
+        codec.decode(spy.blobs[ref.digest], ref.codec, shared)  # refused if it held any other tensor
+
+    own = [_normalisation(tmp_path / device, shared.tensors) for device in devices]
+    assert all(_differ(mine, other) for i, mine in enumerate(own) for other in own[:i])
+
+
+def _named_by(spy: Spy) -> set[BlobRef]:
+    """The references of all orders and reports; their actions and results hold no other bytes of tensors."""
+    actions = {order.id: read_action(order, installed_steps()) for order in spy.orders}
+    results = [read_result(report, actions[report.order_id]) for report in spy.reports]
+    return {ref for message in (*actions.values(), *results) for ref in blobs_of(message)}
+
+
+def _normalisation(home: Path, shared: Iterable[TensorInfo]) -> Tensors:
+    """What normalises in a device's bundle; it is what the device kept."""
+    folder = home / "bundles" / "1"
+    (candidate,) = read(folder).manifest.candidates
+    tensors = from_bytes((folder / candidate.part.file_name).read_bytes())
+    own = {name: tensors[name] for name in tensors.keys() - {info.name for info in shared}}
+    (run,) = (home / "kept").iterdir()
+    kept = from_bytes(kept_of(newest(run / PERSONAL)).tensors)
+    assert {name: t.tobytes() for name, t in own.items()} == {name: t.tobytes() for name, t in kept.items()}
+    return own
+
+
+def _differ(mine: Tensors, other: Tensors) -> bool:
+    """Whether every mean, variance, weight and bias is the device's own."""
+    return not any(np.array_equal(mine[name], other[name]) for name in mine if "num_batches" not in name)
