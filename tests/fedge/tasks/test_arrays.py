@@ -35,6 +35,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too few labels": ({"x": X, "y": Y[:3]}, "y must be"),
     "mask too short": ({"x": X, "y": Y, "sensitive": [True, False, True]}, "sensitive must be"),
     "mask with gaps": ({"x": X, "y": Y, "sensitive": [1.0, 0.0, np.nan, 0.0]}, "sensitive must be"),
+    "people that are no numbers": ({"x": X, "y": Y, "user": [0, 1, -1, 0]}, "user must be"),
     "mask of other numbers": ({"x": X, "y": Y, "sensitive": [0, 1, 2, 0]}, "sensitive must be"),
     "unknown part": ({"x": X, "y": Y, "split": [0, 1, 3, 0]}, "split must be"),
     "objects": ({"x": np.array([[{}]] * 4, dtype=object), "y": Y}, "no .npz"),
