@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,9 +87,10 @@ class Worker:
 
         return shared_network(self.task, self.fingerprint, self._processor or CPU)
 
-    def knows(self, action: Action) -> bool:
-        """Whether the worker was made for this step, or for whatever it is handed."""
-        return self._limits is None or action.STEP in self._limits
+    @property
+    def versions(self) -> Mapping[str, int] | None:
+        """The steps that the worker was made for, by name; None: whatever it is handed."""
+        return None if self._limits is None else {name: kind.VERSION for name, kind in self._limits.items()}
 
     def device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
         """What a step may use during this order."""

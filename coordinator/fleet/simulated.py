@@ -92,7 +92,7 @@ class SimulatedFleet:
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
         return tuple(
-            Device(i, worker.data.n_shared, self._context(i, worker.data.n_shared))
+            Device(i, worker.data.n_shared, self._context(i, worker.data.n_shared), steps=worker.versions)
             for i, worker in self._present().items()
             if worker.trains
         )
@@ -100,7 +100,7 @@ class SimulatedFleet:
     def inference_only(self) -> tuple[Device, ...]:
         """Those that do not train and are there."""
         return tuple(
-            Device(i, 0, self._context(i, 0), trains=False)
+            Device(i, 0, self._context(i, 0), trains=False, steps=worker.versions)
             for i, worker in self._present().items()
             if not worker.trains
         )
@@ -136,7 +136,7 @@ class SimulatedFleet:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         require_sendable(actions.values())
         present = self._present()
-        unsupported = {i for i in actions if not self.workers[i].knows(actions[i])}
+        unsupported = {i for i in actions if not Device(i, 0, steps=self.workers[i].versions).knows(actions[i])}
         reached = [i for i in sorted(actions) if i in present and i not in unsupported and not self._drops(label, i)]
         jobs = [self._job(label, i, actions[i]) for i in reached]
         with volatile(), in_one_process():
