@@ -19,9 +19,8 @@ from deploy.examination import Limits
 from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load_update
 from deploy.slots import Slots
-from fedge.bundle import MANIFEST, Reference
+from fedge.bundle import Reference, digest_in
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
-from fedge.tensors import digest_of
 
 log = logging.getLogger("fedge.deploy")
 
@@ -188,7 +187,7 @@ class Answering:
             folder, before = self._slots.running, self._runtime.digest
             assert folder is not None
             try:
-                runtime = self._load(folder)
+                runtime = self._load(folder, again=True)
             except (FedgeError, OSError) as error:
                 reason = self._unloadable = f"it cannot be loaded: {error}"
                 self._take_back()
@@ -244,8 +243,8 @@ class Answering:
 
     # ------------------------------------------------------------------------------------------------- within
 
-    def _load(self, folder: Path) -> Runtime:
-        return load_update(folder, self._threads, self.engine)
+    def _load(self, folder: Path, *, again: bool = False) -> Runtime:
+        return load_update(folder, self._threads, self.engine, again=again)
 
     def _loaded(self, folder: Path) -> Runtime:
         """Load the running bundle; where it cannot be loaded, the one before."""
@@ -381,6 +380,6 @@ class Answering:
 def _digest(folder: Path) -> str | None:
     """Of the bundle in a slot."""
     try:
-        return digest_of((folder / MANIFEST).read_bytes())
+        return digest_in(folder)
     except OSError:
         return None

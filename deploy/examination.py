@@ -119,7 +119,7 @@ def examine(
 
 def _examined(running: Path | None, staged: Path, home: Path, limits: Limits, engine: EngineChoice) -> Examination:
     try:
-        new = load_update(staged, None, engine)
+        new = load_update(staged, None, engine, again=True)
         validation, warning = _samples(home, new.task)
         now = measure(new, validation)
     except FedgeError as error:
@@ -127,7 +127,7 @@ def _examined(running: Path | None, staged: Path, home: Path, limits: Limits, en
     before = None
     if running is not None:
         try:
-            before = measure(load_update(running, None, engine), validation)
+            before = measure(load_update(running, None, engine, again=True), validation)
         except FedgeError:  # a running bundle that is broken is no yardstick
             before = None
     return Examination(

@@ -13,10 +13,9 @@ import msgspec
 from deploy.examination import Limits, examine
 from deploy.slots import InUseError, Slots, newest_in_inbox, owned, state_of
 from deploy.trust import MAX_METADATA_BYTES, install_root
-from fedge.bundle import MANIFEST, Bundle, decode, read
+from fedge.bundle import MANIFEST, Bundle, digest_in, look, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import whole_folder, write_atomically
-from fedge.tensors import digest_of
 
 HANDED_S: Final = 300.0
 """For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""
@@ -57,12 +56,12 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
         with owned(home) as slots:
             if trusted is not None:
                 install_root(home, trusted)
-            if bundle is not None and new is not None:
-                install_in(home, slots, bundle, new)
+            if new is not None:
+                install_in(home, slots, new)
     except InUseError:
-        if bundle is None or new is None or trusted is not None or state_of(home).running is None:
+        if new is None or trusted is not None or state_of(home).running is None:
             raise
-        _hand_over(bundle, new, home)
+        _hand_over(new, home)
     if as_json:
         record = {"home": str(home), "root": root is not None}
         if new is not None:
@@ -83,14 +82,13 @@ def _read_root(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def install_in(home: Path, slots: Slots, folder: Path, new: Bundle) -> None:
+def install_in(home: Path, slots: Slots, new: Bundle) -> None:
     """Stage, examine, switch; confirmed at once: a person stands by, or nothing has answered before.
 
     Args:
         home: of the device.
         slots: those of `home`.
-        folder: of the bundle.
-        new: the bundle in it.
+        new: the bundle, verified.
 
     Raises:
         ConfigError: a bundle is on trial.
@@ -100,11 +98,11 @@ def install_in(home: Path, slots: Slots, folder: Path, new: Bundle) -> None:
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
     if slots.running is not None:
-        task = read(slots.running).manifest.task
+        task = look(slots.running)[0].task
         if task.fingerprint() != new.manifest.task.fingerprint():
             raise UpdateRejected(f"task: {home} does {task.name}, the bundle is for {new.manifest.task.name}")
     slots.may_take(new.manifest, new.digest)
-    slots.stage(slots.take_in(folder))
+    slots.stage(slots.take_in(new))
     found = examine(slots.running, slots.staged, home, Limits())
     if found.reason:
         raise UpdateRejected(found.reason)
@@ -112,7 +110,7 @@ def install_in(home: Path, slots: Slots, folder: Path, new: Bundle) -> None:
     slots.confirm()
 
 
-def _hand_over(folder: Path, new: Bundle, home: Path) -> None:
+def _hand_over(new: Bundle, home: Path) -> None:
     """Give the bundle to the process that serves HOME, by the inbox, and wait until it answers there.
 
     Raises:
@@ -129,8 +127,8 @@ def _hand_over(folder: Path, new: Bundle, home: Path) -> None:
         if ours:
             with whole_folder(inbox) as unfinished:
                 for name in (MANIFEST, *new.manifest.files):
-                    write_atomically(unfinished / name, (folder / name).read_bytes())
-        elif read(inbox).digest != new.digest:
+                    write_atomically(unfinished / name, (new.folder / name).read_bytes())
+        elif digest_in(inbox) != new.digest:
             raise ConfigError(f"{inbox} holds another bundle of this number: give this one another")
     except OSError as error:
         raise StoreError(f"cannot write {inbox}: {error}") from error
@@ -178,9 +176,9 @@ def _require_highest(new: Bundle, home: Path) -> None:
 
 def _answering(home: Path) -> tuple[int, str]:
     """Release and digest of the bundle that answers in a HOME where one was installed."""
-    path = home / "slots" / (state_of(home).running or "a") / MANIFEST
+    folder = home / "slots" / (state_of(home).running or "a")
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error}") from error
-    return decode(data).release, digest_of(data)
+        manifest, digest = look(folder)
+    except (UpdateRejected, OSError) as error:
+        raise StoreError(f"cannot read the bundle in {folder}: {error}") from error
+    return manifest.release, digest

@@ -32,7 +32,7 @@ from deploy.examination import Limits, allowed_ms, examine
 from deploy.slots import Slots, newest_in_inbox
 from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.background import Background
-from fedge.bundle import MANIFEST, Manifest
+from fedge.bundle import Manifest, digest_in, read
 from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, write_atomically
@@ -509,9 +509,10 @@ class Link:
     async def _take_in(self, folder: Path) -> None:
         """Try a bundle that was written on this device."""
         try:
-            digest = digest_of((folder / MANIFEST).read_bytes())
+            digest = digest_in(folder)
             try:
-                data = await asyncio.to_thread(self._slots.take_in, folder)
+                bundle = await asyncio.to_thread(read, folder)
+                data = await asyncio.to_thread(self._slots.take_in, bundle)
                 manifest = self._fit(data, digest_of(data))
                 if manifest is not None:
                     await self._try(data, None)

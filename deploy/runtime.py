@@ -196,13 +196,19 @@ def load(
     return Runtime(read(folder), threads, engine=engine, mode=mode, providers=providers)
 
 
-def load_update(folder: Path, threads: int | None, engine: EngineChoice) -> Runtime:
+def load_update(folder: Path, threads: int | None, engine: EngineChoice, *, again: bool = False) -> Runtime:
     """Load a bundle by the engine of a device; one that lacks the engine's graph runs fused, which is the reference.
+
+    Args:
+        folder: of the bundle.
+        threads: as for `load`.
+        engine: as for `load`.
+        again: as for `fedge.bundle.read`.
 
     Raises:
         ConfigError, UpdateRejected: as `load`.
     """
-    bundle = read(folder)
+    bundle = read(folder, again=again)
     try:
         chosen(bundle, engine)
     except ConfigError as error:  # an update is worth more than an approximation of it

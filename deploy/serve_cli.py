@@ -105,7 +105,7 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
         raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
     with owned(settings.home) as slots:
         if slots.running is None and (first := newest_in_inbox(settings.home, 0, slots.state.refused)) is not None:
-            install_in(settings.home, slots, first, read(first))
+            install_in(settings.home, slots, read(first))
         return _serve(settings, bundles, slots, as_json)
 
 

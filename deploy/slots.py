@@ -18,17 +18,17 @@ import os
 import shutil
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from fedge.bundle import MANIFEST, Bundle, Manifest, decode, read
+from fedge.bundle import MANIFEST, Bundle, Manifest, decode, digest_in, look, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import BlobFolder, make_folder, require_utf8, sync_folder, whole_folder, write_atomically
 from fedge.messages import Count, Digest
-from fedge.tensors import digest_of
 
 log = logging.getLogger("fedge.deploy")
 
@@ -110,7 +110,7 @@ def newest_in_inbox(home: Path, above: int, known: Container[str]) -> Path | Non
         if number <= above:
             return None
         try:
-            digest = digest_of((bundles / str(number) / MANIFEST).read_bytes())
+            digest = digest_in(bundles / str(number))
         except OSError:
             continue
         if digest not in known:
@@ -206,25 +206,21 @@ class Slots:
                 write_atomically(unfinished / MANIFEST, manifest)
                 for name, part in parsed.files.items():
                     self._link(part.digest, unfinished / name)
-                read(unfinished)
+                bundle = read(unfinished)
         except OSError as error:
             raise StoreError(f"cannot write {self.staged}: {error}") from error
-        return read(self.staged)
+        return replace(bundle, folder=self.staged)
 
-    def take_in(self, folder: Path) -> bytes:
-        """Copy the files of a bundle that was written on this device into the store (links where possible).
-
-        Returns:
-            Its manifest, for `stage`.
+    def take_in(self, bundle: Bundle) -> bytes:
+        """Copy the files of a verified bundle into the store (links where possible); its manifest, for `stage`.
 
         Raises:
-            UpdateRejected: the bundle is not what its manifest says.
             StoreError: the disk is full or broken.
         """
-        for name, part in read(folder).manifest.files.items():
+        for name, part in bundle.manifest.files.items():
             if part.digest not in self.parts:
-                self._keep(folder / name, part.digest)
-        return (folder / MANIFEST).read_bytes()
+                self._keep(bundle.folder / name, part.digest)
+        return (bundle.folder / MANIFEST).read_bytes()
 
     def switch(self, rollout: str | None = None) -> None:
         """Let the staged bundle answer, on trial.
@@ -233,13 +229,13 @@ class Slots:
             UpdateRejected: what lies in the slot is no bundle.
             StoreError: it cannot be written.
         """
-        release = read(self.staged).manifest.release
+        manifest, _ = look(self.staged)
         self._save(
             msgspec.structs.replace(
                 self.state,
                 running=self._idle,
                 trial=Trial(rollout=rollout),
-                highest_release=max(release, self.state.highest_release),
+                highest_release=max(manifest.release, self.state.highest_release),
             )
         )
 
@@ -257,7 +253,7 @@ class Slots:
         assert failed is not None
         refused: Mapping[str, str] = self.state.refused
         try:
-            digest = digest_of((failed / MANIFEST).read_bytes())
+            digest = digest_in(failed)
         except OSError as error:  # it has lost its name, and with it what could be remembered
             log.warning("event=rolled_back slot=%s reason=%r error=%r", failed, reason, str(error))
         else:
@@ -347,7 +343,7 @@ class Slots:
         named: set[str] = set()
         for slot in ("a", "b"):
             try:
-                manifest = decode((self._folder / slot / MANIFEST).read_bytes())
+                manifest, _ = look(self._folder / slot)
             except (OSError, UpdateRejected):
                 continue
             named |= {part.digest for part in manifest.files.values()}

@@ -7,7 +7,7 @@ and, when there are more of them than places, on which candidates are experts; n
 
 from __future__ import annotations
 
-import json
+import io
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +20,7 @@ from export.mixture import MIN_ENERGY_STD, Mixture
 from export.reference import log_weights
 from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
 from fedge.task import SMALL_WINDOW, TaskSpec, gate_pool
+from fedge.tensors import Place, places_in
 
 if TYPE_CHECKING:
     import onnx
@@ -116,8 +117,8 @@ class Graph:
         import onnx
 
         for name, place in tensor_places(part).items():
-            held = onnx.TensorProto(name=prefix + name, dims=place[1], data_location=onnx.TensorProto.EXTERNAL)
-            held.data_type = onnx.TensorProto.INT64 if place[0] == "I64" else onnx.TensorProto.FLOAT
+            held = onnx.TensorProto(name=prefix + name, dims=place.shape, data_location=onnx.TensorProto.EXTERNAL)
+            held.data_type = onnx.TensorProto.INT64 if place.dtype == np.int64 else onnx.TensorProto.FLOAT
             _point(held, index, place)
             self._initializers.append(held)
 
@@ -270,22 +271,13 @@ def filled(bundle: Bundle) -> onnx.ModelProto:
     return model
 
 
-Place = tuple[str, list[int], int, int]
-
-
 def tensor_places(part: bytes) -> dict[str, Place]:
-    """Name -> (dtype, shape, offset in the file, length in bytes) of the tensors of a safetensors file, by name."""
-    start = 8 + int.from_bytes(part[:8], "little")
-    header = json.loads(part[8:start])
-    return {
-        name: (t["dtype"], t["shape"], start + t["data_offsets"][0], t["data_offsets"][1] - t["data_offsets"][0])
-        for name, t in sorted(header.items())
-    }
+    """The tensors of a safetensors file, by name."""
+    return dict(sorted(places_in(io.BytesIO(part)).items()))
 
 
 def _point(tensor: onnx.TensorProto, index: int, place: Place) -> None:
     """Let an initializer refer to its bytes in part number `index`."""
-    _, shape, start, length = place
-    assert list(tensor.dims) == shape, tensor.name
-    for key, value in (("location", slot(index)), ("offset", start), ("length", length)):
+    assert tuple(tensor.dims) == place.shape, tensor.name
+    for key, value in (("location", slot(index)), ("offset", place.start), ("length", place.stop - place.start)):
         tensor.external_data.add(key=key, value=str(value))

@@ -20,7 +20,7 @@ describes exactly its data). Who made the manifest is not its concern: a release
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -30,9 +30,10 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from fedge.errors import UpdateRejected
+from fedge.errors import ProtocolError, UpdateRejected
 from fedge.messages import Count, Digest, NonNegative, Role, Share
 from fedge.task import TaskSpec
+from fedge.tensors import digest_of, places_in
 
 SCHEMA_VERSION: Final = 1
 MAX_POOL: Final = 400
@@ -49,8 +50,6 @@ OUTPUTS: Final = ("probabilities", "weights", "energies")
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
 MAX_INT8_BYTES: Final = 1 << 30
-MAX_HEADER_BYTES: Final = 1 << 24
-_ITEM_BYTES: Final = {"F32": 4, "I64": 8}
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -167,14 +166,6 @@ class Manifest(_Part, frozen=True, kw_only=True):
         return named | {part.file_name: part for part in self.parts}
 
 
-class _Tensor(_Part, frozen=True, kw_only=True):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: Literal["F32", "I64"]
-    shape: tuple[Count, ...]
-    data_offsets: tuple[Count, Count]
-
-
 class _Version(Struct):
     schema_version: int
 
@@ -235,33 +226,67 @@ class Bundle:
         return with_parts(self.branch, [self.manifest.candidates[index].part])
 
 
-def read(folder: Path) -> Bundle:
+def read(folder: Path, *, again: bool = False) -> Bundle:
     """Verify a bundle.
+
+    Args:
+        folder: of the bundle.
+        again: this device wrote the folder and verified it then; the numbers in its parts are not hashed once more.
 
     Raises:
         UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.
     """
-    data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
-    manifest = decode(data)
+    manifest, digest = look(folder)
     skeleton = _graph(folder / SKELETON, manifest.skeleton)
     branch = _graph(folder / BRANCH, manifest.branch) if isinstance(manifest.branch, Part) else b""
     if isinstance(manifest.int8, Part):
-        _require_same(folder / INT8, manifest.int8)
-    for part in manifest.parts:
-        _verify(folder / part.file_name, part)
-    return Bundle(manifest, _sha256(data), with_parts(skeleton, manifest.parts), folder, branch)
+        if manifest.int8.size_bytes > MAX_INT8_BYTES:
+            raise UpdateRejected(f"{INT8} of {manifest.int8.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
+        with _plain(folder / INT8) as file:
+            _require_same(folder / INT8, file, manifest.int8, hashed=not again)
+    for part in dict.fromkeys(manifest.parts):
+        path = folder / part.file_name
+        with _plain(path) as file:
+            _require_same(path, file, part, hashed=not again)
+            _require_tensors(path, file)
+    return Bundle(manifest, digest, with_parts(skeleton, manifest.parts), folder, branch)
+
+
+def look(folder: Path) -> tuple[Manifest, str]:
+    """The manifest in a folder, and its digest; none of the bundle's other files is looked at.
+
+    Raises:
+        UpdateRejected: there is none, or it is malformed.
+    """
+    data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
+    return decode(data), digest_of(data)
+
+
+def digest_in(folder: Path) -> str:
+    """The digest of the bundle in a folder, whatever its manifest says.
+
+    Raises:
+        OSError: there is none.
+    """
+    return digest_of((folder / MANIFEST).read_bytes())
 
 
 def find(bundles: Path, digest: str) -> Path | None:
     """The folder below `bundles` of the bundle with this digest, unverified; None if there is none."""
-    manifests = sorted(bundles.glob(f"*/{MANIFEST}"))
-    return next((path.parent for path in manifests if _sha256(path.read_bytes()) == digest), None)
+    folders = sorted(path.parent for path in bundles.glob(f"*/{MANIFEST}"))
+    return next((folder for folder in folders if digest_in(folder) == digest), None)
+
+
+def _plain(path: Path) -> BufferedReader:
+    """Open a file that is neither a link nor anything else."""
+    if path.is_symlink() or not path.is_file():
+        raise UpdateRejected(f"{path} is missing or not a plain file")
+    return path.open("rb")
 
 
 def _bytes(path: Path, limit: int) -> bytes:
     """Read a plain file of at most `limit` bytes."""
-    _require_plain(path)
-    with path.open("rb") as file:
+    with _plain(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise UpdateRejected(f"{path} is larger than {limit} bytes")
@@ -270,68 +295,26 @@ def _bytes(path: Path, limit: int) -> bytes:
 
 def _graph(path: Path, part: Part) -> bytes:
     data = _bytes(path, MAX_SKELETON_BYTES)
-    if (len(data), _sha256(data)) != (part.size_bytes, part.digest):
+    if (len(data), digest_of(data)) != (part.size_bytes, part.digest):
         raise UpdateRejected(f"{path} is not the one of the manifest")
     return data
 
 
-def _require_same(path: Path, part: Part) -> None:
+def _require_same(path: Path, file: BufferedReader, part: Part, *, hashed: bool) -> None:
     """See that a file that is not read into memory is the one of the manifest."""
-    if part.size_bytes > MAX_INT8_BYTES:
-        raise UpdateRejected(f"{path} of {part.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
-    _require_plain(path)
-    with path.open("rb") as file:
-        if (file.seek(0, 2), file.seek(0)) != (part.size_bytes, 0):
-            raise UpdateRejected(f"{path} is not the one of the manifest")
-        if _digest_of(file) != part.digest:
-            raise UpdateRejected(f"{path} is not the one of the manifest")
-
-
-def _verify(path: Path, part: Part) -> None:
-    _require_plain(path)
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size != part.size_bytes:
-            raise UpdateRejected(f"{path} has {size} bytes, the manifest says {part.size_bytes}")
-        file.seek(0)
-        if _digest_of(file) != part.digest:
-            raise UpdateRejected(f"{path} does not hash to its name")
-        file.seek(0)
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
-            raise UpdateRejected(f"{path}: header of {header_bytes} bytes")
-        header = file.read(header_bytes)
-    try:
-        _require_tight(msgspec.json.decode(header, type=dict[str, _Tensor]), size - 8 - header_bytes)
-    except (ValueError, RecursionError) as error:
-        raise UpdateRejected(f"{path}: malformed safetensors header: {error}") from error
-
-
-def _require_plain(path: Path) -> None:
-    if path.is_symlink() or not path.is_file():
-        raise UpdateRejected(f"{path} is missing or not a plain file")
-
-
-def _require_tight(header: dict[str, _Tensor], n_bytes: int) -> None:
-    """The tensors follow each other without gap or overlap, from 0 to `n_bytes`, each as long as its shape says."""
-    end = 0
-    for tensor in sorted(header.values(), key=lambda tensor: tensor.data_offsets):
-        start, stop = tensor.data_offsets
-        expected = math.prod(tensor.shape, start=_ITEM_BYTES[tensor.dtype])
-        if start != end or stop - start != expected:
-            raise ValueError(f"a tensor lies at [{start}, {stop}) where {expected} bytes from {end} belong")
-        end = stop
-    if end != n_bytes:
-        raise ValueError(f"tensors end at {end}, data at {n_bytes}")
-
-
-def _sha256(data: bytes) -> str:
     import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
 
-    return hashlib.sha256(data).hexdigest()
+    if (size := file.seek(0, os.SEEK_END)) != part.size_bytes:
+        raise UpdateRejected(f"{path} has {size} bytes, the manifest says {part.size_bytes}")
+    file.seek(0)
+    if hashed and hashlib.file_digest(file, "sha256").hexdigest() != part.digest:
+        raise UpdateRejected(f"{path} does not hash to what the manifest says")
 
 
-def _digest_of(file: BufferedReader) -> str:
-    import hashlib
-
-    return hashlib.file_digest(file, "sha256").hexdigest()
+def _require_tensors(path: Path, file: BufferedReader) -> None:
+    try:
+        places = places_in(file, metadata=False)
+    except ProtocolError as error:
+        raise UpdateRejected(f"{path}: its header does not describe its data: {error}") from error
+    if odd := {place.dtype.name for place in places.values()} - {"float32", "int64"}:
+        raise UpdateRejected(f"{path}: its header names tensors of {', '.join(sorted(odd))}")

@@ -7,12 +7,13 @@ says how to get from one to the other. Bytes from outside never become an object
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, BinaryIO, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,6 +42,7 @@ _TYPES: Final = {
 
 _METADATA: Final = "__metadata__"
 """A key of the header that is no tensor."""
+MAX_HEADER_BYTES: Final = 1 << 24
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, NDArray[np.generic]]
@@ -249,6 +251,50 @@ _entry: Final = msgspec.json.Decoder(_Entry)
 _DTYPES: Final = {name: dtype for dtype, name in _TYPES.items()}
 
 
+class Place(NamedTuple):
+    """Where a tensor lies: [start, stop) of its bytes in the safetensors file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def places_in(file: BinaryIO, *, metadata: bool = True) -> dict[str, Place]:
+    """The tensors of a safetensors file by name, in the order of their bytes, of which every one belongs to one tensor.
+
+    Raises:
+        ProtocolError: `malformed`; also where there is metadata and none may be.
+    """
+    try:
+        return _places(file, metadata=metadata)
+    except (msgspec.DecodeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise ProtocolError("malformed", f"not safetensors: {error}") from error
+
+
+def _places(file: BinaryIO, *, metadata: bool) -> dict[str, Place]:
+    size, _ = file.seek(0, 2), file.seek(0)
+    n = int.from_bytes(file.read(8), "little")
+    if not 0 < n <= min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {n} bytes in a file of {size}")
+    header = _header.decode(file.read(n))
+    if metadata:
+        header.pop(_METADATA, None)
+    entries = {name: _entry.decode(raw) for name, raw in header.items()}
+    places: dict[str, Place] = {}
+    begin = stop = 8 + n
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = stop, begin + entry.data_offsets[1]
+        dtype = _DTYPES[entry.dtype]
+        n_bytes = math.prod(entry.shape) * dtype.itemsize
+        if begin + entry.data_offsets[0] != start or stop - start != n_bytes or stop > size:
+            raise ValueError(f"{name} of {entry.dtype}{entry.shape} at bytes {entry.data_offsets}")
+        places[name] = Place(dtype, entry.shape, start, stop)
+    if stop != size:
+        raise ValueError(f"{size - stop} bytes that belong to no tensor")
+    return places
+
+
 def from_bytes(data: bytes) -> Tensors:
     """Parse safetensors from outside.
 
@@ -259,34 +305,17 @@ def from_bytes(data: bytes) -> Tensors:
 
 
 def views_of(data: bytes) -> Tensors:
-    """Parse safetensors from outside: read-only views of the bytes, of which every one belongs to one tensor.
+    """Parse safetensors from outside: read-only views of the bytes.
 
     `safetensors.numpy.load` copies all tensors: 15 ms for a model of 45 MB.
 
     Raises:
         ProtocolError: `malformed`.
     """
-    try:
-        return _views(data)
-    except (msgspec.DecodeError, ValueError, KeyError, OverflowError, RecursionError) as error:
-        raise ProtocolError("malformed", f"not safetensors: {error}") from error
-
-
-def _views(data: bytes) -> Tensors:
-    begin = end = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < begin <= len(data):
-        raise ValueError(f"a header up to byte {begin} of {len(data)}")
-    header = {name: _entry.decode(raw) for name, raw in _header.decode(data[8:begin]).items() if name != _METADATA}
     tensors: Tensors = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
-        start, end = end, begin + entry.data_offsets[1]
-        dtype, size = _DTYPES[entry.dtype], math.prod(entry.shape)
-        if begin + entry.data_offsets[0] != start or end - start != size * dtype.itemsize or end > len(data):
-            raise ValueError(f"{name} of {entry.dtype}{entry.shape} at bytes {entry.data_offsets}")
-        array = np.frombuffer(data, dtype, size, start) if size else np.empty(0, dtype)
-        tensors[name] = (array if array.flags.aligned else array.copy()).reshape(entry.shape)
-    if end != len(data):
-        raise ValueError(f"{len(data) - end} bytes that belong to no tensor")
+    for name, (dtype, shape, start, stop) in places_in(io.BytesIO(data)).items():
+        array = np.frombuffer(data, dtype, math.prod(shape), start) if stop > start else np.empty(0, dtype)
+        tensors[name] = (array if array.flags.aligned else array.copy()).reshape(shape)
     return tensors
 
 

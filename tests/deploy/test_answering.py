@@ -37,7 +37,7 @@ def slots(tmp_path):
 
 
 def put(slots, folder):
-    slots.stage(slots.take_in(folder))
+    slots.stage(slots.take_in(read(folder)))
     slots.switch()
 
 
@@ -480,7 +480,7 @@ def test_it_goes_back_to_no_other_bundle_than_the_one_it_was_compared_with(slots
     answering.swap()
     answering.settle()
     told(answering, many, old, 40)
-    slots.stage(slots.take_in(variant(tmp_path / "3", release=3)))  # nobody has examined this one
+    slots.stage(slots.take_in(read(variant(tmp_path / "3", release=3))))  # nobody has examined this one
 
     answering.settle()
 

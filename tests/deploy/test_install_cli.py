@@ -1,8 +1,10 @@
 """`fedge install`: what a person puts on a device by hand is examined like everything else."""
 
+import hashlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +39,20 @@ def test_the_first_bundle_answers(tmp_path):
     assert code == 0
     assert json.loads(out)["task"] == read(GOLDEN).manifest.task.name
     assert Slots(tmp_path / "pi").running == Slots(tmp_path / "pi").good
+
+
+def test_a_part_is_hashed_where_it_comes_in_and_where_it_will_answer(tmp_path, monkeypatch):
+    hashed, real = [], hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: (hashed.append(Path(file.name)), real(file, name))[1]
+    )
+
+    run("--home", tmp_path / "pi", GOLDEN)
+
+    slot, parts = tmp_path / "pi" / "slots", {part.file_name for part in read(GOLDEN).manifest.parts}
+    del hashed[-len(parts) :]  # by this test
+    assert sorted(path.name for path in hashed if path.parent == GOLDEN) == sorted(parts)
+    assert sorted(path.name for path in hashed if slot in path.parents) == sorted(parts)
 
 
 def test_a_root_of_trust_alone(tmp_path):
@@ -115,7 +131,7 @@ def test_a_bundle_that_is_handed_over_answers_before_the_command_ends(tmp_path):
         command = person.submit(run, "--home", home, new)
         while not (home / "bundles" / "6").exists():
             time.sleep(0.01)
-        slots.stage(slots.take_in(home / "bundles" / "6"))
+        slots.stage(slots.take_in(read(home / "bundles" / "6")))
         slots.switch()
         time.sleep(3 * LOOK_S)
         assert not command.done()
@@ -145,7 +161,7 @@ def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
         command = person.submit(run, "--home", home, eight)  # now it is the newest
         while not (home / "bundles" / "8").exists():
             time.sleep(0.01)
-        slots.stage(slots.take_in(variant(tmp_path / "10", release=10)))
+        slots.stage(slots.take_in(read(variant(tmp_path / "10", release=10))))
         slots.switch()  # a rollout's
         with pytest.raises(ConfigError, match="release 10 answers"):
             command.result(timeout=30)

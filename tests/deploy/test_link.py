@@ -34,6 +34,7 @@ from deploy.link import (
 )
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
+from fedge.bundle import read
 from fedge.errors import StoreError, UpdateRejected
 from fedge.messages import Announcement, BlobRef, Phase, Quality, Rollout, RolloutState, encode
 from fedge.tensors import digest_of
@@ -196,7 +197,7 @@ async def followed(home, until, limits=None, announced=None):
 @pytest.fixture
 def home(tmp_path):
     slots = Slots(tmp_path / "home")
-    slots.stage(slots.take_in(variant(tmp_path / "first", release=1)))
+    slots.stage(slots.take_in(read(variant(tmp_path / "first", release=1))))
     slots.switch()
     slots.confirm()
     return tmp_path / "home"
@@ -293,7 +294,7 @@ def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tm
 
     new = variant(tmp_path / "new", release=2, gate=other_gate)
     slots = Slots(home)
-    slots.stage(slots.take_in(new))
+    slots.stage(slots.take_in(read(new)))
     slots.switch()
     seen = Outcome(digest=digest(new), switched=True, before=Quality(n=1, latency_ms=0.0))
     (home / "outcome.json").write_bytes(msgspec.json.encode(seen))
@@ -388,7 +389,7 @@ async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing
 async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fetched(home, tmp_path, monkeypatch):
     monkeypatch.setattr("deploy.link.METADATA_S", 1e6)
     slots = Slots(home)
-    slots.stage(slots.take_in(variant(tmp_path / "2", release=2, gate=poor_gate)))
+    slots.stage(slots.take_in(read(variant(tmp_path / "2", release=2, gate=poor_gate))))
     slots.switch()
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
         x, y = arrays["x"], arrays["y"]

@@ -27,7 +27,7 @@ def second(tmp_path):
 
 
 def install(slots, folder):
-    slots.stage(slots.take_in(folder))
+    slots.stage(slots.take_in(read(folder)))
     slots.switch()
     slots.boot()
     slots.confirm()
@@ -47,7 +47,7 @@ def test_an_empty_device_runs_nothing(tmp_path):
 def test_a_bundle_on_trial_answers_and_the_good_one_stays(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     assert release_of(slots.running) == 1
 
     slots.switch(rollout="r2")
@@ -69,7 +69,7 @@ def test_confirmed_it_is_the_good_one_and_the_old_one_can_be_replaced(tmp_path, 
 def test_rolled_back_it_is_refused_from_then_on(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    manifest = slots.take_in(second)
+    manifest = slots.take_in(read(second))
     slots.stage(manifest)
     slots.switch()
 
@@ -92,7 +92,7 @@ def test_older_releases_are_refused_also_after_a_rollback(tmp_path, first, secon
 def test_processes_that_die_during_the_trial_bring_the_old_one_back(tmp_path, first, second):
     install(Slots(tmp_path / "home"), first)
     slots = Slots(tmp_path / "home")
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     slots.switch()
 
     loaded = [release_of(Slots(tmp_path / "home").boot()) for _ in range(MAX_STARTS + 2)]
@@ -107,7 +107,7 @@ def test_equal_parts_lie_on_the_disk_once_and_an_update_lacks_only_what_changed(
 
     assert slots.lacks(manifest) == [(manifest.gate.digest, manifest.gate.size_bytes)]
 
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     expert = manifest.candidates[0].part
     store = slots.parts.path(expert.digest).stat()
     assert (slots.running / expert.file_name).stat().st_ino == store.st_ino
@@ -143,7 +143,7 @@ def test_what_came_of_a_transfer_that_was_given_up_goes_when_the_next_bundle_is_
 def test_a_part_that_was_altered_in_the_store_is_not_staged(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    manifest = slots.take_in(second)
+    manifest = slots.take_in(read(second))
     path = slots.parts.path(read(second).manifest.gate.digest)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -169,11 +169,11 @@ def test_a_missing_part_is_named(tmp_path, first, second):
 def test_nothing_is_staged_while_a_bundle_is_on_trial(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     slots.switch()
 
     with pytest.raises(StoreError, match="on trial"):
-        slots.stage(slots.take_in(first))
+        slots.stage(slots.take_in(read(first)))
 
     assert release_of(slots.good) == 1
 
@@ -211,7 +211,7 @@ def leftovers(home):
 
 def update(home, folder):
     slots = Slots(home)
-    slots.stage(slots.take_in(folder))
+    slots.stage(slots.take_in(read(folder)))
     slots.switch(rollout="r2")
     slots.confirm()
 
@@ -223,7 +223,7 @@ def take_back(home, folder):
 
 def give_up(home, folder):
     slots = Slots(home)
-    slots.stage(slots.take_in(folder))
+    slots.stage(slots.take_in(read(folder)))
     slots.switch(rollout="r2")
     slots.roll_back("worse")
 
@@ -247,7 +247,7 @@ def test_a_power_cut_at_any_point_leaves_a_whole_bundle_that_answers(tmp_path, f
         assert release_of(slots.running) == (2 if on_trial else release_of(slots.good))
         assert not leftovers(home)
         if not on_trial and digest(second) not in slots.state.refused:  # the next attempt brings it to its end
-            slots.stage(slots.take_in(second))
+            slots.stage(slots.take_in(read(second)))
             slots.switch()
         if slots.state.trial is not None:
             slots.confirm()
@@ -272,7 +272,7 @@ def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, sec
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links here")))
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     folder = slots.staged
 
     needed = [folder, folder.parent, folder / MANIFEST, folder / SKELETON, *folder.glob("*.safetensors")]
@@ -288,7 +288,7 @@ def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, sec
 def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     slots.refuse(digest(second), "accuracy: worse")
 
     with pytest.raises(StoreError, match="accuracy"):
@@ -300,7 +300,7 @@ def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
 def test_a_bundle_on_trial_whose_manifest_is_lost_gives_way_all_the_same(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     slots.switch()
     (slots.running / MANIFEST).unlink()
 
@@ -312,7 +312,7 @@ def test_a_bundle_on_trial_whose_manifest_is_lost_gives_way_all_the_same(tmp_pat
 def test_what_answers_is_not_given_up_for_a_good_bundle_that_is_damaged(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(second))
+    slots.stage(slots.take_in(read(second)))
     slots.switch()
     (slots.good / SKELETON).unlink()
     before = slots.state

@@ -93,6 +93,19 @@ def test_a_sound_part_is_read(tmp_path):
     assert read(tmp_path).manifest.release == 3
 
 
+def test_what_this_device_has_verified_before_is_not_hashed_again_but_must_still_be_sound(tmp_path):
+    data = save({"a": np.zeros((2, 3), np.float32)})
+    write(tmp_path, data)
+    (part,) = tmp_path.glob("*.safetensors")
+    part.write_bytes(data[:-1] + b"\1")
+    assert read(tmp_path, again=True).manifest.release == 3
+    with pytest.raises(UpdateRejected, match="does not hash"):
+        read(tmp_path)
+    part.write_bytes(data + b"\1")
+    with pytest.raises(UpdateRejected, match="bytes, the manifest says"):
+        read(tmp_path, again=True)
+
+
 def write(folder, data):
     """The golden bundle with `data` as its only part."""
     content = json.loads((GOLDEN / MANIFEST).read_bytes())
