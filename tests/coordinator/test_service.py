@@ -31,6 +31,7 @@ from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
 from tests.support.device import TASK, RawDevice, trained
+from tests.support.peer import action_of
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 WAIT_S = 60.0
@@ -75,11 +76,12 @@ class Learner(RawDevice):
             self._answers.add(asyncio.create_task(self._answer(message)))
 
     async def _answer(self, order: Order) -> None:
-        for ref in blobs_of(order):
+        action = action_of(order)
+        for ref in blobs_of(action):
             await self.fetch(ref)
         if not self.done[order.id]:
             self.done[order.id] += 1
-        match order.action:
+        match action:
             case Train():
                 update = codec.encode({"w": np.full(3, self.value, np.float32)}, Codec.INT8)
                 await self.report(order, trained(self.serves(update)))

@@ -18,28 +18,26 @@ from coordinator import store as module
 from coordinator.fleet import Device
 from coordinator.store import Status, Store
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import BlobRef, Context, Order, Report
-from fedge.steps.profile import Profile, Profiled
-
-REF = BlobRef(digest="0" * 64, size_bytes=1)
+from fedge.messages import Context, Order, Outcome, Report
 
 
-def order(device: str = "a", *, round_: int = 1, step: str = "s", deadline: float = 60.0) -> Order:
+def order(device: str = "a", *, round_: int = 1, label: str = "s", deadline: float = 60.0) -> Order:
     return Order(
-        id=f"r.{round_}.{step}.{device}",
+        id=f"r.{round_}.{label}.{device}",
         device_id=device,
+        run="r",
         round=round_,
-        step=step,
+        label=label,
         seed=0,
         task_fingerprint="t",
         deadline=deadline,
-        action=Profile(extractor=REF),
+        step="profile",
+        body=b"",
     )
 
 
 def report(device: str = "a", value: float = 0.5) -> Report:
-    result = Profiled(extractor="0" * 64, profile=(value,), n_samples=1)
-    return Report(order_id=f"r.1.s.{device}", device_id=device, seconds=1.0, result=result)
+    return Report(order_id=f"r.1.s.{device}", device_id=device, seconds=value, outcome=Outcome.DONE)
 
 
 @pytest.fixture

@@ -19,12 +19,13 @@ from coordinator.methods.fedavg import FedAvgState
 from fedge.broker import LocalBroker
 from fedge.messages import (
     MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
     Ack,
     BlobRef,
     Codec,
     Context,
+    Message,
     Order,
+    Outcome,
     Presence,
     Report,
     Status,
@@ -37,6 +38,7 @@ from fedge.tensors import digest_of, from_bytes, to_bytes
 from fedge.transport import Inbound
 from tests.support.device import RawDevice, trained
 from tests.support.federation import Federation, Running, same, settings, until
+from tests.support.peer import action_of
 
 HONEST = ("cam0", "cam1")
 ME = "mallory"
@@ -50,8 +52,8 @@ class Mallory(RawDevice):
 
     wants = 0
 
-    async def order_of(self, round_number: int, step: str) -> Order:
-        found: Callable[[Order], bool] = lambda o: (o.round, o.step) == (round_number, step)  # noqa: E731
+    async def order_of(self, round_number: int, label: str) -> Order:
+        found: Callable[[Order], bool] = lambda o: (o.round, o.label) == (round_number, label)  # noqa: E731
         await self._until(lambda: any(map(found, self.orders)))
         return next(filter(found, self.orders))
 
@@ -65,9 +67,9 @@ class Mallory(RawDevice):
         await super()._on_want(inbound)
 
 
-def raw(message: object, version: int = PROTOCOL_VERSION) -> bytes:
+def raw(message: Message, version: int | None = None) -> bytes:
     """As `encode`, without its checks."""
-    return msgspec.msgpack.encode((version, message))
+    return msgspec.msgpack.encode((version or message.VERSION, message))
 
 
 def status(**changes: object) -> Status:
@@ -77,9 +79,9 @@ def status(**changes: object) -> Status:
 
 def bad_messages(order: Order, others: bytes) -> list[tuple[str, str, bytes]]:
     """(topic, refusal, payload) for each topic that the coordinator reads. `others`: the accepted report of cam0."""
-    report = Report(order_id=order.id, device_id=ME, seconds=0.0, result=Declined(reason="no"))
+    report = Report(order_id=order.id, device_id=ME, seconds=0.0, outcome=Outcome.DECLINED)
     changed = msgspec.structs.replace
-    model = order.action.starts[0].model  # type: ignore[union-attr]
+    model = action_of(order).starts[0].model  # type: ignore[attr-defined]
     good = {"status": status(), "context": CONTEXT, "reports": report, "wants": UNKNOWN}
     everywhere = [
         *((leaf, "malformed", b"\xc1 no message") for leaf in good),
@@ -119,7 +121,8 @@ def bad_results(mallory: RawDevice, model: bytes) -> list[tuple[str, Result]]:
     mallory.blobs[wrong_digest] = right
     return [
         ("digest", trained(BlobRef(digest=wrong_digest, size_bytes=len(right)))),
-        ("wrong-result", Profiled(extractor="0" * 64, profile=(0.5,), n_samples=3)),
+        ("malformed", Profiled(extractor="0" * 64, profile=(0.5,), n_samples=3)),
+        ("wrong-result", trained(mallory.serves(right, Codec.FLOAT32), cluster=3)),
         ("no-samples", trained(mallory.serves(right, Codec.FLOAT32), n_samples=0)),
         ("not-finite", with_first(lambda t: np.full_like(t, np.nan))),
         ("layout", with_first(lambda t: t[None])),
@@ -182,7 +185,7 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
             await until(lambda: coordinator.refused() == refused)
             assert before == (federation.rows("SELECT * FROM orders"), federation.rows("SELECT * FROM states"))
 
-            model = await mallory.fetch(order.action.starts[0].model)  # type: ignore[union-attr]
+            model = await mallory.fetch(action_of(order).starts[0].model)  # type: ignore[attr-defined]
             for number, (name, result) in enumerate(bad_results(mallory, model), start=1):
                 order = await mallory.order_of(number, "train")
                 if name == "digest":
@@ -202,7 +205,7 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
         counted = dict(federation.rows("SELECT substr(name, 9), value FROM counters WHERE name LIKE 'refused.%'"))
         assert counted == refused
         assert federation.rows(
-            "SELECT status, count(*) FROM orders WHERE step = 'train' GROUP BY device_id, status"
+            "SELECT status, count(*) FROM orders WHERE label = 'train' GROUP BY device_id, status"
         ) == [
             ("accepted", rounds),
             ("accepted", rounds),

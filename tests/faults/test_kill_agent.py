@@ -18,9 +18,10 @@ import pytest
 
 from fedge.broker import LocalBroker
 from fedge.messages import BlobRef, Order, Presence
+from fedge.step import read_result
 from fedge.steps.train import Trained
 from tests.support.broker import local_broker
-from tests.support.peer import WAIT_S, Peer, order_of, train
+from tests.support.peer import WAIT_S, Peer, action_of, order_of, train
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.02
@@ -69,10 +70,11 @@ def executions(home: Path) -> list[str]:
 async def settle(peer: Peer, order: Order) -> Trained:
     """Bring one order to its end as a coordinator would; returns what counts."""
     report = await peer.report_of(order)
-    assert isinstance(report.result, Trained)
-    await peer.fetch_update("pi", report.result.update)
+    result = read_result(report, action_of(order))
+    assert isinstance(result, Trained)
+    await peer.fetch_update("pi", result.update)
     await peer.ack(order)
-    return report.result
+    return result
 
 
 @pytest.mark.smoke
@@ -175,7 +177,7 @@ async def test_killed_again_and_again_every_order_counts_once(tmp_path: Path, ho
         for order in orders:
             reports = [report for report in peer.reports if report.order_id == order.id]
             assert all(report == reports[0] for report in reports), "two reports of one order"
-            model = peer.sent.get(order.action.starts[0].model.digest)  # type: ignore[union-attr]
+            model = peer.sent.get(action_of(order).starts[0].model.digest)  # type: ignore[attr-defined]
             assert peer.received.get(counted[order.id].digest) == model[::-1]
         assert len(counted) == len(orders)
 

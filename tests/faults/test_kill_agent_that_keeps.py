@@ -9,9 +9,9 @@ import random
 from pathlib import Path
 
 import pytest
-from coordinator.methods.keeping import KeepingState
 
 from coordinator.methods.dbe import DbeState
+from coordinator.methods.personal_layers import PersonalState
 from tests.support.broker import local_broker
 from tests.support.federation import Federation, same, settings, until
 
@@ -19,9 +19,9 @@ ROUNDS, STEPS = 4, 200
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "kind"), [("fedrep", KeepingState), ("dbe", DbeState)])
+@pytest.mark.parametrize(("name", "kind"), [("fedrep", PersonalState), ("dbe", DbeState)])
 async def test_agents_killed_again_and_again_end_where_undisturbed_ones_do(
-    tmp_path: Path, name: str, kind: type[KeepingState]
+    tmp_path: Path, name: str, kind: type[PersonalState]
 ) -> None:
     rng = random.Random(1)
     async with (
@@ -40,6 +40,6 @@ async def test_agents_killed_again_and_again_end_where_undisturbed_ones_do(
         found = federation.state(kind)
         assert same(found, await federation.undisturbed(name, settings(ROUNDS, steps=STEPS)))
         for device in federation.devices:
-            runs = list((tmp_path / device / "personal").iterdir())
+            runs = list((tmp_path / device / "kept").iterdir())
             assert len(runs) == 1
-            assert sorted(path.name for path in runs[0].iterdir()) == [str(ROUNDS - 1), str(ROUNDS)]
+            assert sorted(path.name for path in (runs[0] / "personal").iterdir()) == [str(ROUNDS - 1), str(ROUNDS)]

@@ -12,20 +12,21 @@ import pytest
 from coordinator import clustering, selection
 from coordinator.clustering import Clustering
 from coordinator.methods import (
-    METHODS,
     MethodSettings,
+    Server,
     cfic,
     cohort,
     fedepc,
     fedge,
     grouping,
+    installed_methods,
     make,
+    method_class,
     scmoe_pfl,
     words_of,
 )
 from coordinator.selection import Selection, ccmab
 from fedge.errors import ConfigError
-from fedge.loading import load_object
 from fedge.messages import Codec
 from fedge.sgd import Sgd
 from fedge.step import Action
@@ -45,11 +46,11 @@ OPTIONS = {
     "fedepc clustering": {"warm_up": 1},
 }
 PARTS = {"clustering": get_args(Clustering), "selection": get_args(Selection)}
-ALL = [(method, part, value) for method in METHODS for part, values in PARTS.items() for value in values]
+ALL = [(method, part, value) for method in installed_methods() for part, values in PARTS.items() for value in values]
 
 
 def offered(method: str, part: str) -> list[str]:
-    fields = msgspec.structs.fields(load_object(METHODS[method]).Options)
+    fields = msgspec.structs.fields(method_class(method).Options)
     return next((words_of(field.type) for field in fields if field.name == part), [])
 
 
@@ -64,7 +65,7 @@ def made(tmp_path, method: str, rounds: int, options: dict[str, Any]) -> tuple[A
         rounds=rounds, participation=0.5, sgd=Sgd(steps=3), codec=Codec.FLOAT32, options=options, seed=1
     )
     x, y = (np.concatenate(parts) for parts in zip(*(w.data.shared for w in fleet.workers.values()), strict=True))
-    found = make(method, settings, task=fleet.task, reserved=(x, y) if method == "fedcoe" else None)
+    found = make(method, settings, Server(fleet.task, (x, y) if method == "fedcoe" else None))
     return found, found.init(layout, first), fleet
 
 
@@ -144,7 +145,7 @@ async def test_devices_are_asked_for_what_the_clustering_clusters(method, how, a
 
 @pytest.mark.parametrize(("method", "part", "value"), REFUSED, ids=lambda word: word)
 def test_what_is_not_offered_is_refused_by_name_with_the_reason(method, part, value, tmp_path) -> None:
-    kind = load_object(METHODS[method]).Options
+    kind = method_class(method).Options
     whole = not offered(method, part)
     reason = kind.REFUSED[part if whole else f"{part}={value}"]
     with pytest.raises(ConfigError) as refused:
@@ -157,8 +158,8 @@ def test_what_is_not_offered_is_refused_by_name_with_the_reason(method, part, va
 
 
 def test_nothing_is_said_to_be_refused_that_is_offered() -> None:
-    for method in METHODS:
-        for name in getattr(load_object(METHODS[method]).Options, "REFUSED", {}):
+    for method in installed_methods():
+        for name in getattr(method_class(method).Options, "REFUSED", {}):
             part, _, value = name.partition("=")
             assert part in PARTS
             assert value in PARTS[part] or not value

@@ -14,7 +14,7 @@ from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
 from fedge.messages import Ack, BlobRef, Codec, Context, Message, Order, Presence, Status, Want, decode, encode
-from fedge.step import Action, Result, installed_steps, read_action, report_of
+from fedge.step import Result, report_of
 from fedge.steps.train import Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, TensorInfo, digest_of
@@ -128,13 +128,6 @@ class RawDevice:
     async def _until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S), self._news:
             await self._news.wait_for(holds)
-
-
-def action_of(order: Order) -> Action:
-    """What an order asks for, which must be an installed step."""
-    action = read_action(order, installed_steps())
-    assert isinstance(action, Action)
-    return action
 
 
 def trained(update: BlobRef, **changes: object) -> Trained:

@@ -18,7 +18,7 @@ from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
 from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, decode, encode
 from fedge.sgd import Sgd
-from fedge.step import Action, Failed, Result, body_of, read_result
+from fedge.step import Action, Failed, Result, body_of, installed_steps, read_action, read_result
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
@@ -134,6 +134,13 @@ def order_of(action: Action, order_id: str = "r.1.s.pi", *, device: str = "pi", 
         version=action.VERSION,
         body=body_of(action),
     )
+
+
+def action_of(order: Order) -> Action:
+    """What an order asks for, which must be an installed step."""
+    action = read_action(order, installed_steps())
+    assert isinstance(action, Action)
+    return action
 
 
 def train(model: BlobRef) -> Train:

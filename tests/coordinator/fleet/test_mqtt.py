@@ -34,7 +34,8 @@ from fedge.steps.train_rod import TrainRod
 from fedge.steps.trial import Tried
 from fedge.tensors import BASE, HEAD, Layout, TensorInfo, digest_of, to_bytes
 from tests.support.broker import settings
-from tests.support.device import LAYOUT, TASK, RawDevice, action_of, tensors, trained
+from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
+from tests.support.peer import action_of
 
 DEADLINE_S = 20.0
 OTHER_TASK = msgspec.structs.replace(TASK, classes=("a", "b", "c"))
