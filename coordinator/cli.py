@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final
 import click
 from msgspec import Meta
 
+from coordinator.fleet.mqtt import outdated
 from coordinator.methods import Option
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, serve
@@ -23,7 +24,7 @@ from coordinator.store import Store
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import Status, decode
+from fedge.messages import Status, decode, is_outdated
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.topics import Topics
@@ -239,7 +240,7 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
 
 
 async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
-    """Presence of each device as the broker retains it.
+    """Presence of each device as the broker retains it, or what to do about one of an earlier version.
 
     Raises:
         TransportError: the broker refused us for good, or cannot be reached.
@@ -249,9 +250,11 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
     topics = Topics(federation)
 
     async def note(inbound: Inbound) -> None:
-        device = decode(inbound.payload, Status)
-        found[device.device_id] = device.presence
-        news.set()
+        device = topics.parts(inbound.topic)[1]
+        if inbound.payload:  # otherwise it was cleared
+            old = is_outdated(inbound.payload)
+            found[device] = outdated(device) if old else decode(inbound.payload, Status).presence
+            news.set()
 
     transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))
     await transport.subscribe(topics.agent("+", "status"), note)

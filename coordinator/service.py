@@ -177,6 +177,13 @@ async def serve(
     layout, model = start(settings, task, store, options)
     saved = store.state()
     state = method.init(layout, model) if saved is None else load(saved, type(method.init(layout, model)))
+
+    def told(event: str, fields: dict[str, Any]) -> None:
+        """Until the first round nobody but `fedge status` shows why devices do not take part."""
+        observe(event, fields)
+        if event == "problem" and fields["round"] == 0:
+            write_summary(settings, method, state, store, fleet)
+
     fleet = MqttFleet(
         settings.at(settings.broker),
         store,
@@ -186,7 +193,7 @@ async def serve(
         layout=layout,
         seed=settings.seed,
         deadline_s=settings.deadline_s,
-        observe=observe,
+        observe=told,
     )
     write_summary(settings, method, state, store, fleet)
     async with fleet:

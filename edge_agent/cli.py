@@ -213,7 +213,7 @@ class Progress:
         if event in self._counts:
             self._counts[event] += 1
         if event == "order_started":
-            self._doing = f"round {fields['round']}: {fields['action']}"
+            self._doing = f"round {fields['round']}: {fields['step']}"
         elif event in {"online", "order_done", "stopping", "sleeping"}:
             self._doing = "waiting for orders" if event in {"online", "order_done"} else event
         done, acked, refused = self._counts.values()

@@ -1,14 +1,15 @@
 """What the agent must not lose, on disk: open orders, reports that nobody acknowledged yet, ids that are over.
 
     HOME/outbox/lock             held by the one agent that uses this folder
+    HOME/outbox/version          of what follows: "2"; fedge 0.1 wrote none
     HOME/outbox/orders/{id}      an order; it stays until it is acknowledged or discarded
     HOME/outbox/reports/{id}     its report, once there is one; writing this file is the moment at which work is done
     HOME/outbox/blobs/{digest}   tensors that reports name; written before the report
     HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
 
 Every file is replaced atomically, and every step leaves a folder that `Outbox` can read: what a kill -9 left over is
-removed at the next start. A file that cannot be read (a damaged disk, an older version) is dropped too: the coordinator
-repeats an order until it has its report, so the work is done again rather than lost.
+removed at the next start. A file that cannot be read (a damaged disk) is dropped too: the coordinator repeats an order
+until it has its report, so the work is done again rather than lost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import msgspec
 
@@ -31,6 +32,9 @@ from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 log = logging.getLogger("fedge.agent")
 
 M = TypeVar("M", Order, Report)
+
+VERSION: Final = "2"
+"""Of the folder: that of the messages in it."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -54,8 +58,8 @@ class Outbox:
         """Open the folder, make it if need be, and clean up behind a crash.
 
         Raises:
-            ConfigError: another agent uses it.
-            StoreError: it cannot be read or written.
+            ConfigError: another agent uses it, or it holds work of fedge 0.1.
+            StoreError: it cannot be read or written, or is a newer fedge's.
         """
         self._orders = folder / "orders"
         self._reports = folder / "reports"
@@ -64,6 +68,7 @@ class Outbox:
         self._blob_lock = threading.Lock()
         self._unreported: set[str] = set()
         try:
+            _migrate(folder)
             for part in (self._orders, self._reports):
                 part.mkdir(exist_ok=True)
             self._blobs = BlobFolder(folder / "blobs")
@@ -72,6 +77,9 @@ class Outbox:
         except OSError as error:
             self.close()
             raise StoreError(f"cannot open {folder}: {error}") from error
+        except (ConfigError, StoreError):
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -183,6 +191,30 @@ def _read(path: Path, kind: type[M], name_of: Callable[[M], str]) -> M | None:
     log.warning("event=unreadable file=%s error=%s", path, reason)
     path.unlink()
     return None
+
+
+def _migrate(folder: Path) -> None:
+    """Make the folder one of this version, if nothing is lost by it.
+
+    Raises:
+        ConfigError: fedge 0.1 left orders or reports, which nobody understands any more.
+        StoreError: the folder is a newer fedge's, or cannot be written.
+    """
+    file = folder / "version"
+    if file.exists():
+        found = file.read_text(errors="replace").strip()
+        if found != VERSION:
+            raise StoreError(f"{folder} has version {found}, this fedge knows {VERSION}: update fedge")
+        return
+    old = [*(folder / "orders").glob("[!.]*"), *(folder / "reports").glob("[!.]*")]
+    if old:
+        raise ConfigError(
+            f"{folder} holds work of fedge 0.1 ({old[0].name}), which fedge 0.2 cannot go on with: finish it with "
+            f"fedge 0.1, or delete {folder}, or use another --home; bundles that are installed go on answering"
+        )
+    if (folder / "acked").exists():
+        log.info("event=migrated folder=%s from=0.1 unused=%r", folder, "candidates and personal beside it")
+    write_atomically(file, VERSION.encode())
 
 
 def _lock(folder: Path) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deploy import load
     from fedge.tasks import Task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Task", "compare", "load", "simulate"]
 

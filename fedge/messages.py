@@ -313,6 +313,15 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
     return message
 
 
+def is_outdated(data: bytes | bytearray | memoryview) -> bool:
+    """Whether these bytes are a message between agent and coordinator of a version before ours."""
+    try:
+        version, _ = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return 0 < version < Status.VERSION
+
+
 def all_finite(value: object) -> bool:
     """Whether no number in a value of plain containers is NaN or infinite."""
     if isinstance(value, float):

@@ -56,6 +56,7 @@ from fedge.messages import (
     blobs_of,
     decode,
     encode,
+    is_outdated,
 )
 from fedge.step import Action, Refusal, Unsupported, installed_steps, read_action, read_result
 from fedge.task import TaskSpec
@@ -77,6 +78,8 @@ RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
+NEEDED: Final = "0.2 or later"
+"""What an agent's fedge must be."""
 SLACK_BYTES: Final = 1 << 20
 """What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
 
@@ -351,6 +354,8 @@ class MqttFleet:
             try:
                 handle(device, inbound)
             except ProtocolError as error:
+                if error.name == "version" and is_outdated(inbound.payload):
+                    error = ProtocolError("version", outdated(device))
                 self._refuse(error, inbound.topic, device)
             except StoreError as error:
                 self._fail(error)
@@ -377,7 +382,10 @@ class MqttFleet:
     def _on_status(self, device: str, inbound: Inbound) -> None:
         if not inbound.payload:  # a retained status that was cleared
             return
-        if self.registry.on_status(device, decode(inbound.payload, Status)):
+        status = decode(inbound.payload, Status)
+        if device in self.problems and outdated(device) in self.problems[device].reason:
+            del self.problems[device]  # it was updated
+        if self.registry.on_status(device, status):
             self._observe("device", {"device": device, "presence": "online"})
             self._feed(DeviceAppeared(device))
 
@@ -534,6 +542,13 @@ class MqttFleet:
             return waiting.result()
         finally:
             waiting.cancel()
+
+
+def outdated(device: str) -> str:
+    """What to do about a device whose agent is of fedge 0.1."""
+    return (
+        f"its agent is of fedge 0.1, which this coordinator does not understand: update fedge on {device} to {NEEDED}"
+    )
 
 
 def _trouble(report: Report | None) -> str:
