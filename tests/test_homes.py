@@ -105,9 +105,11 @@ async def test_the_bundle_in_a_home_goes_on_answering(copied: Path) -> None:
     home = copied / "finished" / "cam0"
     predicted = deploy.load(home / "bundles" / "1").predict(X)
     assert predicted.probabilities.shape == (3, 3)
-    async with process("--home", home) as (_, said, session):
-        async with session.post(f"/v2/models/{said['models'][0]}/infer", data=body(X)) as response:
-            assert response.status == 200, await response.text()
+    async with (
+        process("--home", home) as (_, said, session),
+        session.post(f"/v2/models/{said['models'][0]}/infer", data=body(X, datatype="FP32")) as response,
+    ):
+        assert response.status == 200, await response.text()
 
 
 @pytest.mark.parametrize("copied", GOES_ON, indirect=True)
