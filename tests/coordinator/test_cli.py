@@ -31,7 +31,7 @@ from fedge.tasks import task_spec
 from fedge.tensors import Model
 from fedge.transport import BrokerSettings
 from tests.support.broker import settings as broker_settings
-from tests.support.device import LAYOUT, TASK, RawDevice
+from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice
 
 WAIT_S = 60.0
 
@@ -119,6 +119,15 @@ async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_
         flags = ["status", "--broker", f"{mosquitto.host}:{mosquitto.port}", "--federation", "f", "--json"]
         said = await asyncio.to_thread(run_fedge, *flags)
     assert json.loads(said.stdout) == {"federation": "f", "devices": {"cam1": "online"}}
+
+
+async def test_status_of_a_broker_says_what_to_do_about_an_agent_of_fedge_0_1(
+    mosquitto: LocalBroker, tmp_path: Path
+) -> None:
+    async with RawDevice(mosquitto, "cam1", tmp_path) as old:
+        await old.say("status", IN_0_1, retain=True)
+        (told,) = (await look(broker_settings(mosquitto), "f")).values()
+    assert told.endswith("update fedge on cam1 to 0.2 or later")
 
 
 def test_status_asks_a_broker_as_whom_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,6 +40,13 @@ def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known
     assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), incarnation="1"))
 
 
+def test_what_steps_a_device_knows_and_what_bundle_it_had_are_what_its_status_says() -> None:
+    registry = Registry("t")
+    registry.on_status("a", status(release=4, capabilities=Capabilities(trains=True, steps={"train": 1})))
+    (device,) = registry.online()
+    assert (device.steps, device.release) == ({"train": 1}, 4)
+
+
 @pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
 def test_a_device_that_left_is_not_asked(presence: Presence) -> None:
     registry = here("a", "b")

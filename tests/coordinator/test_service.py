@@ -30,7 +30,7 @@ from fedge.steps.train import Train
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
-from tests.support.device import TASK, RawDevice, trained
+from tests.support.device import IN_0_1, TASK, RawDevice, trained
 from tests.support.peer import action_of
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
@@ -106,6 +106,26 @@ def final(store: Store) -> State:
     saved = store.state()
     assert saved is not None
     return load(saved, FedAvgState)
+
+
+async def test_before_the_first_round_the_summary_says_why_a_device_does_not_take_part(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    """Nobody would look into the log for why nothing begins."""
+    seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def observe(event: str, _: dict[str, Any]) -> None:
+        if event == "problem":
+            asyncio.get_running_loop().call_soon(seen.set_result, None)
+
+    async with asyncio.timeout(WAIT_S), RawDevice(mosquitto, "cam1", tmp_path) as old:
+        await old.say("status", IN_0_1, retain=True)
+        serving = asyncio.create_task(serve(settings(mosquitto, tmp_path / "server"), TASK, store, observe))
+        await seen
+        summary = json.loads((tmp_path / "server" / "summary.json").read_bytes())
+        serving.cancel()
+        await asyncio.wait([serving])
+    assert summary["problems"]["cam1"]["reason"].endswith("update fedge on cam1 to 0.2 or later")
 
 
 async def test_a_federation_from_beginning_to_end(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:

@@ -256,12 +256,12 @@ def test_a_migration_that_fails_leaves_the_old_schema(tmp_path: Path, monkeypatc
     scripts.mkdir()
     for script in module.MIGRATIONS.glob("*.sql"):
         (scripts / script.name).write_text(script.read_text())
-    broken = scripts / "0002_more.sql"
+    broken = scripts / "0003_more.sql"
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT; CREATE TABLE orders (x INTEGER) STRICT;")
     monkeypatch.setattr(module, "MIGRATIONS", scripts)
     with pytest.raises(StoreError, match="already exists"):
         Store(tmp_path / "home")
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT;")
     with contextlib.closing(Store(tmp_path / "home")) as store:
-        assert store._db.execute("PRAGMA user_version").fetchone() == (2,)
+        assert store._db.execute("PRAGMA user_version").fetchone() == (3,)
         assert store._db.execute("SELECT count(*) FROM more").fetchone() == (0,)

@@ -8,12 +8,26 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
-from fedge.messages import Ack, BlobRef, Codec, Context, Message, Order, Presence, Status, Want, decode, encode
+from fedge.messages import (
+    Ack,
+    BlobRef,
+    Capabilities,
+    Codec,
+    Context,
+    Message,
+    Order,
+    Presence,
+    Status,
+    Want,
+    decode,
+    encode,
+)
 from fedge.step import Result, report_of
 from fedge.steps.train import Trained
 from fedge.task import TaskSpec
@@ -26,6 +40,8 @@ from tests.support.broker import transport
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2, 2)), TensorInfo(name="b", shape=(2,))))
 WAIT_S = 30.0
+IN_0_1 = msgspec.msgpack.encode((1, {"type": "status", "device_id": "cam1", "incarnation": "1", "presence": "online"}))
+"""The status of an agent of fedge 0.1."""
 
 
 def tensors(value: float) -> dict[str, np.ndarray]:
@@ -61,7 +77,9 @@ class RawDevice:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def appear(self, incarnation: str = "1", *, task: TaskSpec = TASK) -> None:
+    async def appear(
+        self, incarnation: str = "1", *, task: TaskSpec = TASK, capabilities: Capabilities | None = None
+    ) -> None:
         """Say that it is there, and how it is."""
         fingerprint = task.fingerprint()
         status = Status(
@@ -70,6 +88,7 @@ class RawDevice:
             presence=Presence.ONLINE,
             task_fingerprint=fingerprint,
             n_samples=5,
+            capabilities=capabilities,
         )
         await self.say("status", status, retain=True)
         await self.say("context", Context(device_id=self.id, n_samples=5))

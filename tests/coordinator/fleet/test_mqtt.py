@@ -23,9 +23,9 @@ from coordinator.store import Status, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ProtocolError, StoreError
-from fedge.messages import Codec, Outcome, Report, Want
+from fedge.messages import Capabilities, Codec, Outcome, Report, Want
 from fedge.sgd import Sgd
-from fedge.step import Declined, Failed, Result
+from fedge.step import Declined, Failed, Result, Unsupported
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.share_private import PrivateShared, SharePrivate
@@ -34,7 +34,7 @@ from fedge.steps.train_rod import TrainRod
 from fedge.steps.trial import Tried
 from fedge.tensors import BASE, HEAD, Layout, TensorInfo, digest_of, to_bytes
 from tests.support.broker import settings
-from tests.support.device import LAYOUT, TASK, RawDevice, tensors, trained
+from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice, tensors, trained
 from tests.support.peer import action_of
 
 DEADLINE_S = 20.0
@@ -496,6 +496,52 @@ async def test_a_device_with_another_task_is_not_asked(
     fleet, _ = await federation(stack, one_broker, store, "a")
     assert [d.id for d in fleet.devices()] == ["a"]
     assert fleet.take_counts()["refused.task-mismatch"] == 1
+
+
+async def test_an_agent_of_fedge_0_1_is_told_of_with_its_name_and_what_to_do_until_it_was_updated(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = await stack.enter_async_context(RawDevice(one_broker, "cam1", tmp_path))
+    await old.say("status", IN_0_1, retain=True)
+    events: list[dict[str, Any]] = []
+    with caplog.at_level(logging.WARNING, "fedge"):
+        fleet, _ = await federation(stack, one_broker, store, "a")
+        fleet._observe = lambda event, fields: events.append(fields) if event == "problem" else None
+        await until(lambda: "cam1" in fleet.problems)
+        await old.say("context", msgspec.msgpack.encode((1, {"type": "context", "device_id": "cam1"})))
+        await until(lambda: fleet._counted["refused.version"] == 2)
+    assert [d.id for d in fleet.devices()] == ["a"]
+    reason = fleet.problems["cam1"].reason
+    assert reason.endswith("update fedge on cam1 to 0.2 or later")
+    assert f"name=version device=cam1 topic=fedge/1/f/agents/cam1/status detail={reason!r}" in caplog.text
+    await old.appear("2")
+    await until(lambda: "cam1" not in fleet.problems)
+    assert [d.id for d in fleet.registry.online()] == ["a", "cam1"]
+
+
+async def test_a_message_of_a_newer_fedge_is_refused_and_nobody_is_told_to_update_the_device(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    await a.say("context", msgspec.msgpack.encode((3, {"type": "context", "device_id": "a"})))
+    await until(lambda: fleet._counted["refused.version"] == 1)
+    assert "update fedge on a" not in fleet.problems["a"].reason
+
+
+async def test_a_device_that_lacks_a_step_is_not_asked_and_shown_with_the_reason(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a, old) = await federation(stack, one_broker, store, "a", "old")
+    await old.appear("2", capabilities=Capabilities(trains=True, steps={"install": 1, "train": 7}))
+    await until(lambda: fleet.registry.online()[1].steps is not None)
+    fleet._take(1, fleet.registry.online())
+    running = asyncio.create_task(fleet.run("train", dict.fromkeys(("a", "old"), train(fleet))))
+    await a.report(await a.order("train"), Declined(reason="hot"))
+    answers = await running
+    assert isinstance(answers["old"].result, Unsupported)
+    assert "step train version 1" in fleet.problems["old"].reason
+    assert old.orders == []
+    assert [e.order.device_id for e in store.entries(1)] == ["a"]
 
 
 async def test_an_unknown_order_is_refused_and_its_sender_may_forget_it(
