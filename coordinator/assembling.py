@@ -1,27 +1,25 @@
 """Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md section 7).
 
 `files_of` needs torch, to compare with. Where the process shall not hold it, `bundle_in_subprocess` has a short-lived
-child do it: `python -m coordinator.assembling FOLDER METHOD RELEASE`.
+child do it.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.parity import n_gate_features
 from fedge import child
-from fedge.errors import ConfigError, FedgeError
+from fedge.errors import ConfigError
 from fedge.messages import Role
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, flatten, from_bytes, to_bytes, unflatten
+from fedge.tensors import Layout, Model
 
 
 def mixture_of(
@@ -93,36 +91,20 @@ def bundle_in_subprocess(
     Raises:
         ConfigError: there is none of such a network; the text says why.
     """
-    with tempfile.TemporaryDirectory(prefix="fedge-assembling-") as name:
-        folder = Path(name)
-        (folder / "task.json").write_bytes(msgspec.json.encode(task))
-        (folder / "layout.json").write_bytes(msgspec.json.encode(layout))
-        (folder / "model.safetensors").write_bytes(to_bytes(unflatten(model, layout)))
-        (folder / "bundle").mkdir()
-        try:
-            child.run("coordinator.assembling", name, method, str(release))
-        except ConfigError as error:
-            raise ConfigError(f"no bundle of the network of task {task.name} can be made: {error}") from error
-        return {file.name: file.read_bytes() for file in sorted((folder / "bundle").iterdir())}
+    try:
+        return child.call(
+            "coordinator.assembling:bundle_of", task, layout, model, release, method, returns=dict[str, bytes]
+        )
+    except ConfigError as error:
+        raise ConfigError(f"no bundle of the network of task {task.name} can be made: {error}") from error
 
 
-def main(folder: Path, method: str, release: int) -> None:
-    """The child's work: FOLDER holds task.json, layout.json and model.safetensors; FOLDER/bundle gets the files.
+def bundle_of(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:
+    """The files of a bundle that predicts what the model predicts; with torch in this process.
 
     Raises:
         ConfigError: the network cannot be built or expressed in ONNX.
         UpdateRejected: torch and ONNX Runtime disagree.
     """
-    task = msgspec.json.decode((folder / "task.json").read_bytes(), type=TaskSpec)
-    layout = msgspec.json.decode((folder / "layout.json").read_bytes(), type=Layout)
-    model = flatten(from_bytes((folder / "model.safetensors").read_bytes()), layout)
     mixture, none = mixture_of(task, [model], [1.0], None), np.zeros((0, *task.input_shape), np.float32)
-    for name, data in files_of(mixture, none, task=task, layout=layout, release=release, method=method).items():
-        (folder / "bundle" / name).write_bytes(data)
-
-
-if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    except FedgeError as error:
-        sys.exit(str(error))
+    return files_of(mixture, none, task=task, layout=layout, release=release, method=method)

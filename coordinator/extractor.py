@@ -1,13 +1,10 @@
-"""Trains FedEPC's extractor in a process of its own: `python -m coordinator.extractor SEED FOLDER`.
+"""Trains FedEPC's extractor (docs/methods/fedepc.md).
 
-FOLDER holds task.json and samples.npz; model.safetensors and classes.npy, the profiles of single classes, are written
-beside them. `coordinator.proxy` starts it, so that the coordinator never imports torch. Source: docs/methods/fedepc.md.
+`coordinator.proxy` has a process of its own do it, so that the coordinator never imports torch.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -17,12 +14,11 @@ from numpy.typing import NDArray
 
 from coordinator.proxy import FEWEST
 from edge_agent.sparsity import sparsity_profile
-from fedge.errors import FedgeError
 from fedge.models import initial
 from fedge.models.training import Network, Trainer
 from fedge.sgd import Sgd
 from fedge.task import TaskSpec
-from fedge.tensors import to_bytes, unflatten
+from fedge.tensors import Model
 
 EPOCHS: Final = 15  # over the proxy set, section 8
 SGD: Final = Sgd(batch_size=16, learning_rate=0.02, momentum=0.9)
@@ -51,22 +47,13 @@ def class_profiles(network: Network, x: NDArray[np.float32], y: NDArray[np.int64
     return np.stack([sparsity_profile(network.module, x[y == c]).shares for c in labels[counts >= FEWEST]])
 
 
-def main(seed: int, folder: Path) -> None:
-    """Read task and samples, write the extractor and its classes' profiles.
+def extracted(
+    task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], seed: int
+) -> tuple[Model, NDArray[np.float64]]:
+    """The extractor, and the profiles of single classes.
 
     Raises:
         FedgeError: the network cannot be built, has no ReLU to look at, or diverged.
     """
-    task = msgspec.json.decode((folder / "task.json").read_bytes(), type=TaskSpec)
-    with np.load(folder / "samples.npz") as samples:
-        x, y = samples["x"], samples["y"]
     network = trained(task, x, y, seed=seed)
-    np.save(folder / "classes.npy", class_profiles(network, x, y))
-    (folder / "model.safetensors").write_bytes(to_bytes(unflatten(network.dump(), network.layout)))
-
-
-if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), Path(sys.argv[2]))
-    except (FedgeError, ValueError) as error:
-        sys.exit(str(error))
+    return network.dump(), class_profiles(network, x, y)

@@ -5,19 +5,16 @@ Source: fedepc.md sections 3 and 4.1. The child is `coordinator.extractor`.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge import child
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, flatten, from_bytes
+from fedge.tensors import Model
 
 FEWEST: Final = 5
 """Samples without which a class has no profile (section 4.1)."""
@@ -43,14 +40,11 @@ def check_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) 
         raise ConfigError(f"the server needs at least {FEWEST} labelled samples of each of two or more classes")
 
 
-def trained_extractor(
-    task: TaskSpec, layout: Layout, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int
-) -> Extractor:
+def trained_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Extractor:
     """Train the task's network on the proxy set, and profile its classes; equal arguments give equal bits.
 
     Args:
         task: what is learned.
-        layout: of its network.
         x: (n, *input_shape) model inputs.
         y: (n,) labels.
         seed: of first weights and batches.
@@ -58,13 +52,10 @@ def trained_extractor(
     Raises:
         ConfigError: the child failed; the text holds what it said.
     """
-    with tempfile.TemporaryDirectory(prefix="fedge-extractor-") as name:
-        folder = Path(name)
-        (folder / "task.json").write_bytes(msgspec.json.encode(task))
-        np.savez(folder / "samples.npz", x=x, y=y)
-        try:
-            child.run("coordinator.extractor", str(seed), name)
-        except ConfigError as error:
-            raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {error}") from error
-        model = flatten(from_bytes((folder / "model.safetensors").read_bytes()), layout)
-        return Extractor(model, np.load(folder / "classes.npy"))
+    try:
+        model, profiles = child.call(
+            "coordinator.extractor:extracted", task, x, y, seed, returns=tuple[Model, NDArray[np.float64]]
+        )
+    except ConfigError as error:
+        raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {error}") from error
+    return Extractor(model, profiles)

@@ -7,12 +7,9 @@ other, so that their latencies are those of the same moment.
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Final
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -92,32 +89,28 @@ def examine(
     engine: EngineChoice = "auto",
 ) -> Examination:
     """Measure and compare in a child process, by the engine that is to answer; what goes wrong is a reason."""
-    request = msgspec.json.encode([None if running is None else str(running), str(staged), str(home), limits, engine])
     try:
-        done = subprocess.run(
-            child.command("deploy.examination"),
-            env=child.environment(),
-            input=request,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            check=False,
+        found = child.call(
+            "deploy.examination:examined",
+            running,
+            staged,
+            home,
+            limits,
+            engine,
+            returns=Examination,
+            timeout_s=TIMEOUT_S,
         )
-    except subprocess.TimeoutExpired:
-        return Examination(reason=f"smoke-test: no answer within {TIMEOUT_S:.0f} s")
-    if done.returncode == 0:
-        try:
-            found = msgspec.json.decode(done.stdout, type=Examination)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # such as a measure beyond its range
-            return Examination(reason=f"smoke-test: what was measured makes no sense: {error}"[:500])
-        if found.warning:
-            log.warning("event=no_validation reason=%r", found.warning)
-        return found
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    cause = f"signal {-done.returncode}" if done.returncode < 0 else (said[-1] if said else f"exit {done.returncode}")
-    return Examination(reason=f"smoke-test: it cannot be run on this device ({cause})"[:500])
+    except TimeoutError as error:
+        return Examination(reason=f"smoke-test: {error}")
+    except ConfigError as error:
+        return Examination(reason=f"smoke-test: it cannot be run on this device ({error})"[:500])
+    if found.warning:
+        log.warning("event=no_validation reason=%r", found.warning)
+    return found
 
 
-def _examined(running: Path | None, staged: Path, home: Path, limits: Limits, engine: EngineChoice) -> Examination:
+def examined(running: Path | None, staged: Path, home: Path, limits: Limits, engine: EngineChoice) -> Examination:
+    """`examine` in this process."""
     try:
         new = load_update(staged, None, engine, again=True)
         validation, warning = _samples(home, new.task)
@@ -144,11 +137,3 @@ def _samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
         return load_validation(home, task), ""
     except ConfigError as error:
         return Validation(np.zeros((0, *task.input_shape), np.float32), None), str(error)
-
-
-if __name__ == "__main__":
-    old, new_one, at, allowed_costs, by = msgspec.json.decode(
-        sys.stdin.buffer.read(), type=tuple[str | None, str, str, Limits, EngineChoice]
-    )
-    found = _examined(None if old is None else Path(old), Path(new_one), Path(at), allowed_costs, by)
-    sys.stdout.buffer.write(msgspec.json.encode(found))

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
-import msgspec
-
 from fedge import child
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, flatten, from_bytes
+from fedge.tensors import Layout, Model
 
 
 def initial_in_subprocess(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
@@ -19,12 +14,7 @@ def initial_in_subprocess(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
     Raises:
         ConfigError: the child failed; the text holds what it said.
     """
-    with tempfile.TemporaryDirectory(prefix="fedge-initial-") as name:
-        folder = Path(name)
-        (folder / "task.json").write_bytes(msgspec.json.encode(task))
-        try:
-            child.run("fedge.models", str(seed), name)
-        except ConfigError as error:
-            raise ConfigError(f"the network of task {task.name} cannot be built: {error}") from error
-        layout = msgspec.json.decode((folder / "layout.json").read_bytes(), type=Layout)
-        return layout, flatten(from_bytes((folder / "model.safetensors").read_bytes()), layout)
+    try:
+        return child.call("fedge.models:initial", task, seed, returns=tuple[Layout, Model])
+    except ConfigError as error:
+        raise ConfigError(f"the network of task {task.name} cannot be built: {error}") from error

@@ -280,7 +280,7 @@ class FedEpc(Method[FedEpcState]):
         if self._proxy is None:
             return msgspec.structs.replace(state, extractor=state.shared)
         task, (x, y) = self._proxy
-        found = await asyncio.to_thread(trained_extractor, task, state.layout, x, y, seed=self.settings.seed)
+        found = await asyncio.to_thread(trained_extractor, task, x, y, seed=self.settings.seed)
         try:
             unit = aidc.class_unit(found.class_profiles, gamma=self.options.gamma)
         except ValueError as error:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator import extractor, proxy
-from fedge import models, preprocess
+from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.tasks import pool
 
@@ -20,17 +20,15 @@ X, Y = preprocess.apply(TASK, POOL.x), POOL.y
 
 
 def test_the_child_makes_what_this_process_would_make() -> None:
-    layout, _ = models.initial(TASK, 3)
-    found = proxy.trained_extractor(TASK, layout, X, Y, seed=3)
+    found = proxy.trained_extractor(TASK, X, Y, seed=3)
     network = extractor.trained(TASK, X, Y, seed=3)
     np.testing.assert_array_equal(found.model.params, network.dump().params)
     np.testing.assert_array_equal(found.class_profiles, extractor.class_profiles(network, X, Y))
 
 
 def test_a_child_that_fails_says_why() -> None:
-    layout, _ = models.initial(TASK, 0)
     with pytest.raises(ConfigError, match="unknown model transformer"):
-        proxy.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), layout, X, Y, seed=0)
+        proxy.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), X, Y, seed=0)
 
 
 @pytest.mark.parametrize(

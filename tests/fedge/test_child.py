@@ -1,29 +1,72 @@
-"""A child finds what its parent finds, and a failure says why."""
+"""A child finds what its parent finds, gives what the function gives, and a failure says why."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedge import child
 from fedge.errors import ConfigError
+from fedge.tensors import Model
+
+WORK = """
+import os, signal, time
+from pathlib import Path
+import numpy as np
+from numpy.typing import NDArray
+from fedge.errors import ConfigError
+from fedge.tensors import Model
+
+def doubled(x: NDArray[np.float32], here: Path, times: int) -> tuple[Model, NDArray[np.float64]]:
+    print("hello")
+    os.write(1, b"from below Python")
+    x *= times
+    return Model(x.ravel(), np.zeros(0, np.float32), np.arange(2)), np.full((2, 3), len(here.name), np.float64)
+
+def fails(how: str) -> int:
+    if how == "named":
+        raise ConfigError("first line\\nno such thing")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "slow":
+        time.sleep(60)
+    return "no number"
+"""
 
 
-def test_it_runs_a_module_that_only_this_process_knows_and_its_failure_is_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "their_work.py").write_text(
-        "import sys\nfrom pathlib import Path\nprint('hello')\n"
-        "Path(sys.argv[1]).write_text(sys.argv[2])\n"
-        "if sys.argv[2] == 'bad': sys.exit('first line\\nno such thing')\n"
-    )
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that only this process knows."""
+    (tmp_path / "their_work.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)
-    child.run("their_work", str(tmp_path / "out"), "good")
-    assert (tmp_path / "out").read_text() == "good"
-    with pytest.raises(ConfigError, match=r"\Ano such thing\Z"):
-        child.run("their_work", str(tmp_path / "out"), "bad")
+
+
+def test_arrays_and_models_go_there_and_back_and_the_work_may_print() -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    model, lengths = child.call("their_work:doubled", x, Path("/a/four"), 2, returns=tuple[Model, NDArray[np.float64]])
+    np.testing.assert_array_equal(model.params, 2 * np.arange(6, dtype=np.float32))
+    assert (model.params.dtype, model.buffers.shape, model.counters.tolist()) == (np.float32, (0,), [0, 1])
+    np.testing.assert_array_equal(lengths, np.full((2, 3), 4.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("named", r"\Ano such thing\Z"), ("killed", "signal 9"), ("other", "makes no sense")],
+)
+def test_a_failure_says_why(how: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        child.call("their_work:fails", how, returns=int)
+
+
+def test_a_child_that_takes_too_long_is_killed() -> None:
+    with pytest.raises(TimeoutError, match="no answer within 1 s"):
+        child.call("their_work:fails", "slow", returns=int, timeout_s=1.0)
 
 
 def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fedge.py").write_text("raise SystemExit('a script of the user')")
-    monkeypatch.chdir(tmp_path)
-    child.run("fedge.errors")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "fedge.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(here)
+    assert 0 <= child.call("fedge.rollout:place", "a", "b", returns=float) < 1
