@@ -45,17 +45,18 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
     Raises:
         ProtocolError: `not-finite`, training diverged.
     """
-    norms = codec.norms_of(update)
-    if not np.isfinite(norms).all():
-        raise ProtocolError("not-finite", "training diverged: a tensor holds NaN or infinity")
     tensors = unflatten(update, device.layout)
     own = {info.name: tensors[info.name] for info in part.tensors}
     if not (codec_ is Codec.FLOAT32 and _in_one_process.get()):
-        return device.send(codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")}), codec_)
-    model = update
-    if part != device.layout:
-        model = flatten(own, part)
-        norms = codec.norms_of(model)
+        try:
+            data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
+        except codec.NotFiniteError as error:
+            raise ProtocolError("not-finite", f"training diverged: {error}") from error
+        return device.send(data, codec_)
+    model = update if part == device.layout else flatten(own, part)
+    norms = codec.norms_of(model)
+    if not np.isfinite(norms).all():
+        raise ProtocolError("not-finite", "training diverged: a tensor holds NaN or infinity")
     for vector in (model.params, model.buffers, model.counters):
         vector.flags.writeable = False
     ref = BlobRef(digest=digest_of(device.order.id.encode()), size_bytes=_float32_bytes(part), codec=codec_)

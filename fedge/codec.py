@@ -35,6 +35,10 @@ _HEADER_BYTES: Final = 4096  # of a safetensors file, apart from its tensors' en
 _ENTRY_BYTES: Final = 256  # of a tensor's entry in the header, apart from its name
 
 
+class NotFiniteError(ValueError):
+    """A tensor that is to be stored holds NaN or infinity."""
+
+
 def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> bytes:
     """Serialise named tensors; equal tensors give equal bytes.
 
@@ -44,7 +48,8 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
         exact: the names of those that stay as they are (buffers).
 
     Raises:
-        ValueError: a tensor holds NaN or infinity, has another type, or its name clashes with that of a scale.
+        NotFiniteError: a tensor holds NaN or infinity.
+        ValueError: a tensor has another type, or its name clashes with that of a scale.
     """
     if codec is Codec.FLOAT32:
         return b"".join(pieces(tensors))
@@ -72,18 +77,28 @@ def pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryvie
 
 
 def _require_finite(name: str, tensor: NDArray[np.generic]) -> None:
-    if tensor.dtype not in (np.float32, np.int64) or not np.isfinite(tensor).all():
-        raise ValueError(f"{name} ({tensor.dtype}) is not a float32 or int64 tensor of finite numbers")
+    if tensor.dtype not in (np.float32, np.int64):
+        raise ValueError(f"{name} is a tensor of {tensor.dtype}, not of float32 or int64")
+    if not np.isfinite(tensor).all():
+        raise NotFiniteError(f"{name} holds numbers that are not finite")
 
 
-def decode(data: bytes, codec: Codec, layout: Layout) -> Model:
+def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) -> Model:
     """Parse the bytes of a blob into a model of this layout.
+
+    Args:
+        data: the blob.
+        codec: how it is stored.
+        layout: of what is stored.
+        again: `encode` made the blob here, or `check` passed it: whether its numbers are finite is known.
 
     Raises:
         ProtocolError: `oversized` (more than the layout can need), `malformed` (not the codec's format), `layout` (a
             tensor is missing, unknown, or has another shape or type) or `not-finite`.
     """
-    tensors = _checked(data, codec, layout)
+    tensors = _tensors(data, codec, layout)
+    if not (again or all(_finite(tensors, info, codec) for info in layout.tensors)):
+        raise _not_finite()
     model = Model(
         params=np.empty(layout.n_params, np.float32),
         buffers=np.empty(sum(t.size for t in layout.of_kind("buffer")), np.float32),
@@ -98,15 +113,17 @@ def decode(data: bytes, codec: Codec, layout: Layout) -> Model:
 def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
     """Refuse what `decode` refuses, without the memory of a model; the norms of what it would give.
 
-    With 45 MB of weights 13 ms of processor time in int8 and 8 ms in float32.
+    With 45 MB of weights 17 ms of processor time in int8 and 5 ms in float32.
 
     Raises:
         ProtocolError: as `decode`.
     """
-    tensors = _checked(data, codec, layout)
+    tensors = _tensors(data, codec, layout)
     squares = {"param": 0.0, "buffer": 0.0, "counter": 0.0}
     for info in layout.tensors:
         squares[info.kind] += _square(tensors, info, codec) if info.kind != "counter" else 0.0
+    if not all(map(math.isfinite, squares.values())):
+        raise _not_finite()
     return math.sqrt(squares["param"]), math.sqrt(squares["buffer"])
 
 
@@ -115,13 +132,15 @@ def norms_of(model: Model) -> Norms:
     return math.sqrt(_sum_of_squares(model.params)), math.sqrt(_sum_of_squares(model.buffers))
 
 
-def _checked(data: bytes, codec: Codec, layout: Layout) -> Tensors:
-    """The stored tensors of a blob, which are those of a finite model of this layout."""
+def _tensors(data: bytes, codec: Codec, layout: Layout) -> Tensors:
+    """The stored tensors of a blob, which are those of a model of this layout."""
     tensors = views_of(_unpack(data, codec, _largest(layout)))
     _check(tensors, layout, codec)
-    if not all(_finite(tensors, info, codec) for info in layout.tensors):
-        raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
     return tensors
+
+
+def _not_finite() -> ProtocolError:
+    return ProtocolError("not-finite", "a tensor holds NaN or infinity")
 
 
 def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
@@ -137,9 +156,11 @@ def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
 
 
 def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
-    """Sum of squares of what `_restore` makes of a tensor."""
+    """Sum of squares of what `_restore` makes of a tensor; NaN or infinite where a number is."""
     stored = tensors[info.name]
     if info.kind == "param" and codec is Codec.INT8:
+        if not _finite(tensors, info, codec):  # a product may be too large for float32 and not for its square here
+            return math.nan
         return _sum_of_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
     if info.kind == "param" and codec is Codec.BFLOAT16:
         bits = stored.reshape(-1)

@@ -330,7 +330,7 @@ class MqttFleet:
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """Decode a model or an accepted update."""
-        return codec.decode(self._store.blobs.get(ref.digest), ref.codec, layout)
+        return codec.decode(self._store.blobs.get(ref.digest), ref.codec, layout, again=True)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""

@@ -222,7 +222,7 @@ class SimulatedFleet:
             raise ProtocolError("unknown-blob", ref.digest)
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.model
-        return codec.decode(self._bytes(ref), ref.codec, layout)
+        return codec.decode(self._bytes(ref), ref.codec, layout, again=True)
 
     def _norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         found = self._blobs[ref.digest]
