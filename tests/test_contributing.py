@@ -1,0 +1,32 @@
+"""The method of CONTRIBUTING.md runs as it stands there, by its path alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.simulation.cli import simulate
+
+TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package with the method, on the path."""
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "median.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_methods.median:FedMedian"
+
+
+def test_the_method_learns_and_ends_in_bundles(package: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--method", package, "--task", "digits", "--devices", "4", "--rounds", "3", "--out", str(out)]
+    result = CliRunner().invoke(simulate, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    run = json.loads((out / "figures.json").read_text())
+    assert run["accuracy"] > 0.5
+    assert run["bundles"] == 4
