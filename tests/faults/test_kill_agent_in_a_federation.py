@@ -115,11 +115,11 @@ async def test_an_agent_killed_in_mid_training_changes_nothing(tmp_path: Path, s
                 *("--devices", len(DEVICES), "--local-steps", STEPS, "--seed", SEED, "--deadline-s", 90),
             )
         )
-        await event(agents["cam1"], "order_started", round=2, action="train")
+        await event(agents["cam1"], "order_started", round=2, step="train")
         agents["cam1"].kill()
         await agents["cam1"].wait()
         again = await stack.enter_async_context(agent(broker, "cam1", shares["cam1"], tmp_path))
-        await event(again, "order_started", round=2, action="train")
+        await event(again, "order_started", round=2, step="train")
         async with asyncio.timeout(END_S):
             await coordinator.communicate()
         assert coordinator.returncode == 0

@@ -21,7 +21,7 @@ MANY_ROUNDS = 50  # a round takes some 50 ms: they are not over before the last 
 
 def counted_once(federation: Federation) -> bool:
     """Every order of every round and step is there once, and accepted."""
-    per_step = federation.rows("SELECT round, step, device_id, count(*), min(status) FROM orders GROUP BY 1, 2, 3")
+    per_step = federation.rows("SELECT round, label, device_id, count(*), min(status) FROM orders GROUP BY 1, 2, 3")
     return all(row[3:] == (1, "accepted") for row in per_step)
 
 

@@ -41,13 +41,13 @@ async def test_others_go_on_without_it(mosquitto: LocalBroker, tmp_path: Path) -
 
         asked = federation.rows(
             "SELECT device_id, count(*), sum(status = 'accepted'), sum(status = 'expired') FROM orders"
-            f" WHERE step = 'train' AND round BETWEEN {begun + 1} AND {AFTER} GROUP BY device_id ORDER BY device_id"
+            f" WHERE label = 'train' AND round BETWEEN {begun + 1} AND {AFTER} GROUP BY device_id ORDER BY device_id"
         )
         (silent, n_silent, *what_came), *others = asked
         assert (silent, what_came) == ("cam0", [0, n_silent])
         assert all(n_accepted == n for _, n, n_accepted, _ in others), "the others answer, and count"
         rounds = federation.rows(
-            "SELECT round FROM orders WHERE step = 'train' AND device_id = 'cam0'"
+            "SELECT round FROM orders WHERE label = 'train' AND device_id = 'cam0'"
             f" AND round BETWEEN {begun + 1} AND {AFTER} ORDER BY round"
         )
         gaps = [later - earlier for (earlier,), (later,) in pairwise(rounds)]

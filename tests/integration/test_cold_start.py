@@ -18,6 +18,7 @@ from coordinator.methods.fedge import FedgeState
 from coordinator.reserved import ReservedSet
 from export import parity
 from fedge.broker import mosquitto_path
+from fedge.files import highest_release
 from fedge.tasks import device_inputs, labelled, pool
 from fedge.tensors import flatten, from_bytes
 from tests.support.broker import local_broker
@@ -48,13 +49,13 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
             await agent.said("report_acked", accepted=True)
         newcomer.send(signal.SIGTERM)
         assert await newcomer.ended() == 130
-        asked = [event["action"] for event in newcomer.events if event["event"] == "order_started"]
+        asked = [event["step"] for event in newcomer.events if event["event"] == "order_started"]
 
     assert asked == ["route", "install_bundle"]
     assert set(state.installed) == {"a", "b", "c", "d", "e"}
     assert set(state.clients) == {"a", "b", "c", "d"}
     assert state.participations == dict.fromkeys("abcd", 2)
-    runtime = deploy.load(tmp_path / "e" / "bundles" / "1")
+    runtime = newest(tmp_path / "e")
     assert runtime.digest == state.installed["e"].bundle_digest
     assert runtime.manifest.method == "fedcoe"
 
@@ -94,7 +95,7 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         await until(lambda: "late" in installed(federation))
         for newcomer in (early, late):
             await newcomer.said("report_acked", accepted=True)
-            asked = [event["action"] for event in newcomer.events if event["event"] == "order_started"]
+            asked = [event["step"] for event in newcomer.events if event["event"] == "order_started"]
             assert asked == ["install_bundle"]
         coordinator.send(signal.SIGTERM)
         assert await coordinator.ended() == 130
@@ -102,13 +103,13 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         model = flatten(from_bytes(blob(federation, state.shared.model.digest)), state.layout)
 
     assert state.participations == {"a": 1, "b": 1}
-    assert state.installed["early"].bundle_digest == state.installed["late"].bundle_digest
-    runtime = deploy.load(tmp_path / "late" / "bundles" / "1")
-    assert runtime.manifest.method == "fedge"
     x = device_inputs(federation.task, tmp_path / "e.npz")
     (logits,) = parity.logits_of(federation.task, state.layout, [model], x)
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(runtime.predict(samples.x[:30]).probabilities, expected, atol=1e-4)
+    for device in ("early", "late"):
+        runtime = newest(tmp_path / device)
+        assert runtime.manifest.method == "fedge"
+        np.testing.assert_allclose(runtime.predict(samples.x[:30]).probabilities, expected, atol=1e-4)
 
 
 async def test_devices_that_come_after_the_last_round_are_welcome(
@@ -135,13 +136,18 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
         await federation.coordinator(**flags)
         await federation.agent("late")
         await until(lambda: "late" in installed(federation))
-        query = "SELECT device_id, step FROM orders WHERE device_id IN ('e', 'late') ORDER BY 1, step DESC"
+        query = "SELECT device_id, label FROM orders WHERE device_id IN ('e', 'late') ORDER BY 1, label DESC"
         asked = federation.rows(query)
 
     assert asked == [("e", "route"), ("e", "assemble"), ("late", "route"), ("late", "assemble")]
     for device in ("a", "b", "e", "late"):
-        probabilities = deploy.load(tmp_path / device / "bundles" / "1").predict(samples.x[:5]).probabilities
+        probabilities = newest(tmp_path / device).predict(samples.x[:5]).probabilities
         np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
+
+
+def newest(home: Path) -> deploy.Runtime:
+    """The last bundle of a device."""
+    return deploy.load(home / "bundles" / str(highest_release(home)))
 
 
 def installed(federation: Federation) -> list[str]:

@@ -71,7 +71,7 @@ async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(
         assert await runtime.ended() == 130
         coordinator.send(signal.SIGTERM)
         assert await coordinator.ended() == 130
-        steps = federation.rows("SELECT device_id, step FROM orders WHERE round > 3 ORDER BY rowid")
+        steps = federation.rows("SELECT device_id, label FROM orders WHERE round > 3 ORDER BY rowid")
 
     assert steps == [("a", "profile"), ("a", "candidates"), ("a", "gate")]
     assert {i for i, bundle in installed(federation).items() if bundle != first[i]} == {"a"}

@@ -1,0 +1,65 @@
+"""A device that lacks the step that trains: the run completes, and the device ends with a bundle all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+import deploy
+from coordinator.service import CoordinatorSettings, serve
+from coordinator.store import Store
+from edge_agent.agent import Agent, Identity
+from edge_agent.worker import Worker
+from fedge.broker import LocalBroker
+from fedge.step import installed_steps
+from fedge.tasks import device_data, partition, pool, write_share
+from fedge.transport import BrokerSettings
+
+DEVICES = ("cam0", "cam1", "lacking")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper", "fedge"])
+async def test_the_others_learn_and_it_gets_what_they_learned(
+    method: str, mosquitto: LocalBroker, tmp_path: Path
+) -> None:
+    samples = pool("digits", seed=5, limit=300)
+    shares = partition(samples, len(DEVICES), how="dirichlet", alpha=10.0, sensitive=0.3, seed=5)
+    agents = []
+    for device, share in zip(DEVICES, shares, strict=True):
+        write_share(share, tmp_path / f"{device}.npz")
+        data, home = device_data(samples.spec, tmp_path / f"{device}.npz", seed=5), tmp_path / device
+        steps = {n: kind for n, kind in installed_steps().items() if device != "lacking" or n != "train"}
+        worker = Worker(device, samples.spec, data, home, steps=steps)
+        identity = Identity(device, "f", samples.spec, n_shared=data.n_shared, steps=steps)
+        agents.append(
+            Agent(identity, BrokerSettings(mosquitto.host, mosquitto.port), home, lambda worker=worker: worker)
+        )
+    settings = CoordinatorSettings(
+        broker=f"{mosquitto.host}:{mosquitto.port}",
+        federation="f",
+        home=tmp_path / "coordinator",
+        task="digits",
+        method=method,
+        rounds=2,
+        devices=len(DEVICES),
+        seed=5,
+    )
+    with contextlib.closing(Store(settings.home)) as store:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+            for agent in agents:
+                group.create_task(agent.run())
+            summary = await serve(settings, samples.spec, store, lambda *_: None)
+            for agent in agents:
+                agent.stop()
+        asked = {entry.order.device_id for n in (1, 2) for entry in store.entries(n) if entry.order.step == "train"}
+    assert summary["done"]
+    assert asked == set(summary["selection"]) == {"cam0", "cam1"}
+    assert set(summary["installed"]) == set(DEVICES)
+    assert summary["without_bundle"] == []
+    problem = summary["problems"]["lacking"]["reason"]
+    assert problem == "it does not know step train version 1: update fedge there, or install the step"
+    runtime = deploy.load(tmp_path / "lacking" / "bundles" / "1")
+    assert (runtime.predict(shares[2].x_test).class_index == shares[2].y_test).mean() > 0.3
