@@ -13,9 +13,9 @@ import pytest
 from msgspec import Struct
 
 from coordinator.options import check, method_and_options, parsed
-from fedge.messages import BlobRef, Capabilities, Context, Health, Message, Quality, Report, Status, Want
-from fedge.step import Action, Result
-from tests.support import method_reference
+from fedge.messages import BlobRef, Capabilities, Context, Health, Message, Outcome, Quality, Report, Status, Want
+from fedge.step import Result, installed_steps
+from tests.support import method_reference, step_reference
 from tests.support.cli_reference import commands, reference
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,6 @@ SENT_BY_DEVICES: tuple[type[Struct], ...] = (
     Capabilities,
     Context,
     Report,
-    *get_args(Result),
     Want,
     BlobRef,
     Health,
@@ -87,11 +86,20 @@ def test_every_refusal_is_in_the_protocol_and_no_other() -> None:
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == raised
 
 
-def test_every_message_is_in_the_protocol() -> None:
-    for kind in (*get_args(Message),):
-        assert f"| {kind.__name__} |" in PROTOCOL
-    for kind in (*get_args(Action), *get_args(Result)):
-        assert f"`{kind.__struct_config__.tag}`" in PROTOCOL
+def test_every_message_is_in_the_protocol_with_its_version() -> None:
+    for kind in get_args(Message):
+        assert f"| {kind.__name__} | {kind.VERSION} |" in PROTOCOL
+
+
+def test_every_step_is_in_the_protocol_with_its_version_and_result_and_no_other() -> None:
+    table = PROTOCOL.partition("| step | version | result |")[2].partition("\n\n")[0]
+    rows = set(re.findall(r"^\| `(\w+)` \| (\d+) \| `(\w+)` \|", table, re.MULTILINE))
+    assert rows == {(name, str(kind.VERSION), kind.RESULT.__name__) for name, kind in installed_steps().items()}
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_every_outcome_is_in_the_protocol(outcome: Outcome) -> None:
+    assert f"| `{outcome}` |" in PROTOCOL
 
 
 @pytest.mark.parametrize("kind", SENT_BY_DEVICES, ids=lambda kind: kind.__name__)
@@ -100,12 +108,14 @@ def test_every_field_that_leaves_a_device_is_in_the_privacy_document(kind: type[
     assert missing == []
 
 
-@pytest.mark.parametrize("kind", get_args(Result), ids=lambda kind: kind.__name__)
-def test_every_field_of_an_answer_is_told_of_that_answer(kind: type[Struct]) -> None:
-    """Not of another one that has a field of the same name."""
-    tag = kind.__struct_config__.tag
-    mark = f"`{tag}`" if tag in {"declined", "failed"} else f"**`{tag}`**"
-    assert mark in PRIVACY
+def test_the_list_of_what_steps_let_out_is_up_to_date() -> None:
+    assert step_reference.table() in PRIVACY, "make it anew: python -m tests.support.step_reference"
+
+
+@pytest.mark.parametrize(("kind", "names"), step_reference.by_result().items(), ids=lambda word: str(word))
+def test_every_field_of_a_result_is_told_in_words_under_one_of_its_steps(kind: type[Result], names: list[str]) -> None:
+    """Not under another one that has a field of the same name."""
+    (mark,) = [f"**`{name}`**" for name in names if f"**`{name}`**" in PRIVACY]
     told = re.split(r"\n(?:\*\*`|#)", PRIVACY.partition(mark)[2])[0]
     assert [field for field in kind.__struct_fields__ if f"`{field}`" not in told] == []
 

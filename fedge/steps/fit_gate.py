@@ -1,4 +1,4 @@
-"""fedge, sections 9 to 11: gate, final fit, guard; writes the bundle."""
+"""fedge.md sections 9 to 11: gate, final fit, guard; writes the bundle."""
 
 from __future__ import annotations
 

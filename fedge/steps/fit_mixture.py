@@ -1,4 +1,4 @@
-"""SCMoE-PFL, sections 10 and 11, in one order: private model, gate over it and the experts, bundle."""
+"""SCMoE-PFL (scmoe_pfl.md sections 10 and 11) in one order: private model, gate over it and the experts, bundle."""
 
 from __future__ import annotations
 

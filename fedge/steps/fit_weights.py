@@ -1,4 +1,4 @@
-"""fedge, section 8: EM weights of the candidates on the validation samples."""
+"""fedge.md section 8: EM weights of the candidates on the validation samples."""
 
 from __future__ import annotations
 

@@ -23,9 +23,11 @@ from fedge.messages import (
     BlobRef,
     Codec,
     Context,
+    Health,
     Message,
     Order,
     Outcome,
+    Phase,
     Presence,
     Report,
     Status,
@@ -44,6 +46,8 @@ HONEST = ("cam0", "cam1")
 ME = "mallory"
 ACK = Ack(order_id="o", device_id=ME, accepted=True)
 CONTEXT = Context(device_id=ME)
+HEALTH = Health(device_id=ME, at=1.0, phase=Phase.SERVING, release=0)
+"""Of version 1, as a Want is."""
 UNKNOWN = Want(device_id=ME, digest="0" * 64, ranges=((0, 1),))
 
 
@@ -88,7 +92,7 @@ def bad_messages(order: Order, others: bytes) -> list[tuple[str, str, bytes]]:
         *((leaf, "malformed", encode(message)[:-1]) for leaf, message in good.items()),
         *((leaf, "version", raw(message, 99)) for leaf, message in good.items()),
         *((leaf, "oversized", bytes(MAX_MESSAGE_BYTES + 1)) for leaf in good),
-        *((leaf, "unexpected-type", encode(ACK)) for leaf in good),
+        *((leaf, "unexpected-type", encode(HEALTH if leaf == "wants" else ACK)) for leaf in good),
         *((leaf, "foreign-id", encode(changed(message, device_id="cam0"))) for leaf, message in good.items()),
     ]
     return [
@@ -141,7 +145,7 @@ async def bother_agent(mallory: RawDevice, cam0: Running, order: Order) -> None:
         *((topic, b"\xc1 no message") for topic in (orders, acks, wants)),
         *((topic, raw(ACK, 99)) for topic in (orders, acks, wants)),
         *((topic, bytes(MAX_MESSAGE_BYTES + 1)) for topic in (orders, acks, wants)),
-        *((topic, encode(CONTEXT)) for topic in (orders, acks, wants)),
+        *((topic, encode(HEALTH if topic == wants else CONTEXT)) for topic in (orders, acks, wants)),
         (orders, encode(order)),
         (acks, encode(ACK)),
         (wants, encode(UNKNOWN)),
