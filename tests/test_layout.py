@@ -24,7 +24,7 @@ def modules() -> list[Path]:
 
 
 def test_file_of(module: Path) -> Path:
-    """tests/<package>/test_<module>.py; contracts of steps have one test, and are used by those of their device halves."""
+    """tests/<package>/test_<module>.py. Contracts of steps have one test; those of the device halves use them."""
     if module.parent == Path("fedge/steps"):
         return Path("tests/fedge/steps/test_init.py")
     return Path("tests", module.parent, f"test_{module.stem.strip('_')}.py")
