@@ -35,7 +35,6 @@ import numpy as np
 import torch
 
 import deploy
-from deploy.sessions import session_options
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.branch import branch
 from export.graph import filled
@@ -44,7 +43,7 @@ from fedge.bundle import INPUT, read
 from fedge.messages import Role
 from fedge.models import build, initial
 from fedge.models import load as load_model
-from fedge.ort import onnxruntime
+from fedge.ort import onnxruntime, session_options
 from fedge.preprocess import apply
 from fedge.task import TaskSpec, gate_pool
 from fedge.tensors import unflatten
@@ -245,7 +244,7 @@ begin = time.process_time()
 _LOAD = """
 import numpy as np, onnxruntime
 from pathlib import Path
-from deploy.sessions import session_options
+from fedge.ort import session_options
 graph, folder, shape = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 data = open(graph, "rb").read() if graph.endswith(".bytes") else graph
 before, begin = memory()["VmRSS"], time.process_time()

@@ -26,6 +26,7 @@ from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
 from deploy.slots import Slots, newest_in_inbox, owned
+from fedge.background import first_failure
 from fedge.bundle import read
 from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
@@ -180,15 +181,12 @@ async def _run(
 
 async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
     """Run what goes on beside the port; the first of it that fails ends all."""
-    try:
+    with first_failure():  # one line for the user, as without tasks
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in beside]
             await stopped.wait()
             for task in running:
                 task.cancel()
-    except BaseExceptionGroup as group:  # one line for the user, as without tasks
-        first = group.exceptions[0]
-        raise first from first.__cause__
 
 
 async def _on_broker(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -76,12 +76,12 @@ def fit(
     return network.dump()
 
 
-def mean_model(first: Model, second: Model) -> Model:
-    """Mean of two parameter vectors and of their buffers; counters by maximum (section 10)."""
+def mean_model(models: Sequence[Model]) -> Model:
+    """Parameters and buffers averaged, counters by maximum (section 10; scmoe_pfl.md section 14)."""
     return Model(
-        params=(0.5 * first.params + 0.5 * second.params).astype(np.float32),
-        buffers=(0.5 * first.buffers + 0.5 * second.buffers).astype(np.float32),
-        counters=np.maximum(first.counters, second.counters),
+        params=np.stack([m.params for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
+        buffers=np.stack([m.buffers for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
+        counters=np.max([m.counters for m in models], axis=0),
     )
 
 

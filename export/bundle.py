@@ -161,7 +161,7 @@ def _parity(
     validation: NDArray[np.floating],
 ) -> _Found:
     x = parity.samples(task, validation)
-    probabilities, weights, energies = parity.run(graph, str(folder), x)
+    probabilities, weights, energies = parity.run(graph, folder, x)
     if isinstance(mixture, Pool):
         wanted = expected(task, layout, mixture, x)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 
 from export import parity
 from export.int8 import Int8Limits, Int8Report, quantise
-from fedge.bundle import MANIFEST, Bundle, read
+from fedge.bundle import MANIFEST, Bundle, look, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import sync_folder
+from fedge.files import whole_folder
 from fedge.validation import load_validation
 
 
@@ -83,7 +82,7 @@ def export(
 
 
 def newest(home: Path) -> Bundle:
-    """The verified bundle with the highest release in HOME/bundles, or that in HOME itself.
+    """The bundle with the highest release in HOME/bundles, or that in HOME itself, verified.
 
     Raises:
         ConfigError: there is none.
@@ -91,10 +90,10 @@ def newest(home: Path) -> Bundle:
     """
     if (home / MANIFEST).exists():
         return read(home)
-    found = [read(path.parent) for path in sorted(home.glob(f"bundles/[!.]*/{MANIFEST}"))]
+    found = [path.parent for path in sorted(home.glob(f"bundles/[!.]*/{MANIFEST}"))]
     if not found:
         raise ConfigError(f"no bundle in {home / 'bundles'}: an agent writes one at the end of a federation")
-    return max(found, key=lambda bundle: bundle.manifest.release)
+    return read(max(found, key=lambda folder: look(folder)[0].release))
 
 
 def pack(bundle: Bundle, target: Path) -> None:
@@ -108,22 +107,17 @@ def pack(bundle: Bundle, target: Path) -> None:
         raise ConfigError(f"{target} exists already: name a new folder")
     names = {MANIFEST, *bundle.manifest.files}
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as folder:
-            copy = Path(folder) / "bundle"
-            copy.mkdir()
+        with whole_folder(target) as copy:
             for name in sorted(names):
                 shutil.copyfile(bundle.folder / name, copy / name)
             read(copy)
-            copy.rename(target)
-        sync_folder(target.parent)
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error}") from error
 
 
 def _run_once(bundle: Bundle) -> None:
     x = np.random.default_rng(0).random((2, *bundle.manifest.task.input_shape), dtype=np.float32)
-    probabilities = parity.run(bundle.graph, str(bundle.folder), x)[0]
+    probabilities = parity.run(bundle.graph, bundle.folder, x)[0]
     if not np.allclose(probabilities.sum(axis=1), 1, atol=1e-5):
         raise UpdateRejected(f"{bundle.folder}: its probabilities do not sum to 1")
 

@@ -26,7 +26,7 @@ from export.graph import filled
 from export.parity import run
 from fedge.bundle import INPUT, INT8, MANIFEST, Bundle, Part, encode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import sync_folder, write_atomically
+from fedge.files import whole_folder, write_atomically
 from fedge.messages import NonNegative, Share
 from fedge.tensors import digest_of
 from fedge.validation import Validation
@@ -83,19 +83,14 @@ def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8L
             f"{len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
         )
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as folder:
-            copy = Path(folder) / "bundle"
-            copy.mkdir()
+        with whole_folder(target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
             for name in bundle.manifest.files:
                 shutil.copyfile(bundle.folder / name, copy / name)
-            graph = _quantised(filled(bundle), validation.x[::2][:MAX_SAMPLES], Path(folder))
+            graph = _quantised(filled(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
             report = _checked(bundle, graph, validation, limits or Int8Limits())
             write_atomically(copy / INT8, graph)
             write_atomically(copy / MANIFEST, _manifest(bundle, graph, report))
             read(copy)
-            copy.rename(target)
-        sync_folder(target.parent)
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error}") from error
     return report
@@ -174,8 +169,8 @@ def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8L
     """Compare with float32 on the samples that nothing was calibrated on."""
     x = np.ascontiguousarray(validation.x[1::2])
     y = None if validation.y is None else validation.y[1::2]
-    wanted = run(bundle.graph, str(bundle.folder), x)[0]
-    found = run(graph, str(bundle.folder), x)[0]
+    wanted = run(bundle.graph, bundle.folder, x)[0]
+    found = run(graph, bundle.folder, x)[0]
     classes, classes_int8 = wanted.argmax(axis=1), found.argmax(axis=1)
     report = Int8Report(
         n=len(x),

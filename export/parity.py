@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -67,16 +68,11 @@ def expected(task: TaskSpec, layout: Layout, mixture: Mixture, x: NDArray[np.flo
     return reference(mixture, logits, scores)
 
 
-def run(graph: bytes, folder: str, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+def run(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """The graph's three outputs by ONNX Runtime; its parts lie in `folder`."""
-    from fedge.ort import onnxruntime
+    from fedge.ort import session_of
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    outputs: list[NDArray[np.float32]] = session.run(None, {INPUT: x})
+    outputs: list[NDArray[np.float32]] = session_of(graph, folder).run(None, {INPUT: x})
     return outputs
 
 

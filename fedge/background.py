@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -30,3 +31,13 @@ class Background:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
+
+
+@contextmanager
+def first_failure() -> Iterator[None]:
+    """Of what has failed in a group of tasks within, only the first is raised, as if there were no group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        first = group.exceptions[0]
+        raise first from first.__cause__

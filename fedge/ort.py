@@ -7,9 +7,25 @@ then; `onnxruntime.disable_telemetry_events` comes too late. Whoever wants it se
 """
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime  # noqa: TID251
 
-__all__ = ["onnxruntime"]
+__all__ = ["onnxruntime", "session_of", "session_options"]
+
+
+def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOptions:
+    """For a graph whose files lie in `folder`, and nowhere else; no spinning threads (battery, shared cores)."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return options
+
+
+def session_of(graph: bytes, folder: Path) -> onnxruntime.InferenceSession:
+    """A session on one thread of the processor; `folder` as in `session_options`."""
+    return onnxruntime.InferenceSession(graph, session_options(folder), providers=["CPUExecutionProvider"])

@@ -43,6 +43,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
+from fedge.background import first_failure
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, sync_folder
 from fedge.messages import BlobRef, Want, encode
@@ -330,15 +331,6 @@ class Sending:
 # ------------------------------------------------------------------------------------------------- the partial file
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Bytes that came in, and which of them (as ranges of the blob) are new."""
-
-    offset: int
-    payload: bytes
-    pieces: list[Range]
-
-
 class _Part:
     """A partial blob on disk. Its methods block; they may run in threads, also after `close` (then they do nothing)."""
 
@@ -375,22 +367,21 @@ class _Part:
         ranges = [(int(n[0]), int(n[1])) for n in numbers if len(n) == 2 and n[0].isdigit() and n[1].isdigit()]
         return [(start, end) for start, end in ranges if start < end <= self._size]
 
-    def write(self, chunks: Iterable[_Chunk]) -> None:
-        """Store the new pieces of chunks, record them, and hash as far as there is no gap."""
-        for chunk in chunks:
-            with self._lock:
-                if self._closed:
-                    return
-                for start, end in chunk.pieces:
-                    data = memoryview(chunk.payload)[start - chunk.offset : end - chunk.offset]
-                    _write_all(self._data, data, start)
-                    self._note(start, end)
-                    if self._durable:
-                        _begin_writing_back(self._data, start, end)
-                    if start == self._hashed:
-                        self._hasher.update(data)
-                        self._hashed = end
-                self._catch_up(self._hashed + READ_BYTES)
+    def write(self, offset: int, payload: bytes, pieces: Iterable[Range]) -> None:
+        """Store the new pieces of a chunk, record them, and hash as far as there is no gap."""
+        with self._lock:
+            if self._closed:
+                return
+            for start, end in pieces:
+                data = memoryview(payload)[start - offset : end - offset]
+                _write_all(self._data, data, start)
+                self._note(start, end)
+                if self._durable:
+                    _begin_writing_back(self._data, start, end)
+                if start == self._hashed:
+                    self._hasher.update(data)
+                    self._hashed = end
+            self._catch_up(self._hashed + READ_BYTES)
 
     def _note(self, start: int, end: int) -> None:
         """Record that these bytes count."""
@@ -598,7 +589,7 @@ class _Fetch:
         if not pieces or self._failure is not None:
             return
         try:
-            self._part.write([_Chunk(offset, message.payload, pieces)])
+            self._part.write(offset, message.payload, pieces)
         except OSError as error:
             self._failure = error
         else:
@@ -678,11 +669,8 @@ class Sender:
     ) -> None:
         for task in self._workers:
             task.cancel()
-        try:
+        with first_failure():
             await self._group.__aexit__(kind, error, trace)
-        except BaseExceptionGroup as group:
-            first = group.exceptions[0]
-            raise first from first.__cause__
 
     def want(self, digest: str, ranges: Iterable[Range], *, chunks: str, listener: Listener | None = None) -> None:
         """Queue byte ranges of a blob for publishing; returns at once.

@@ -33,6 +33,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
+from fedge.background import first_failure
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.malloc import tune_malloc
 
@@ -355,7 +356,6 @@ class _Connection:
         client.on_message = self._on_message
         client.on_publish = self._on_publish
         client.on_subscribe = self._on_subscribe
-        client.on_unsubscribe = self._on_unsubscribe
         return client
 
     def _properties(self, packet: int, **values: int | str | bytes) -> Properties | None:
@@ -598,14 +598,6 @@ class _Connection:
     def _on_subscribe(
         self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], _properties: object
     ) -> None:
-        self._answer(packet_id, reasons)
-
-    def _on_unsubscribe(
-        self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], _properties: object
-    ) -> None:
-        self._answer(packet_id, reasons)
-
-    def _answer(self, packet_id: int, reasons: list[ReasonCode]) -> None:
         grant = self._grants.get(packet_id)
         if grant is None or grant.done():
             return
@@ -725,10 +717,8 @@ class Transport:
             if task is not None:
                 task.cancel()
         try:
-            await self._tasks.__aexit__(kind, error, trace)
-        except BaseExceptionGroup as group:
-            first = group.exceptions[0]
-            raise first from first.__cause__
+            with first_failure():
+                await self._tasks.__aexit__(kind, error, trace)
         finally:
             self._online.clear()
             if self._connection is not None:

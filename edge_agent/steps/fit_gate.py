@@ -105,7 +105,7 @@ def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
             case Role.PRIVATE:
                 start, rng = kept.model(device, kept.private_start), device.rng(FINAL_PRIVATE)
                 again = private_model.fit(network, start, everything, sgd, kept.private_steps, rng, device.stop)
-                final.append(private_model.mean_model(model, again))
+                final.append(private_model.mean_model([model, again]))
             case Role.LOCAL:
                 start, rng = kept.model(device, INITIAL), device.rng(FINAL_LOCAL)
                 final.append(private_model.fit(network, start, everything, sgd, kept.local_steps, rng, device.stop))

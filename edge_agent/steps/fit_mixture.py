@@ -40,7 +40,7 @@ def run(device: Device, action: FitMixture) -> Installed:
     if action.near_best:
         experts = near_best(device, experts)
     if action.alone in {"average", "best"} and experts:
-        one = averaged(experts) if action.alone == "average" else best(device, experts)
+        one = private_model.mean_model(experts) if action.alone == "average" else best(device, experts)
         return _write(device, action, [one], (Role.EXPERT,), None, np.zeros(1))
     private = fit_private(device, action, experts)
     if action.alone == "private" and private:
@@ -65,15 +65,6 @@ def near_best(device: Device, experts: list[Model]) -> list[Model]:
 def best(device: Device, experts: list[Model]) -> Model:
     """Section 8: the highest validation accuracy, then the lowest cross-entropy, then the lowest number."""
     return experts[mixture.first_ranked([rank(device, model, "accuracy") for model in experts])]
-
-
-def averaged(models: list[Model]) -> Model:
-    """Without the gate (section 14): parameters and buffers averaged, counters by maximum."""
-    return Model(
-        params=np.stack([m.params for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
-        buffers=np.stack([m.buffers for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
-        counters=np.max([m.counters for m in models], axis=0),
-    )
 
 
 def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Model | None:

@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 
 from edge_agent.device import Device, FailedError
-from edge_agent.onnx_session import session_of
 from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
 from fedge.errors import StoreError
 from fedge.files import whole_folder, write_atomically
+from fedge.ort import session_of
 from fedge.steps.install import Installed
 from fedge.steps.install_bundle import InstallBundle
 from fedge.task import TaskSpec

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from edge_agent.device import Device, FailedError
-from edge_agent.onnx_session import session_of
 from fedge.bundle import INPUT
+from fedge.ort import session_of
 from fedge.steps.route import Route, Routed
 
 CHUNK: Final = 512

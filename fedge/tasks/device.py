@@ -33,7 +33,7 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         own = user_task(task.name).device_data(source, seed=seed)
         own.require_labels_of(task)
         return own
-    x, y, split, sensitive = _from_folder(task, source) if source.is_dir() else _from_arrays(task, source)
+    x, y, split, sensitive = _raw(task, source)
     if split is None:
         split = _hold_out(y, seed)
     train, validation = split == arrays.TRAIN, split == arrays.VALIDATION
@@ -59,34 +59,25 @@ def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     """
     if ":" in task.name:
         return user_task(task.name).device_data(source, seed=0).shared[0]
-    if source.is_dir():
-        names = images.names(source, labelled=False)
-        x: NDArray[Any] = images.load(task, source, names)
-        split, sensitive = images.split_numbers(source, names), images.sensitive_flags(source, names)
-    else:
-        table = arrays.read(source, labelled=False)
-        x, split = table["x"], table.get("split")
-        sensitive = table.get("sensitive", np.zeros(len(x), dtype=np.bool_))
+    x, _, split, sensitive = _raw(task, source, labelled=False)
     return preprocess.apply(task, x[~sensitive if split is None else ~sensitive & (split != arrays.TEST)])
 
 
 _Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
 
 
-def _from_folder(task: TaskSpec, source: Path) -> _Raw:
-    names = images.names(source)
-    y = images.labels(names, task.classes)
-    return (
-        images.load(task, source, names), y, images.split_numbers(source, names), images.sensitive_flags(source, names)
-    )  # fmt: skip
-
-
-def _from_arrays(task: TaskSpec, source: Path) -> _Raw:
-    table = arrays.read(source)
-    y: NDArray[np.int64] = table["y"]
-    if y.max() >= task.n_classes:
+def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
+    """Samples, labels (none where they do not matter), split and marks of a source."""
+    if source.is_dir():
+        names = images.names(source, labelled=labelled)
+        y = images.labels(names, task.classes) if labelled else np.zeros(0, np.int64)
+        x = images.load(task, source, names)
+        return x, y, images.split_numbers(source, names), images.sensitive_flags(source, names)
+    table = arrays.read(source, labelled=labelled)
+    y = table["y"] if labelled else np.zeros(0, np.int64)
+    if y.max(initial=0) >= task.n_classes:
         raise ConfigError(f"{source}: label {y.max()} found, but the task has the classes 0..{task.n_classes - 1}")
-    return table["x"], y, table.get("split"), table.get("sensitive", np.zeros(len(y), dtype=np.bool_))
+    return table["x"], y, table.get("split"), table.get("sensitive", np.zeros(len(table["x"]), dtype=np.bool_))
 
 
 def _hold_out(y: NDArray[np.int64], seed: int) -> NDArray[np.int64]:

@@ -73,7 +73,7 @@ def test_log_likelihood_is_the_sum_over_the_samples():
 def test_mean_of_two_models():
     first = Model(np.array([1, 2], np.float32), np.array([4], np.float32), np.array([3]))
     second = Model(np.array([3, 0], np.float32), np.array([0], np.float32), np.array([5]))
-    mean = mean_model(first, second)
+    mean = mean_model([first, second])
     assert mean.params.tolist() == [2, 1]
     assert mean.buffers.tolist() == [2]
     assert mean.counters.tolist() == [5]

@@ -28,7 +28,7 @@ def test_a_prediction_leaves_no_telemetry(tmp_path: Path) -> None:
     assert left_by(PREDICT, tmp_path) == []
 
 
-@pytest.mark.parametrize("module", ["edge_agent.onnx_session", "export.int8", "coordinator.simulation.evaluation"])
+@pytest.mark.parametrize("module", ["edge_agent.steps.route", "export.int8", "coordinator.simulation.evaluation"])
 def test_nor_do_the_other_sides(tmp_path: Path, module: str) -> None:
     code = f"import {module}; from fedge.ort import onnxruntime; onnxruntime.SessionOptions()"
     assert left_by(code, tmp_path) == []

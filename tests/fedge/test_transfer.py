@@ -38,7 +38,6 @@ from fedge.transfer import (
     Receiving,
     Sender,
     Sending,
-    _Chunk,
     _Part,
 )
 from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
@@ -343,12 +342,12 @@ def test_partial_file_goes_on_where_it_was(tmp_path, durable):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
     first = _Part(folder, a_ref(data), durable=durable)
-    first.write([_Chunk(0, data[:300], [(0, 300)])])
-    first.write([_Chunk(500, data[500:700], [(520, 600)])])
+    first.write(0, data[:300], [(0, 300)])
+    first.write(500, data[500:700], [(520, 600)])
     first.close()
     second = _Part(folder, a_ref(data), durable=durable)
     assert list(second.have) == [(0, 300), (520, 600)]
-    second.write([_Chunk(300, data[300:], [(300, 520), (600, 1000)])])
+    second.write(300, data[300:], [(300, 520), (600, 1000)])
     assert second.verify_and_keep()
     second.close()
     assert folder.get(digest_of(data)) == data
@@ -362,7 +361,7 @@ def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
     first = _Part(folder, a_ref(data), durable=True)
-    first.write([_Chunk(0, data[:300], [(0, 300)])])
+    first.write(0, data[:300], [(0, 300)])
     first.close()
     (tmp_path / f"{digest_of(data)}.ranges").write_bytes(torn)
     second = _Part(folder, a_ref(data), durable=True)
@@ -373,7 +372,7 @@ def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
 def in_small_chunks(part, data, order):
     """Every byte for itself, in some order."""
     for i in order:
-        part.write([_Chunk(i, data[i : i + 1], [(i, i + 1)])])
+        part.write(i, data[i : i + 1], [(i, i + 1)])
 
 
 def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path, monkeypatch):
@@ -431,10 +430,10 @@ def test_what_was_written_for_a_larger_size_is_no_part_of_the_blob(tmp_path):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
     first = _Part(folder, BlobRef(digest=digest_of(data), size_bytes=5000), durable=True)
-    first.write([_Chunk(4000, bytes(1000), [(4000, 5000)])])
+    first.write(4000, bytes(1000), [(4000, 5000)])
     first.close()
     second = _Part(folder, a_ref(data), durable=True)
-    second.write([_Chunk(0, data, [(0, 1000)])])
+    second.write(0, data, [(0, 1000)])
     assert second.verify_and_keep()
     second.close()
     assert folder.get(digest_of(data)) == data
@@ -453,7 +452,7 @@ async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
     part = _Part(folder, a_ref(data), durable=True)
-    part.write([_Chunk(0, data, [(0, 1000)])])
+    part.write(0, data, [(0, 1000)])
     part.close()
     begun, reached, in_time = threading.Event(), threading.Event(), []
 
@@ -477,7 +476,7 @@ def test_closed_partial_file_is_left_alone(tmp_path):
     part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
     part.close()
     part.close()
-    part.write([_Chunk(0, data, [(0, 1000)])])
+    part.write(0, data, [(0, 1000)])
     assert not part.verify_and_keep()
     assert digest_of(data) not in BlobFolder(tmp_path)
 
@@ -486,12 +485,12 @@ def test_closed_partial_file_is_left_alone(tmp_path):
 def test_any_order_is_hashed_right(order, n_first):
     """Also over a restart in between; and what has no gap before it is hashed before the end."""
     data = os.urandom(1000)
-    chunks = [_Chunk(100 * i, data[100 * i : 100 * i + 100], [(100 * i, 100 * i + 100)]) for i in order]
     with tempfile.TemporaryDirectory() as home:
         folder = BlobFolder(Path(home))
-        for some in (chunks[:n_first], chunks[n_first:]):
+        for some in (order[:n_first], order[n_first:]):
             part = _Part(folder, a_ref(data), durable=False)
-            part.write(some)
+            for i in some:
+                part.write(100 * i, data[100 * i : 100 * i + 100], [(100 * i, 100 * i + 100)])
             gap = next((i for i in range(10) if not part.have.overlap(100 * i, 100 * i + 1)), 10)
             assert part._hashed == 100 * gap or not some
             part.close()
@@ -592,7 +591,8 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, mon
     ref = a_ref(data)
     up.put(data)
     part = _Part(down, ref, durable=False)  # what came so far has 200 gaps
-    part.write([_Chunk(i, data[i : i + 190], [(i, i + 190)]) for i in range(0, len(data), 200)])
+    for i in range(0, len(data), 200):
+        part.write(i, data[i : i + 190], [(i, i + 190)])
     part.close()
     async with local_broker("mosquitto", tmp_path) as broker:
         link = transport(broker, "agent")
