@@ -101,3 +101,10 @@ def order(
         version=action.VERSION,
         body=body_of(action),
     )
+
+
+def mixed_data(shared: tuple[np.ndarray, np.ndarray], sensitive: tuple[np.ndarray, np.ndarray]) -> DeviceData:
+    """Training samples that may leave their mark on an update, then those that may not; none for validation."""
+    (x, y), (x_s, y_s) = shared, sensitive
+    marks = np.arange(len(y) + len(y_s)) >= len(y)
+    return DeviceData(np.concatenate([x, x_s]), np.concatenate([y, y_s]), marks, x[:0], y[:0])

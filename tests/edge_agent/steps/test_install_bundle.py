@@ -1,4 +1,4 @@
-"""A device that does not train: its profile, its bundle, and what it refuses."""
+"""A bundle that the server made: what is put in place, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,51 +9,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
-from edge_agent.cold_start import CHUNK, InferenceWorker
 
 import deploy
-from coordinator.fleet import order_for
-from coordinator.reserved import Gate
 from export import write_bundle
-from export.gate import gate_onnx
 from fedge.bundle import MANIFEST, SKELETON
 from fedge.errors import StoreError
-from fedge.messages import BlobRef, Role
-from fedge.step import Action, Declined, Failed, Result
+from fedge.messages import Role
+from fedge.step import Failed
 from fedge.steps.install import Installed
-from fedge.steps.install_bundle import InstallBundle
-from fedge.steps.profile import Profile
-from fedge.steps.route import Route, Routed
 from fedge.tensors import digest_of
-from tests.support.tables import inputs, layout_of, mixture_of, task_of
+from tests.support.cold_device import TASK, ColdDevice
+from tests.support.tables import inputs, layout_of, mixture_of
 
 LOGITS = np.random.default_rng(0).normal(size=(1, 6, 3))
-TASK = task_of(6, 3)
-
-
-class Device:
-    """An inference-only device with n samples, and the blobs that orders name."""
-
-    def __init__(self, home: Path, n: int = 6) -> None:
-        self.home = home
-        self.x = np.resize(inputs(6), (n, 1)).astype(np.float32)
-        self.worker = InferenceWorker("pi", TASK, self.x, home)
-        self.blobs: dict[str, bytes] = {}
-
-    def put(self, data: bytes) -> BlobRef:
-        digest = digest_of(data)
-        self.blobs[digest] = data
-        return BlobRef(digest=digest, size_bytes=len(data))
-
-    def does(self, action: Action) -> Result:
-        order = order_for("run", 0, 1, "step", "pi", TASK, action, deadline=0.0)
-        outcome = self.worker.execute(order, lambda ref: self.blobs[ref.digest])
-        assert outcome.blobs == {}
-        return outcome.result
-
-    def install(self, files: dict[str, bytes], release: int = 1) -> Result:
-        return self.does(InstallBundle(files={name: self.put(data) for name, data in files.items()}, release=release))
 
 
 @pytest.fixture
@@ -76,61 +44,19 @@ def bundle_files(folder: Path, release: int = 1, logits: np.ndarray = LOGITS) ->
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def gate_of(input_shape: tuple[int, ...] = (1,), n_experts: int = 4) -> tuple[Gate, bytes]:
-    torch.manual_seed(1)
-    gate = Gate(input_shape, n_experts)
-    return gate, gate_onnx({name: value.detach().numpy() for name, value in gate.state_dict().items()}, input_shape)
-
-
-# ------------------------------------------------------------------------------------------------------- the profile
-
-
-@pytest.mark.parametrize("n", [1, 6, CHUNK + 3])
-def test_the_profile_is_the_mean_of_the_gate(tmp_path: Path, n: int) -> None:
-    device, (gate, file) = Device(tmp_path, n), gate_of()
-    result = device.does(Route(gate=device.put(file)))
-    with torch.inference_mode():
-        expected = torch.softmax(gate(torch.from_numpy(device.x)).double(), dim=1).mean(dim=0).numpy()
-    assert isinstance(result, Routed)
-    assert result.n_samples == n
-    np.testing.assert_allclose(result.shares, expected, atol=1e-6)
-    assert sum(result.shares) == pytest.approx(1, abs=1e-12)
-
-
-def test_without_samples_the_profile_is_uniform(tmp_path: Path) -> None:
-    device = Device(tmp_path, 0)
-    assert device.does(Route(gate=device.put(gate_of()[1]))) == Routed(shares=(0.25,) * 4, n_samples=0)
-
-
-@pytest.mark.parametrize("gate", [b"no graph", gate_of((3,))[1]], ids=["no graph", "other inputs"])
-def test_a_gate_that_cannot_be_run_is_reported(tmp_path: Path, gate: bytes) -> None:
-    device = Device(tmp_path)
-    result = device.does(Route(gate=device.put(gate)))
-    assert isinstance(result, Failed)
-    assert "gate cannot be run" in result.reason
-
-
-def test_training_is_declined(tmp_path: Path) -> None:
-    device = Device(tmp_path)
-    assert device.does(Profile(extractor=device.put(b"m"))) == Declined(reason="this device does not train")
-
-
-# -------------------------------------------------------------------------------------------------------- the bundle
-
-
 def test_an_installed_bundle_is_the_one_that_was_sent_and_runs(tmp_path: Path, files: dict[str, bytes]) -> None:
-    device = Device(tmp_path / "pi")
+    device = ColdDevice(tmp_path / "pi")
     result = device.install(files)
     runtime = deploy.load(tmp_path / "pi" / "bundles" / "1")
     assert isinstance(result, Installed)
     assert result.bundle_digest == runtime.digest == digest_of(files[MANIFEST])
-    assert (result.roles, result.guarded) == ((Role.GLOBAL,), False)
+    assert (result.roles, result.guarded, result.release) == ((Role.GLOBAL,), False, 1)
     expected = np.exp(LOGITS[0]) / np.exp(LOGITS[0]).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(runtime.predict(inputs(6)).probabilities, expected, atol=1e-6)
 
 
 def test_a_bundle_is_replaced_by_the_next_order_of_its_release(tmp_path: Path, files: dict[str, bytes]) -> None:
-    device = Device(tmp_path / "pi")
+    device = ColdDevice(tmp_path / "pi")
     device.install(files)
     other = bundle_files(tmp_path / "other" / "1", logits=LOGITS + np.eye(6, 3))
     assert isinstance(device.install(other), Installed)
@@ -172,7 +98,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] 
 def test_tampered_files_are_refused_and_what_was_installed_stays(
     tmp_path: Path, files: dict[str, bytes], what: str
 ) -> None:
-    device = Device(tmp_path / "pi")
+    device = ColdDevice(tmp_path / "pi")
     device.install(files)
     tamper, reason = TAMPERED[what]
     result = device.install(tamper(files))
@@ -189,7 +115,7 @@ def test_a_graph_that_cannot_be_run_is_refused(tmp_path: Path, files: dict[str, 
     """The manifest is right about it: only running it tells."""
     graph = b"\x00" + files[SKELETON]
     skeleton = {"digest": digest_of(graph), "size_bytes": len(graph)}
-    result = Device(tmp_path / "pi").install(manifest_with(files | {SKELETON: graph}, skeleton=skeleton))
+    result = ColdDevice(tmp_path / "pi").install(manifest_with(files | {SKELETON: graph}, skeleton=skeleton))
     assert isinstance(result, Failed)
     assert "cannot be run" in result.reason
     assert not (tmp_path / "pi" / "bundles" / "1").exists()
@@ -199,4 +125,4 @@ def test_a_folder_that_cannot_be_written_ends_the_agent(tmp_path: Path, files: d
     (tmp_path / "pi").mkdir()
     (tmp_path / "pi" / "bundles").write_text("in the way")
     with pytest.raises(StoreError, match="cannot write bundle"):
-        Device(tmp_path / "pi").install(files)
+        ColdDevice(tmp_path / "pi").install(files)

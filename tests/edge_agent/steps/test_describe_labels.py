@@ -5,16 +5,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from edge_agent.labels import label_feature, randomised_response
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_agent.steps.describe_labels import label_feature, randomised_response
 from edge_agent.worker import Worker
 from fedge.errors import StoreError
-from fedge.messages import Order
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
+from tests.support.orders import order
 
 CLASSES = tuple("abcdefghij")
 TASK = TaskSpec(name="toy", classes=CLASSES, input_shape=(2,), model="mlp")
@@ -94,17 +94,7 @@ def data(labels: list[int], sensitive: list[int] = ()) -> DeviceData:
 
 
 def told(home, own: DeviceData, action: DescribeLabels, seed: int = 5, task: TaskSpec = TASK) -> LabelsDescribed:
-    order = Order(
-        id="r.1.describe.d",
-        device_id="d",
-        round=1,
-        step="describe",
-        seed=seed,
-        task_fingerprint=task.fingerprint(),
-        deadline=0.0,
-        action=action,
-    )
-    result = Worker("d", task, own, home).execute(order, lambda _: b"").result
+    result = Worker("d", task, own, home).execute(order(action, seed=seed, task=task), lambda _: b"").result
     assert isinstance(result, LabelsDescribed), result
     return result
 

@@ -1,33 +1,36 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 
-from edge_agent import ditto
+from edge_agent.steps import train_ditto
 from fedge import models
-from fedge.messages import KeepModel
 from fedge.models.training import Network, Trainer
 from fedge.sgd import Sgd
+from fedge.steps.train import Start
+from fedge.steps.train_ditto import TrainDitto
 from fedge.tensors import Model, Tensors, flatten, unflatten
-from tests.support.orders import INITIAL, LAYOUT, TASK, samples
+from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, mixed_data, samples
 
 SGD = Sgd(steps=6, batch_size=8)
-SHARED, EVERYTHING = samples(20, 1), samples(32, 2)
+DATA = mixed_data(samples(20, 1), samples(12, 2))
 OTHER = models.initial(TASK, 4)[1]
 
 
 def learn(w: Model, mine: Tensors | None, proximal_lambda: float, sgd: Sgd = SGD, seed: int = 3) -> tuple[Model, Model]:
-    rngs = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-    keep = KeepModel(proximal_lambda=proximal_lambda)
-    shared, kept = ditto.learn(Network(TASK), w, mine, SHARED, EVERYTHING, keep, sgd, rngs)
+    action = TrainDitto(starts=(Start(model=Blobs().model(0)),), sgd=sgd, proximal_lambda=proximal_lambda)
+    here = device(Path("unused"), action, data=DATA, seed=seed)
+    shared, kept = train_ditto.learn(here, action, w, mine)
     return shared, flatten(kept, LAYOUT)
 
 
-def trained(start: Model, samples_: tuple, seed: int, sgd: Sgd = SGD) -> np.ndarray:
+def trained(start: Model, samples_: tuple, *seed: int, sgd: Sgd = SGD) -> np.ndarray:
     network = Network(TASK)
     network.load(start)
-    Trainer(network, *samples_, sgd, np.random.default_rng(seed)).run(sgd.steps)
+    Trainer(network, *samples_, sgd, np.random.default_rng(seed if len(seed) > 1 else seed[0])).run(sgd.steps)
     return network.dump().params
 
 
@@ -37,7 +40,7 @@ def test_with_lambda_0_the_personal_model_trains_alone_over_the_rounds() -> None
     for number in range(3):
         w = INITIAL if number == 0 else models.initial(TASK, number)[1]
         _, personal = learn(w, v, 0.0, seed=10 * number)
-        expected = Model(trained(expected, EVERYTHING, 10 * number + 1), INITIAL.buffers, INITIAL.counters)
+        expected = Model(trained(expected, DATA.training, 10 * number, 1), INITIAL.buffers, INITIAL.counters)
         v = unflatten(personal, LAYOUT)
         np.testing.assert_array_equal(personal.params, expected.params)
 
@@ -45,7 +48,7 @@ def test_with_lambda_0_the_personal_model_trains_alone_over_the_rounds() -> None
 @pytest.mark.parametrize("proximal_lambda", [0.0, 0.1, 3.0])
 def test_the_shared_model_is_fedavgs_whatever_the_personal_one_does(proximal_lambda: float) -> None:
     shared, personal = learn(INITIAL, unflatten(OTHER, LAYOUT), proximal_lambda)
-    np.testing.assert_array_equal(shared.params, trained(INITIAL, SHARED, 3))
+    np.testing.assert_array_equal(shared.params, trained(INITIAL, DATA.shared, 3))
     assert (personal.params != shared.params).any()
 
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from edge_agent.cold_start import InferenceWorker
-from edge_agent.together import Job, execute
 from torch import nn
 
-from edge_agent import together
+from edge_agent import batched
+from edge_agent.batched import Job, execute
+from edge_agent.steps import train
 from edge_agent.worker import Worker
 from fedge import codec, models
-from fedge.messages import BlobRef, Codec, Order, Part
+from fedge.messages import BlobRef, Codec
 from fedge.models.training import can_stack
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
@@ -26,7 +26,8 @@ from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Model, digest_of, unflatten
+from fedge.tensors import HEAD, Model, digest_of, unflatten
+from tests.support.orders import order
 
 MLP = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
 CNN = TaskSpec(
@@ -123,17 +124,8 @@ class Federation:
         return [self.job(number, action) for number in range(len(self.workers))]
 
     def job(self, number, action) -> Job:
-        order = Order(
-            id=f"r.1.s.d{number}",
-            device_id=f"d{number}",
-            round=1,
-            step="s",
-            seed=100 + number,
-            task_fingerprint=self.task.fingerprint(),
-            deadline=0.0,
-            action=action,
-        )
-        return Job(self.workers[number], order, lambda ref: self.blobs[ref.digest])
+        asked = order(action, label=f"s.{number}", seed=100 + number, task=self.task)
+        return Job(self.workers[number], asked, action, lambda ref: self.blobs[ref.digest])
 
     def train(self, **changes) -> Train:
         return Train(**{"starts": (Start(model=self.model(1)),), "sgd": SGD, "codec": Codec.FLOAT32} | changes)
@@ -150,7 +142,7 @@ def alone(monkeypatch):
     real = Worker.execute
 
     def execute(self, order, fetch, **rest):
-        seen.append(self.device_id)
+        seen.append(self.id)
         return real(self, order, fetch, **rest)
 
     monkeypatch.setattr(Worker, "execute", execute)
@@ -163,11 +155,11 @@ def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alo
     assert alone == ["d6"]  # it has nothing to train on and says so itself
     for job, outcome in zip(here.jobs(here.train()), found, strict=True):
         own = job.alone()
-        if job.worker.device_id == "d6":
+        if job.worker.id == "d6":
             assert outcome == own
             assert isinstance(own.result, Declined)
             continue
-        assert (outcome.result.val_accuracy is None) == (job.worker.device_id == "d2")
+        assert (outcome.result.val_accuracy is None) == (job.worker.id == "d2")
         for field in set(Trained.__struct_fields__) - {"update"}:
             expected = getattr(own.result, field)
             assert getattr(outcome.result, field) == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5))
@@ -191,9 +183,9 @@ def test_who_else_is_asked_changes_an_update_by_no_more_than_rounding(tmp_path, 
     here = Federation(MLP, tmp_path)
     whole = execute(here.jobs(here.train()))
     assert execute(here.jobs(here.train())) == whole
-    monkeypatch.setattr(together, "MOST_MODELS", 2)
+    monkeypatch.setattr(train, "MOST_MODELS", 2)
     halves = execute(here.jobs(here.train()))
-    monkeypatch.setattr(together, "MOST_MODELS", 64)
+    monkeypatch.setattr(train, "MOST_MODELS", 64)
     turned = execute(here.jobs(here.train())[::-1])[::-1]
     for number in range(6):
         for other in (halves, turned):
@@ -284,8 +276,8 @@ def test_networks_that_cannot_or_should_not_be_stacked_are_trained_by_their_work
     jobs = here.jobs(here.train())
     assert not can_stack(here.workers[0].network)
     found = execute(jobs)
-    assert sorted(alone) == [job.worker.device_id for job in jobs]
-    with together._one_thread():
+    assert sorted(alone) == [job.worker.id for job in jobs]
+    with batched._one_thread():
         assert found == [job.alone() for job in jobs]  # to the last bit, also from threads
     assert execute(jobs[::-1]) == found[::-1]
 
@@ -298,9 +290,10 @@ def test_other_orders_and_devices_without_torch_are_among_them(tmp_path):
         here.job(1, Profile(extractor=first)),
         here.job(4, Trial(global_model=first, expert=second)),
         here.job(5, here.train()),
-        here.job(2, here.train(part=Part.HEAD)),
+        here.job(2, here.train(personal=HEAD)),
     ]
-    jobs.append(replace(jobs[0], worker=InferenceWorker("x", MLP, np.zeros((3, 6), np.float32), tmp_path)))
+    cold = Worker("x", MLP, DeviceData.unlabelled(np.zeros((3, 6), np.float32)), tmp_path, trains=False)
+    jobs.append(replace(jobs[0], worker=cold))
     found = execute(jobs)
     assert [type(outcome.result).__name__ for outcome in found] == [
         "Trained", "Profiled", "Tried", "Trained", "Failed", "Declined",

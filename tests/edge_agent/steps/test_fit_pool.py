@@ -8,25 +8,29 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from edge_agent.pool import confidences, denoised, gate_network, select
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import nn
 
 from deploy import load
-from edge_agent import pool as stage2
-from edge_agent.worker import Worker
+from edge_agent import evaluation
+from edge_agent.steps import fit_pool as stage2
+from edge_agent.steps.fit_pool import confidences, denoised, gate_network, select
 from export.pool import gate_logits, top_weights
-from fedge.messages import BlobRef, Codec, KeepHead, KeepModel, KeepOffset, KeepPart, Order, Part, Role
+from fedge.files import highest_release
+from fedge.messages import Role
 from fedge.models.training import Network
 from fedge.sgd import Sgd
 from fedge.step import Failed
 from fedge.steps.fit_pool import FitPool
 from fedge.steps.install import Installed
-from fedge.steps.train import Start, Train
-from fedge.tensors import digest_of, to_bytes, unflatten
-from tests.edge_agent.test_worker import TASK, Blobs, make_data
+from fedge.steps.train import Start, Train, kept_by
+from fedge.steps.train_dbe import TrainDbe
+from fedge.steps.train_ditto import TrainDitto
+from fedge.steps.train_rod import TrainRod
+from fedge.tensors import BASE, HEAD, to_bytes
+from tests.support.orders import TASK, Blobs, D, device_data, order, worker
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_the_gate_of_512_inputs_and_20_experts_has_the_size_of_the_specification
 def test_the_head_of_512_features_has_the_bytes_of_the_specification() -> None:
     """pm_moe.md section 8: 512 -> 10 with bias, float32, in a file of its own; 20 clients."""
     task = msgspec.structs.replace(TASK, classes=tuple("0123456789"), model_options={"hidden": 512})
-    head = Network(task).layout.kept(KeepPart(private=Part.HEAD))
+    head = Network(task).layout.select(HEAD)
     assert head.n_params == 5_130
     s = 4 * head.n_params
     assert (s, 20 * s, 19 * s, 20 * 19 * s) == (20_520, 410_400, 389_880, 7_797_600)
@@ -169,74 +173,66 @@ def test_torch_and_numpy_select_alike_and_the_rest_gets_no_gradient(own) -> None
 
 # ------------------------------------------------------------------------------------------------ on a device
 
-KEEPS = {
-    "fedper": KeepPart(private=Part.HEAD),
-    "lg-fedavg": KeepPart(private=Part.BASE),
-    "fedrod": KeepHead(),
-    "dbe": None,
+BASES = {
+    "fedper": (Train, {"personal": HEAD}),
+    "lg-fedavg": (Train, {"personal": BASE}),
+    "fedrod": (TrainRod, {}),
+    "dbe": (TrainDbe, {}),
+    "ditto": (TrainDitto, {"proximal_lambda": 0.1}),
 }
+POOLED = ("fedper", "lg-fedavg", "fedrod", "dbe")
 
 
 class Device:
-    """A worker that has trained once with something kept, and modules of others."""
+    """A device that has trained once with something kept, and modules of others."""
 
     def __init__(self, home, base, data=None):
         self.blobs = Blobs()
-        self.worker = Worker("d", TASK, data or make_data(40, 30), home, shares_private=True)
-        self.layout = self.worker.network.layout
+        self.worker = worker(home, data or device_data(40, 30))
         self.home = home
-        d = self.layout.part(Part.HEAD).tensors[0].shape[1]
-        self.keep = KEEPS[base] or KeepOffset(global_mean=self.put({"mean": np.zeros(d, np.float32)}))
-        private = self.keep.private if isinstance(self.keep, KeepPart) else None
-        self.part = {Part.HEAD: Part.BASE, Part.BASE: Part.HEAD, None: Part.ALL}[private]
+        self.kind, self.fields = BASES[base]
+        if base == "dbe":
+            self.fields = {"global_mean": self.blobs.put({"mean": np.zeros(D, np.float32)})}
+        self.personal = self.fields.get("personal", ())
+        self.layout = kept_by(self.kind.STEP, self.personal, self.worker.network.layout)
         self.initial = self.blobs.model(1)
-        tensors = unflatten(self.worker.model(self.initial, self.blobs), self.layout)
-        self.shared = self.put({t.name: tensors[t.name] for t in self.layout.part(self.part).tensors})
+        self.shared = self.blobs.model(1, self.personal)
         self.rng = np.random.default_rng(0)
 
-    def put(self, tensors):
-        data = to_bytes(tensors)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.FLOAT32)
-        self.blobs.data[ref.digest] = data
-        return ref
-
-    def order(self, action, number):
-        return Order(
-            id=f"run.{number}.step.d", device_id="d", round=number, step="step", seed=number,
-            task_fingerprint=TASK.fingerprint(), deadline=0.0, action=action,
-        )  # fmt: skip
-
     def train(self):
-        action = Train(
-            starts=(Start(model=self.shared),), sgd=Sgd(steps=30), part=self.part, keep=self.keep, initial=self.initial
-        )
-        return self.worker.execute(self.order(action, 1), self.blobs).result
+        action = self.kind(starts=(Start(model=self.shared),), sgd=Sgd(steps=30), initial=self.initial, **self.fields)
+        return self.worker.execute(order(action, 1, seed=1), self.blobs).result
+
+    def kept(self):
+        here = self.worker.device(order(self.action([None]), 2), self.blobs)
+        return here.kept(self.kind.STEP, self.layout)
 
     def module(self, scale=0.3):
-        return self.put(
-            {
-                t.name: (scale * self.rng.normal(size=t.shape)).astype(np.float32)
-                for t in self.layout.kept(self.keep).tensors
-            }
+        return self.blobs.put(
+            {t.name: (scale * self.rng.normal(size=t.shape)).astype(np.float32) for t in self.layout.tensors}
         )
 
-    def fit(self, pool, own=0, **changes):
+    def action(self, pool, own=0, **changes):
         fields = {
-            "global_model": self.shared, "part": self.part, "keep": self.keep, "initial": self.initial,
-            "pool": tuple(pool), "own": own, "epochs": 4, "guard": False, "release": 1,
+            "model": self.shared, "personal": self.personal, "kept_by": self.kind.STEP, "initial": self.initial,
+            "pool": tuple(pool), "own": own, "epochs": 4, "guard": False,
         }  # fmt: skip
-        return self.worker.execute(self.order(FitPool(**(fields | changes)), 2), self.blobs).result
+        return FitPool(**(fields | changes))
+
+    def fit(self, pool, own=0, **changes):
+        return self.worker.execute(order(self.action(pool, own, **changes), 2, seed=2), self.blobs).result
 
     def predict(self, x):
-        return load(self.home / "bundles" / "1").predict(x)
+        return load(self.home / "bundles" / str(highest_release(self.home))).predict(x)
 
 
-@pytest.mark.parametrize("base", KEEPS)
+@pytest.mark.parametrize("base", POOLED)
 @pytest.mark.parametrize("preset", ["anchored", "paper"])
 def test_every_base_ends_in_a_bundle_over_the_pool(tmp_path, base, preset) -> None:
     device = Device(tmp_path, base)
     device.train()
-    before = {path: path.read_bytes() for path in (tmp_path / "personal").rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in (tmp_path / "kept" / "r" / "personal").rglob("*") if path.is_file()}
+    assert before
     mine = device.module()
     result = device.fit([device.module(), mine, None, device.module(), device.module()], own=1, preset=preset)
     assert isinstance(result, Installed), result
@@ -249,17 +245,14 @@ def test_every_base_ends_in_a_bundle_over_the_pool(tmp_path, base, preset) -> No
     assert before == {path: path.read_bytes() for path in before}, "stage 2 changes nothing of stage 1"
 
 
-@pytest.mark.parametrize("base", KEEPS)
+@pytest.mark.parametrize("base", POOLED)
 def test_a_pool_of_equal_modules_predicts_like_the_own_one(tmp_path, base) -> None:
-    from edge_agent import personal
-
     device = Device(tmp_path, base)
     device.train()
-    mine = personal.kept(device.worker, device.keep, device.order(None, 2))
-    same = device.put(mine)
+    same = device.blobs.put(device.kept())
     assert isinstance(device.fit([same, same, same], own=2), Installed)
-    alone = device.worker.personal(device.worker.model(device.initial, device.blobs))
-    logits = device.worker.logits(alone, device.worker.data.x_val)
+    here = device.worker.device(order(device.action([same]), 2), device.blobs)
+    logits = evaluation.logits(here, device.worker.personal(here.model(device.initial)), device.worker.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(device.predict(device.worker.data.x_val).probabilities, expected, atol=1e-5)
 
@@ -267,21 +260,19 @@ def test_a_pool_of_equal_modules_predicts_like_the_own_one(tmp_path, base) -> No
 def test_unfit_modules_count_as_missing(tmp_path) -> None:
     device = Device(tmp_path, "fedper")
     device.train()
-    junk = device.module()
-    device.blobs.data[junk.digest] = b"junk"
-    nan = device.put({t.name: np.full(t.shape, np.nan, np.float32) for t in device.layout.part(Part.HEAD).tensors})
+    junk = device.blobs.file(b"junk")
+    nan = device.blobs.file(to_bytes({t.name: np.full(t.shape, np.nan, np.float32) for t in device.layout.tensors}))
     result = device.fit([device.module(), junk, nan, device.module(), device.module()])
     assert isinstance(result, Installed)
     weights = device.predict(device.worker.data.x_val).weights
     assert (weights[:, 1:3] == 0).all()
 
 
-@pytest.mark.parametrize("base", KEEPS)
+@pytest.mark.parametrize("base", POOLED)
 def test_a_module_whose_output_overflows_is_dropped_and_spoils_no_gate(tmp_path, base) -> None:
     device = Device(tmp_path, base)
     device.train()
-    tensors = device.layout.kept(device.keep).tensors
-    huge = device.put({t.name: np.full(t.shape, 3e38, np.float32) for t in tensors if t.kind == "param"})
+    huge = device.blobs.put({t.name: np.full(t.shape, 3e38, np.float32) for t in device.layout.tensors})
     result = device.fit([device.module(), huge, device.module(), device.module()])
     assert isinstance(result, Installed), result
     assert len(result.roles) == 4
@@ -313,10 +304,9 @@ def test_without_an_own_module_it_fails(tmp_path) -> None:
 
 
 def test_what_has_no_pool_is_refused(tmp_path) -> None:
-    device = Device(tmp_path, "fedrod")
-    device.keep = KeepModel(proximal_lambda=0.1)
+    device = Device(tmp_path, "ditto")
     device.train()
-    assert "leaves nothing that could be pooled" in device.fit([device.module()] * 3).reason
+    assert "step train_ditto keeps cannot be pooled" in device.fit([device.module()] * 3).reason
 
 
 def test_the_guard_serves_the_own_module_where_the_mixture_is_worse(tmp_path, monkeypatch) -> None:
@@ -333,7 +323,7 @@ def test_the_guard_serves_the_own_module_where_the_mixture_is_worse(tmp_path, mo
 
 def test_the_bundle_has_the_gate_that_was_trained(tmp_path) -> None:
     """The gate learns where the own module is good: its weight rises against a gate that has not learned."""
-    device = Device(tmp_path, "fedper", make_data(80, 40))
+    device = Device(tmp_path, "fedper", device_data(80, 40))
     device.train()
     pool = [device.module(3.0), *(device.module(3.0) for _ in range(4))]
     device.fit(pool, epochs=0, preset="paper", denoise=0.0)

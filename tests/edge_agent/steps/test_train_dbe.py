@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,28 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from edge_agent import dbe
+from edge_agent.steps import train_dbe
 from fedge import models
 from fedge.errors import ProtocolError
-from fedge.messages import KeepOffset, Part
 from fedge.models.training import Network, Trainer, batches
 from fedge.sgd import Sgd
-from fedge.tensors import Model, Tensors, to_bytes
-from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, part_of, samples
+from fedge.steps.train import Start
+from fedge.steps.train_dbe import OFFSET, TrainDbe
+from fedge.tensors import BASE, HEAD, Model, Tensors, to_bytes
+from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, device, mixed_data, part_of, samples, worker
 
 SGD = Sgd(steps=6, batch_size=8, weight_decay=0.05)
 TORCH = {"lr": SGD.learning_rate, "momentum": SGD.momentum, "weight_decay": SGD.weight_decay}
-DATA = samples(20, 1)
+DATA = mixed_data(samples(20, 1), samples(12, 2))
+SHARED = DATA.shared
 GOAL = np.linspace(0, 2, D, dtype=np.float32)
 P = np.linspace(-1, 1, D, dtype=np.float32)
-WEIGHT, BIAS = (info.name for info in LAYOUT.part(Part.HEAD).tensors)
+WEIGHT, BIAS = (info.name for info in LAYOUT.select(HEAD).tensors)
 
 
 def learn(
     mine: Tensors | None = None, *, momentum: float = 1.0, kappa: float = 1.0, sgd: Sgd = SGD
 ) -> tuple[Model, Tensors]:
-    keep = KeepOffset(global_mean=Blobs().put({"mean": GOAL}), momentum=momentum, kappa=kappa)
-    return dbe.learn(Network(TASK), INITIAL, mine, DATA, GOAL, keep, sgd, np.random.default_rng(3))
+    action = TrainDbe(
+        starts=(Start(model=Blobs().model(0)),), sgd=sgd, global_mean=Blobs().put({"mean": GOAL}),
+        momentum=momentum, kappa=kappa,
+    )  # fmt: skip
+    return train_dbe.learn(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, mine, GOAL)
 
 
 @pytest.mark.parametrize("momentum", [1.0, 0.3])
@@ -39,13 +45,13 @@ def test_the_loss_as_the_paper_writes_it(momentum: float) -> None:
     network = Network(TASK)
     network.load(INITIAL)
     offset, goal = torch.tensor(P), torch.tensor(GOAL)
-    loss = dbe.MeanRegularised(
+    loss = train_dbe.MeanRegularised(
         models.head_of(network.module, network.layout), offset, goal, momentum=momentum, kappa=2.5
     )
-    tensors = part_of(INITIAL, Part.HEAD)
+    tensors = part_of(INITIAL, HEAD)
     r = np.zeros(D)
     for batch in (slice(0, 8), slice(8, 16)):
-        x, y = DATA[0][batch], DATA[1][batch]
+        x, y = SHARED[0][batch], SHARED[1][batch]
         f = network.features(INITIAL, x)
         r = (1 - momentum) * r + momentum * f.mean(axis=0)
         logits = (f + P) @ tensors[WEIGHT].T.astype(float) + tensors[BIAS]
@@ -69,7 +75,7 @@ def test_the_gradient_flows_through_the_batchs_mean_alone() -> None:
             return self.head(x)
 
     module, y = Features(), torch.tensor([0, 1, 2, 0])
-    with dbe.MeanRegularised(module.head, torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3) as loss:
+    with train_dbe.MeanRegularised(module.head, torch.zeros(D), torch.tensor(GOAL), momentum=0.25, kappa=8e3) as loss:
         loss(module, torch.ones(4, D), y)  # r = 0.25
         loss(module, f, y).backward()
     r = 0.75 * 0.25 + 0.25 * f.detach().mean(dim=0)
@@ -84,32 +90,31 @@ def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
     offset = torch.tensor(P).requires_grad_()
     optimiser = torch.optim.SGD([*module.parameters(), offset], **TORCH)
     head = models.head_of(module, LAYOUT)
-    x, y = map(torch.from_numpy, DATA)
+    x, y = map(torch.from_numpy, SHARED)
     for batch in itertools.islice(batches(20, 8, np.random.default_rng(3)), SGD.steps):
         f, _ = models.features_and_logits(module, x[batch], LAYOUT)
         regulariser = (0.5 * (f.mean(dim=0) - torch.tensor(GOAL)) ** 2).mean()
         optimiser.zero_grad()
         (functional.cross_entropy(head(f + offset), y[batch]) + 1.5 * regulariser).backward()
         optimiser.step()
-    shared, kept = learn({dbe.OFFSET: P}, kappa=1.5)
+    shared, kept = learn({OFFSET: P}, kappa=1.5)
     np.testing.assert_allclose(shared.params, models.dump(module, LAYOUT).params, atol=1e-5)
-    np.testing.assert_allclose(kept[dbe.OFFSET], offset.detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(kept[OFFSET], offset.detach().numpy(), atol=1e-5)
 
 
 def test_the_network_is_left_without_the_offset() -> None:
-    network = Network(TASK)
-    x = DATA[0]
+    x, _ = DATA.shared
+    network = worker(Path("unused")).network  # the one that the step has
     before = network.logits(INITIAL, x)
-    keep = KeepOffset(global_mean=Blobs().put({"mean": GOAL}))
-    dbe.learn(network, INITIAL, {dbe.OFFSET: P}, DATA, GOAL, keep, SGD, np.random.default_rng(3))
+    learn({OFFSET: P})
     np.testing.assert_array_equal(network.logits(INITIAL, x), before)
 
 
 def test_the_offset_begins_at_zero_and_what_is_kept_is_not_changed() -> None:
-    first, told = learn(None), learn({dbe.OFFSET: np.zeros(D, np.float32)})
-    np.testing.assert_array_equal(first[1][dbe.OFFSET], told[1][dbe.OFFSET])
+    first, told = learn(None), learn({OFFSET: np.zeros(D, np.float32)})
+    np.testing.assert_array_equal(first[1][OFFSET], told[1][OFFSET])
     before = P.copy()
-    learn({dbe.OFFSET: P})
+    learn({OFFSET: P})
     np.testing.assert_array_equal(P, before)
 
 
@@ -118,17 +123,17 @@ def test_the_first_step_of_the_model_without_regulariser_is_fedavgs() -> None:
     one = Sgd(steps=1, batch_size=8)
     network = Network(TASK)
     network.load(INITIAL)
-    Trainer(network, *DATA, one, np.random.default_rng(3)).run(1)
+    Trainer(network, *SHARED, one, np.random.default_rng(3)).run(1)
     shared, kept = learn(None, kappa=0.0, sgd=one)
     np.testing.assert_allclose(shared.params, network.dump().params, atol=1e-7)
-    assert np.any(kept[dbe.OFFSET])
+    assert np.any(kept[OFFSET])
 
 
 def test_the_regulariser_draws_the_features_mean_to_the_global_one() -> None:
     network, distances = Network(TASK), []
     for kappa in (0.0, 5.0, 50.0):
         shared, _ = learn(None, kappa=kappa, sgd=Sgd(steps=60, batch_size=20, momentum=0.0))
-        distances.append(float(np.linalg.norm(network.features(shared, DATA[0]).mean(axis=0) - GOAL)))
+        distances.append(float(np.linalg.norm(network.features(shared, SHARED[0]).mean(axis=0) - GOAL)))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.8 * distances[0]
 
@@ -136,12 +141,12 @@ def test_the_regulariser_draws_the_features_mean_to_the_global_one() -> None:
 @given(st.integers(0, 2**16))
 def test_the_folded_bias_predicts_with_the_offset(seed: int) -> None:
     p = np.random.default_rng(seed).normal(size=D).astype(np.float32)
-    network, x, tensors = Network(TASK), samples(9, seed)[0], part_of(INITIAL, Part.HEAD)
+    network, x, tensors = Network(TASK), samples(9, seed)[0], part_of(INITIAL, HEAD)
     expected = (network.features(INITIAL, x) + p) @ tensors[WEIGHT].T + tensors[BIAS]
-    folded = dbe.folded(INITIAL, {dbe.OFFSET: p}, LAYOUT)
+    folded = train_dbe.overlay(INITIAL, {OFFSET: p}, LAYOUT)
     np.testing.assert_allclose(network.logits(folded, x), expected, atol=1e-5)
-    base = part_of(folded, Part.BASE) | {WEIGHT: part_of(folded, Part.HEAD)[WEIGHT]}
-    assert all((base[name] == t).all() for name, t in (part_of(INITIAL, Part.BASE) | {WEIGHT: tensors[WEIGHT]}).items())
+    base = part_of(folded, BASE) | {WEIGHT: part_of(folded, HEAD)[WEIGHT]}
+    assert all((base[name] == t).all() for name, t in (part_of(INITIAL, BASE) | {WEIGHT: tensors[WEIGHT]}).items())
 
 
 @pytest.mark.parametrize(
@@ -154,6 +159,6 @@ def test_the_folded_bias_predicts_with_the_offset(seed: int) -> None:
 )
 def test_a_global_mean_that_does_not_fit_is_refused(tensors: Tensors, name: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        dbe.global_mean(to_bytes(tensors), LAYOUT)
+        train_dbe.global_mean(to_bytes(tensors), LAYOUT)
     assert caught.value.name == name
-    np.testing.assert_array_equal(dbe.global_mean(to_bytes({"mean": GOAL}), LAYOUT), GOAL)
+    np.testing.assert_array_equal(train_dbe.global_mean(to_bytes({"mean": GOAL}), LAYOUT), GOAL)

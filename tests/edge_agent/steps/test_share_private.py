@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from edge_agent.sharing import clipped, noisy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent import personal
-from edge_agent.worker import Outcome
-from fedge.messages import Codec, Keep, KeepHead, KeepModel, KeepOffset, KeepPart, Part
+from edge_agent.steps.share_private import clipped, noisy
+from edge_agent.worker import Finished
+from fedge.messages import Codec
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
 from fedge.steps.share_private import PrivateShared, SharePrivate
-from fedge.steps.train import Start, Train
-from fedge.tensors import from_bytes
+from fedge.steps.train import Start, Train, kept_by
+from fedge.steps.train_dbe import TrainDbe
+from fedge.steps.train_ditto import TrainDitto
+from fedge.steps.train_rod import TrainRod
+from fedge.tensors import BASE, HEAD, from_bytes
 from tests.support.orders import LAYOUT, Blobs, D, order, worker
 
 MODULE = {"w": np.array([[3.0, 0.0]], np.float32), "b": np.array([4.0], np.float32), "n": np.array(7, np.int64)}
-HEAD = KeepPart(private=Part.HEAD)
 
 
 @pytest.fixture
@@ -29,49 +31,64 @@ def blobs() -> Blobs:
     return Blobs()
 
 
-def train(home: Path, blobs: Blobs, keep: Keep = HEAD, part: Part = Part.BASE, number: int = 1) -> None:
-    action = Train(
-        starts=(Start(model=blobs.model(1, part)),), sgd=Sgd(steps=3), part=part, keep=keep, initial=blobs.model(0)
-    )
+def train(home: Path, blobs: Blobs, kind: type[Train] = Train, number: int = 1, **fields: Any) -> None:
+    fields = fields or {"personal": HEAD}
+    start = Start(model=blobs.model(1, fields.get("personal", ())))
+    action = kind(starts=(start,), sgd=Sgd(steps=3), initial=blobs.model(0), **fields)
     worker(home).execute(order(action, number), blobs)
 
 
-def share(home: Path, blobs: Blobs, number: int = 2, keep: Keep = HEAD, **how: float) -> Outcome:
-    return worker(home).execute(order(SharePrivate(keep=keep, **how), number), blobs)
+def share(home: Path, blobs: Blobs, number: int = 2, **how: Any) -> Finished:
+    action = SharePrivate(**({"kept_by": "train", "personal": HEAD} | how))
+    return worker(home).execute(order(action, number), blobs)
 
 
-def module_of(outcome: Outcome) -> dict[str, np.ndarray]:
-    assert isinstance(outcome.result, PrivateShared), outcome.result
-    assert outcome.result.module.codec is Codec.FLOAT32
-    (data,) = outcome.blobs.values()
-    assert outcome.result.module.size_bytes == len(data)
+def module_of(finished: Finished) -> dict[str, np.ndarray]:
+    assert isinstance(finished.result, PrivateShared), finished.result
+    assert finished.result.module.codec is Codec.FLOAT32
+    (data,) = finished.blobs.values()
+    assert finished.result.module.size_bytes == len(data)
     return from_bytes(data)
 
 
 @pytest.mark.parametrize(
-    ("keep", "part"),
+    ("kind", "fields"),
     [
-        (HEAD, Part.BASE),
-        (KeepPart(private=Part.BASE), Part.HEAD),
-        (KeepModel(proximal_lambda=0.1), Part.ALL),
-        (KeepHead(), Part.ALL),
-        (KeepOffset(global_mean=Blobs().put({"mean": np.ones(D, np.float32)})), Part.ALL),
+        (Train, {"personal": HEAD}),
+        (Train, {"personal": BASE}),
+        (TrainDitto, {"proximal_lambda": 0.1}),
+        (TrainRod, {"choose": "loss"}),
+        (TrainDbe, {"global_mean": Blobs().put({"mean": np.ones(D, np.float32)})}),
     ],
 )
-def test_what_was_kept_is_shared_under_its_own_names(tmp_path: Path, blobs: Blobs, keep: Keep, part: Part) -> None:
+def test_what_was_kept_is_shared_under_its_own_names(
+    tmp_path: Path, blobs: Blobs, kind: type[Train], fields: dict[str, Any]
+) -> None:
     blobs.put({"mean": np.ones(D, np.float32)})
-    train(tmp_path, blobs, keep, part)
-    found = module_of(share(tmp_path, blobs, keep=keep))
-    expected = personal.kept(worker(tmp_path), keep, order(SharePrivate(keep=keep), 2))
+    train(tmp_path, blobs, kind, **fields)
+    personal = fields.get("personal", ())
+    action = SharePrivate(kept_by=kind.STEP, personal=personal)
+    found = module_of(share(tmp_path, blobs, kept_by=kind.STEP, personal=personal))
+    layout = kept_by(kind.STEP, personal, LAYOUT)
+    expected = worker(tmp_path).device(order(action, 2), blobs).kept(kind.STEP, layout)
     assert expected is not None
-    assert {name: t.shape for name, t in found.items()} == {t.name: t.shape for t in LAYOUT.kept(keep).tensors}
+    assert {name: t.shape for name, t in found.items()} == {t.name: t.shape for t in layout.tensors}
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
 def test_who_never_trained_declines_and_who_kept_something_else_fails(tmp_path: Path, blobs: Blobs) -> None:
     assert isinstance(share(tmp_path, blobs).result, Declined)
     train(tmp_path, blobs)
-    assert isinstance(share(tmp_path, blobs, keep=KeepHead()).result, Failed)
+    assert isinstance(share(tmp_path, blobs, kept_by="train_rod", personal=()).result, Failed)
+    assert isinstance(share(tmp_path, blobs, personal=BASE).result, Failed)
+
+
+@pytest.mark.parametrize("kept", [{"personal": ()}, {"kept_by": "profile"}, {"kept_by": "dance"}])
+def test_what_no_training_keeps_cannot_be_shared(tmp_path: Path, blobs: Blobs, kept: dict[str, Any]) -> None:
+    train(tmp_path, blobs)
+    result = share(tmp_path, blobs, **kept).result
+    assert isinstance(result, Failed)
+    assert "keeps nothing on the device" in result.reason
 
 
 def test_the_worked_clip() -> None:
@@ -132,9 +149,9 @@ def test_a_clip_alone_scales_what_was_kept(tmp_path: Path, blobs: Blobs) -> None
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-5)
 
 
-def test_an_owner_who_did_not_allow_it_is_not_asked_twice(tmp_path: Path, blobs: Blobs) -> None:
-    device = worker(tmp_path)
-    device.shares_private = False
-    result = device.execute(order(SharePrivate(keep=HEAD), 2), blobs).result
+def test_without_the_owners_word_nothing_is_shared(tmp_path: Path, blobs: Blobs) -> None:
+    train(tmp_path, blobs)
+    action = SharePrivate(kept_by="train", personal=HEAD)
+    result = worker(tmp_path, shares_private=False).execute(order(action, 2), blobs).result
     assert isinstance(result, Declined)
     assert "--share-private" in result.reason

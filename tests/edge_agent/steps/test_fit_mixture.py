@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from deploy import load
-from edge_agent import gate, scmoe
-from edge_agent.worker import Worker
+from edge_agent import evaluation, gate
+from edge_agent.device import Device
+from edge_agent.steps import fit_mixture
 from export.reference import gate_features
 from fedge import models
 from fedge.bundle import read
@@ -20,7 +21,7 @@ from fedge.steps.fit_mixture import FitMixture
 from fedge.steps.install import Installed
 from fedge.steps.train import Start
 from fedge.tensors import flatten, from_bytes
-from tests.edge_agent.test_worker import TASK, Blobs, make_data, order
+from tests.support.orders import TASK, Blobs, device, device_data, order, worker
 
 
 @pytest.fixture
@@ -28,26 +29,32 @@ def blobs() -> Blobs:
     return Blobs()
 
 
-def mixture_order(blobs: Blobs, experts: int | tuple[Start, ...] = 3, **changes: object):
+def mixture_of(blobs: Blobs, experts: int | tuple[Start, ...] = 3, **changes: object) -> FitMixture:
     starts = experts
     if isinstance(experts, int):
-        starts = tuple(Start(model=blobs.model(10 + k, 4.0), cluster=k) for k in range(experts))
-    fields = {"experts": starts, "initial_model": blobs.model(0), "sgd": Sgd(steps=20), "release": 1} | changes
-    return order(FitMixture(**fields))
+        starts = tuple(Start(model=blobs.model(10 + k, scale=4.0), cluster=k) for k in range(experts))
+    fields = {"experts": starts, "initial_model": blobs.model(0), "sgd": Sgd(steps=20)} | changes
+    return FitMixture(**fields)
 
 
 def fitted(tmp_path, blobs, data=None, **changes):
-    worker = Worker("d", TASK, data or make_data(), tmp_path)
-    result = worker.execute(mixture_order(blobs, **changes), blobs).result
+    action = mixture_of(blobs, **changes)
+    own = device(tmp_path, action, blobs, data)
+    result = fit_mixture.run(own, action)
     assert isinstance(result, Installed), result
-    return worker, result, load(tmp_path / "bundles" / "1")
+    return own, result, load(tmp_path / "bundles" / "1")
 
 
-def logits_of_candidates(worker, tmp_path, x):
+def looking(tmp_path, blobs, data=None) -> Device:
+    """What a step may use, for a look at models."""
+    return device(tmp_path, mixture_of(blobs), blobs, data)
+
+
+def logits_of_candidates(own, tmp_path, x):
     """(M, n, C) by torch from the parts of the bundle."""
     folder = tmp_path / "bundles" / "1"
     parts = [from_bytes((folder / c.part.file_name).read_bytes()) for c in read(folder).manifest.candidates]
-    return np.stack([worker.logits(flatten(part, worker.network.layout), x) for part in parts])
+    return np.stack([evaluation.logits(own, flatten(part, own.layout), x) for part in parts])
 
 
 def gate_scores(tmp_path, x):
@@ -72,10 +79,10 @@ def printed_formula(s, logits, top=2):
 
 @pytest.mark.parametrize("top", [1, 2, 8])
 def test_the_bundle_is_the_printed_formula(tmp_path, blobs, top) -> None:
-    worker, result, runtime = fitted(tmp_path, blobs, top=top)
+    own, result, runtime = fitted(tmp_path, blobs, top=top)
     assert result.roles == (Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
-    x = worker.data.x_val
-    expected = printed_formula(gate_scores(tmp_path, x), logits_of_candidates(worker, tmp_path, x), top)
+    x = own.data.x_val
+    expected = printed_formula(gate_scores(tmp_path, x), logits_of_candidates(own, tmp_path, x), top)
     found = runtime.predict(x)
     np.testing.assert_allclose(found.probabilities, expected, atol=1e-5)
     assert (np.count_nonzero(found.weights, axis=1) == min(top, 3) + 1).all()
@@ -84,9 +91,9 @@ def test_the_bundle_is_the_printed_formula(tmp_path, blobs, top) -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 4.0])
 def test_the_temperature_is_that_of_the_energies_alone(tmp_path, blobs, temperature) -> None:
-    worker, _, runtime = fitted(tmp_path, blobs, temperature=temperature)
-    x = worker.data.x_val
-    logits, s = logits_of_candidates(worker, tmp_path, x), gate_scores(tmp_path, x)
+    own, _, runtime = fitted(tmp_path, blobs, temperature=temperature)
+    x = own.data.x_val
+    logits, s = logits_of_candidates(own, tmp_path, x), gate_scores(tmp_path, x)
     beta = np.logaddexp.reduce(logits / temperature, axis=2).T
     expected = printed_formula(s + beta - np.logaddexp.reduce(logits, axis=2).T, logits)
     np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
@@ -95,9 +102,9 @@ def test_the_temperature_is_that_of_the_energies_alone(tmp_path, blobs, temperat
 
 def test_fusion_of_logits_trains_the_gate_for_what_it_serves(tmp_path, blobs) -> None:
     """11.3: p = softmax(sum of alpha_k l_k); the gate's loss on its own data is that of this p (16, 15)."""
-    worker, _, runtime = fitted(tmp_path / "a", blobs, space="logit", energy=False)
-    (x, y), (_, _, untrained) = worker.validation, fitted(tmp_path / "b", blobs, space="logit", gate="uniform")
-    logits = logits_of_candidates(worker, tmp_path / "a", x)
+    own, _, runtime = fitted(tmp_path / "a", blobs, space="logit", energy=False)
+    (x, y), (_, _, untrained) = own.data.validation, fitted(tmp_path / "b", blobs, space="logit", gate="uniform")
+    logits = logits_of_candidates(own, tmp_path / "a", x)
     found = runtime.predict(x)
     mixed = np.einsum("nm,mnc->nc", found.weights.astype(float), logits)
     expected = np.exp(mixed - np.logaddexp.reduce(mixed, axis=1, keepdims=True))
@@ -108,38 +115,38 @@ def test_fusion_of_logits_trains_the_gate_for_what_it_serves(tmp_path, blobs) ->
 
 def test_identity_all_selected_adds_unnormalised_exponentials(tmp_path, blobs) -> None:
     """11.3: with everything selected and no offsets p = softmax_c(logsumexp_k(s_k + l_kc))."""
-    worker, _, runtime = fitted(tmp_path, blobs, experts=2)
-    x = worker.data.x_val
+    own, _, runtime = fitted(tmp_path, blobs, experts=2)
+    x = own.data.x_val
     joined = np.logaddexp.reduce(
-        gate_scores(tmp_path, x).T[:, :, None] + logits_of_candidates(worker, tmp_path, x), axis=0
+        gate_scores(tmp_path, x).T[:, :, None] + logits_of_candidates(own, tmp_path, x), axis=0
     )
     expected = np.exp(joined - np.logaddexp.reduce(joined, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
 
 
 def test_with_few_validation_samples_the_gate_is_untrained_and_offsets_level_the_energies(tmp_path, blobs) -> None:
-    data = make_data(m=9)
-    worker, _, runtime = fitted(tmp_path, blobs, data, experts=2)
+    data = device_data(m=9)
+    own, _, runtime = fitted(tmp_path, blobs, data, experts=2)
     assert (gate_scores(tmp_path, data.x_val) == 0).all()
     energies = runtime.predict(data.x_val).energies
     np.testing.assert_allclose(energies.mean(axis=0), 0, atol=1e-5)
-    raw = np.logaddexp.reduce(logits_of_candidates(worker, tmp_path, data.x_val), axis=2)
+    raw = np.logaddexp.reduce(logits_of_candidates(own, tmp_path, data.x_val), axis=2)
     np.testing.assert_allclose(energies.T, raw - raw.mean(axis=1, keepdims=True), atol=1e-4)
 
 
 def test_offsets_never_leaves_raw_energies(tmp_path, blobs) -> None:
-    data = make_data(m=9)
-    worker, _, runtime = fitted(tmp_path, blobs, data, experts=2, energy_offset="never")
-    raw = np.logaddexp.reduce(logits_of_candidates(worker, tmp_path, data.x_val), axis=2)
+    data = device_data(m=9)
+    own, _, runtime = fitted(tmp_path, blobs, data, experts=2, energy_offset="never")
+    raw = np.logaddexp.reduce(logits_of_candidates(own, tmp_path, data.x_val), axis=2)
     np.testing.assert_allclose(runtime.predict(data.x_val).energies.T, raw, atol=1e-4)
 
 
 def test_an_untrained_gate_leaves_all_to_the_energies(tmp_path, blobs) -> None:
     """17.3: equal priors, however many samples there are; with offsets where an untrained gate has them (11.4)."""
-    worker, _, runtime = fitted(tmp_path, blobs, gate="untrained", energy_offset="never")
-    x = worker.data.x_val
+    own, _, runtime = fitted(tmp_path, blobs, gate="untrained", energy_offset="never")
+    x = own.data.x_val
     assert (gate_scores(tmp_path, x) == 0).all()
-    expected = printed_formula(np.zeros((len(x), 4)), logits_of_candidates(worker, tmp_path, x))
+    expected = printed_formula(np.zeros((len(x), 4)), logits_of_candidates(own, tmp_path, x))
     np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
     _, _, levelled = fitted(tmp_path / "offset", blobs, gate="untrained")
     np.testing.assert_allclose(levelled.predict(x).energies.mean(axis=0), 0, atol=1e-5)
@@ -147,7 +154,7 @@ def test_an_untrained_gate_leaves_all_to_the_energies(tmp_path, blobs) -> None:
 
 def test_the_gate_learns_from_what_the_order_says(tmp_path, blobs) -> None:
     """Other validation or other training labels change the gates that learn from them, and no others."""
-    data = make_data()
+    data = device_data()
     others = {
         "validation": replace(data, y_val=(data.y_val + 1) % 3),
         "training": replace(data, y_train=(data.y_train + 1) % 3),
@@ -161,55 +168,55 @@ def test_the_gate_learns_from_what_the_order_says(tmp_path, blobs) -> None:
         found = {}
         for name, d in {"as it is": data, **others}.items():
             folder = tmp_path / gate_data / name
-            one = (Start(model=blobs.model(10, 4.0)), Start(model=blobs.model(11, 4.0)))
+            one = (Start(model=blobs.model(10, scale=4.0)), Start(model=blobs.model(11, scale=4.0)))
             fitted(folder, blobs, d, experts=one, gate=gate_data, sgd=Sgd(steps=0), private_start="initial")
             found[name] = read(folder / "bundles" / "1").manifest.gate.digest
         assert {name for name in others if found[name] != found["as it is"]} == learns
 
 
 def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
-    worker, _, runtime = fitted(tmp_path, blobs, experts=2, gate="uniform")
-    logits = logits_of_candidates(worker, tmp_path, worker.data.x_val)
+    own, _, runtime = fitted(tmp_path, blobs, experts=2, gate="uniform")
+    logits = logits_of_candidates(own, tmp_path, own.data.x_val)
     softmax = np.exp(logits - np.logaddexp.reduce(logits, axis=2, keepdims=True))
-    np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, softmax.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, softmax.mean(axis=0), atol=1e-5)
 
 
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
-    worker, result, runtime = fitted(tmp_path, blobs, experts=2, alone="average")
+    own, result, runtime = fitted(tmp_path, blobs, experts=2, alone="average")
     assert result.roles == (Role.EXPERT,)
-    mean = scmoe.averaged([worker.model(blobs.model(10 + k, 4.0), blobs) for k in range(2)])
-    logits = worker.logits(mean, worker.data.x_val)
+    mean = fit_mixture.averaged([own.model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
+    logits = evaluation.logits(own, mean, own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
-    np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, expected, atol=1e-5)
+    np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
 
 
 def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> None:
     """Section 17.2: the highest validation accuracy, then the lowest cross-entropy; nothing is mixed into it."""
-    worker, result, runtime = fitted(tmp_path, blobs, experts=5, alone="best")
+    own, result, runtime = fitted(tmp_path, blobs, experts=5, alone="best")
     assert result.roles == (Role.EXPERT,)
-    models = [worker.model(blobs.model(10 + k, 4.0), blobs) for k in range(5)]
-    ranks = [worker.rank(model, "accuracy") for model in models]
+    models = [own.model(blobs.model(10 + k, scale=4.0)) for k in range(5)]
+    ranks = [evaluation.rank(own, model, "accuracy") for model in models]
     assert ranks[0] != max(ranks), "the first one is not the best by chance"
-    logits = worker.logits(models[ranks.index(max(ranks))], worker.data.x_val)
+    logits = evaluation.logits(own, models[ranks.index(max(ranks))], own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
-    np.testing.assert_allclose(runtime.predict(worker.data.x_val).probabilities, expected, atol=1e-5)
+    np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
 
 
 def test_the_private_model_can_serve_alone(tmp_path, blobs) -> None:
     """Section 17.1: the same that the mixture has; a device without one mixes its experts."""
-    worker, result, runtime = fitted(tmp_path / "alone", blobs, alone="private")
+    own, result, runtime = fitted(tmp_path / "alone", blobs, alone="private")
     assert result.roles == (Role.PRIVATE,)
     fitted(tmp_path / "mixed", blobs)
     alone, mixed = (read(tmp_path / name / "bundles" / "1").manifest.candidates[0] for name in ("alone", "mixed"))
     assert alone.part == mixed.part
-    np.testing.assert_allclose(runtime.predict(worker.data.x_val).weights, 1)
-    _, without, _ = fitted(tmp_path / "without", blobs, make_data(0, 0), alone="private")
+    np.testing.assert_allclose(runtime.predict(own.data.x_val).weights, 1)
+    _, without, _ = fitted(tmp_path / "without", blobs, device_data(0, 0), alone="private")
     assert set(without.roles) == {Role.EXPERT}
 
 
 def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> None:
     """Other labels of the not sensitive samples change a private model on all data, and none on sensitive data."""
-    data = make_data()
+    data = device_data()
     other = replace(data, y_train=np.where(data.sensitive, data.y_train, (data.y_train + 1) % 3))
     private = {}
     for what in ("sensitive", "all"):
@@ -222,33 +229,33 @@ def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> N
 
 
 def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
-    worker = Worker("d", TASK, make_data(), tmp_path)
-    ranks = [worker.rank(worker.model(blobs.model(k, 4.0), blobs), "accuracy") for k in range(6)]
+    own = looking(tmp_path, blobs)
+    ranks = [evaluation.rank(own, own.model(blobs.model(k, scale=4.0)), "accuracy") for k in range(6)]
     best = max(range(6), key=lambda k: (ranks[k][0], ranks[k][1], -k))
-    action = mixture_order(
+    action = mixture_of(
         blobs,
-        experts=tuple(Start(model=blobs.model(k, 4.0), cluster=k) for k in range(6)),
+        experts=tuple(Start(model=blobs.model(k, scale=4.0), cluster=k) for k in range(6)),
         sgd=Sgd(steps=0),
         gate="uniform",
     )
-    worker.execute(action, blobs)
+    fit_mixture.run(own, action)
     manifest = read(tmp_path / "bundles" / "1").manifest
     assert manifest.candidates[0].part == manifest.candidates[1 + best].part
 
 
 def test_a_device_without_data_is_a_consumer_of_experts(tmp_path, blobs) -> None:
-    nothing = make_data(0, 0)
+    nothing = device_data(0, 0)
     _, result, _ = fitted(tmp_path, blobs, nothing, experts=1)
     assert result.roles == (Role.EXPERT,)
-    alone = Worker("e", TASK, nothing, tmp_path / "e").execute(mixture_order(blobs, experts=()), blobs).result
+    alone = worker(tmp_path / "e", nothing).execute(order(mixture_of(blobs, experts=())), blobs).result
     assert "nothing to predict with" in alone.reason
 
 
 def test_unknown_experts_are_thinned_to_the_near_best(tmp_path, blobs) -> None:
-    worker = Worker("d", TASK, make_data(40, 100), tmp_path)
-    experts = [worker.model(blobs.model(k, 4.0), blobs) for k in range(8)]
-    kept = scmoe.near_best(worker, experts)
-    correct = [worker.rank(model, "accuracy")[0] for model in experts]
+    own = looking(tmp_path, blobs, device_data(40, 100))
+    experts = [own.model(blobs.model(k, scale=4.0)) for k in range(8)]
+    kept = fit_mixture.near_best(own, experts)
+    correct = [evaluation.rank(own, model, "accuracy")[0] for model in experts]
     chosen = [next(k for k, e in enumerate(experts) if e is model) for model in kept]
     assert 1 <= len(chosen) <= 3
     assert chosen == sorted(chosen)
@@ -275,9 +282,7 @@ def test_selected_keeps_the_lower_index_on_a_tie() -> None:
 
 
 def test_models_of_the_layout_only(tmp_path, blobs) -> None:
-    ref = blobs.model(1)
-    blobs.data[ref.digest] = b"junk"
-    worker = Worker("d", TASK, make_data(), tmp_path)
-    result = worker.execute(mixture_order(blobs, experts=(Start(model=ref),)), blobs).result
+    own = worker(tmp_path)
+    result = own.execute(order(mixture_of(blobs, experts=(Start(model=blobs.file(b"junk")),))), blobs).result
     assert "malformed" in result.reason
-    assert models.initial(TASK, 0)[0] == worker.network.layout
+    assert models.initial(TASK, 0)[0] == own.network.layout

@@ -5,47 +5,44 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edge_agent.install import fine_tuned
 
 from deploy import load
+from edge_agent.steps.install import fine_tuned
 from edge_agent.worker import Worker
-from fedge import codec, models
 from fedge.errors import ProtocolError
-from fedge.messages import BlobRef, Codec, Order, Role
+from fedge.messages import Role
 from fedge.models.training import Network, Trainer, mean_loss
 from fedge.sgd import Sgd
 from fedge.steps.install import FineTune, Install, Installed
-from fedge.stopping import StoppedError
-from fedge.task import TaskSpec
+from fedge.stopping import Stop, StoppedError, never
 from fedge.tasks import DeviceData
-from fedge.tensors import Model, digest_of, unflatten
+from fedge.tensors import Model
+from tests.support.orders import INITIAL, TASK, Blobs, device_data, order, samples
 
-TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
-LAYOUT, FIRST = models.initial(TASK, 0)
 SGD = Sgd()
 COMPETING = FineTune(sgd=SGD, checkpoints=(0, 10, 20, 40, 80), otherwise=40)
-
-
-def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    y = np.arange(n) % 3
-    return (rng.normal(size=(n, 6)) + 2 * np.eye(6)[y]).astype(np.float32), y.astype(np.int64)
 
 
 TRAINING, VALIDATION, NOTHING = samples(40, 1), samples(15, 2), samples(0, 3)
 
 
-def device(n: int = 40, m: int = 15) -> DeviceData:
-    return DeviceData(*samples(n, 1), np.arange(n) % 4 == 0, *samples(m, 2))
+def data_of(training: tuple, validation: tuple) -> DeviceData:
+    return DeviceData(*training, np.arange(len(training[1])) % 4 == 0, *validation)
 
 
 def tuned(
-    tuning: FineTune = COMPETING, start: Model = FIRST, training: tuple = TRAINING, validation: tuple = VALIDATION
+    tuning: FineTune = COMPETING,
+    start: Model = INITIAL,
+    training: tuple = TRAINING,
+    validation: tuple = VALIDATION,
+    stop: Stop = never,
 ) -> Model:
-    return fine_tuned(Network(TASK), start, training, validation, tuning, np.random.default_rng(7))
+    action = Install(model=Blobs().model(0), method="fedavg", fine_tune=tuning)
+    own = Worker("d", TASK, data_of(training, validation), Path("unused"))
+    return fine_tuned(own.device(order(action, seed=7), Blobs(), stop), start, tuning)
 
 
-def steps(n: int, start: Model = FIRST, training: tuple = TRAINING) -> Model:
+def steps(n: int, start: Model = INITIAL, training: tuple = TRAINING) -> Model:
     """What so many steps of plain training give."""
     network = Network(TASK)
     network.load(start)
@@ -73,7 +70,7 @@ def test_the_start_is_kept_where_every_step_harms() -> None:
 
 
 def test_on_a_tie_the_fewest_steps_win() -> None:
-    still = Model(np.zeros_like(FIRST.params), FIRST.buffers, FIRST.counters)
+    still = Model(np.zeros_like(INITIAL.params), INITIAL.buffers, INITIAL.counters)
     flat = (np.zeros((15, 6), np.float32), VALIDATION[1])  # balanced labels, equal inputs: bias alone could help
     tuning = FineTune(sgd=Sgd(learning_rate=1e-12), checkpoints=(40, 10), otherwise=5)
     np.testing.assert_array_equal(
@@ -97,9 +94,9 @@ def test_training_that_diverges_leaves_the_best_before_it() -> None:
     x, y = TRAINING
     far = (x * np.float32(1e18), y)
     kept = tuned(FineTune(sgd=wild, checkpoints=(0, 80), otherwise=40), training=far)
-    np.testing.assert_array_equal(kept.params, FIRST.params)
+    np.testing.assert_array_equal(kept.params, INITIAL.params)
     np.testing.assert_array_equal(
-        tuned(FineTune(sgd=wild, checkpoints=(40, 80), otherwise=40), training=far).params, FIRST.params
+        tuned(FineTune(sgd=wild, checkpoints=(40, 80), otherwise=40), training=far).params, INITIAL.params
     )
     with pytest.raises(ProtocolError, match="not-finite"):
         tuned(FineTune(sgd=wild, checkpoints=(80,), otherwise=40), training=far)
@@ -107,29 +104,19 @@ def test_training_that_diverges_leaves_the_best_before_it() -> None:
 
 def test_it_can_be_stopped() -> None:
     with pytest.raises(StoppedError):
-        fine_tuned(Network(TASK), FIRST, TRAINING, VALIDATION, COMPETING, np.random.default_rng(0), stop=lambda: True)
+        tuned(stop=lambda: True)
 
 
 # ------------------------------------------------------------------------------------------------- the whole order
 
 
-def done(home: Path, data: DeviceData, tuning: FineTune | None, seed: int = 5) -> Installed:
-    data_of_model = codec.encode(unflatten(FIRST, LAYOUT), Codec.FLOAT32)
-    ref = BlobRef(digest=digest_of(data_of_model), size_bytes=len(data_of_model))
-    order = Order(
-        id="r.1.install.d",
-        device_id="d",
-        round=1,
-        step="install",
-        seed=seed,
-        task_fingerprint=TASK.fingerprint(),
-        deadline=0.0,
-        action=Install(global_model=ref, release=1, method="fedavg", fine_tune=tuning),
-    )
-    outcome = Worker("d", TASK, data, home).execute(order, lambda _: data_of_model)
-    assert isinstance(outcome.result, Installed), outcome.result
-    assert outcome.blobs == {}
-    return outcome.result
+def done(home: Path, data: DeviceData, tuning: FineTune | None, seed: int = 7) -> Installed:
+    blobs = Blobs()
+    action = Install(model=blobs.model(0), method="fedavg", fine_tune=tuning)
+    finished = Worker("d", TASK, data, home).execute(order(action, seed=seed), blobs)
+    assert isinstance(finished.result, Installed), finished.result
+    assert finished.blobs == {}
+    return finished.result
 
 
 def probabilities(model: Model, x: np.ndarray) -> np.ndarray:
@@ -139,34 +126,34 @@ def probabilities(model: Model, x: np.ndarray) -> np.ndarray:
 
 
 def test_the_bundle_predicts_what_the_tuned_model_does(tmp_path: Path) -> None:
-    result = done(tmp_path, device(), COMPETING)
+    result = done(tmp_path, device_data(), COMPETING)
     assert result.roles == (Role.PRIVATE,)
-    expected = fine_tuned(Network(TASK), FIRST, TRAINING, VALIDATION, COMPETING, np.random.default_rng(5))
+    expected = tuned()
     x = samples(30, 4)[0]
     found = load(tmp_path / "bundles" / "1").predict(x).probabilities
     np.testing.assert_allclose(found, probabilities(expected, x), atol=1e-5)
-    assert not np.allclose(found, probabilities(FIRST, x), atol=1e-2)
+    assert not np.allclose(found, probabilities(INITIAL, x), atol=1e-2)
 
 
 def test_without_fine_tuning_the_model_is_installed_as_it_is(tmp_path: Path) -> None:
-    assert done(tmp_path, device(), None).roles == (Role.GLOBAL,)
+    assert done(tmp_path, device_data(), None).roles == (Role.GLOBAL,)
     x = samples(30, 4)[0]
     found = load(tmp_path / "bundles" / "1").predict(x).probabilities
-    np.testing.assert_allclose(found, probabilities(FIRST, x), atol=1e-5)
+    np.testing.assert_allclose(found, probabilities(INITIAL, x), atol=1e-5)
 
 
 def test_a_device_without_training_samples_installs_what_it_was_given(tmp_path: Path) -> None:
-    assert done(tmp_path, device(n=0), COMPETING).roles == (Role.GLOBAL,)
+    assert done(tmp_path, device_data(n=0), COMPETING).roles == (Role.GLOBAL,)
 
 
 def test_sensitive_samples_take_part(tmp_path: Path) -> None:
-    data = device()
+    data = device_data()
     relabelled = replace(data, y_train=np.where(data.sensitive, (data.y_train + 1) % 3, data.y_train))
     one, other = done(tmp_path / "a", data, COMPETING), done(tmp_path / "b", relabelled, COMPETING)
     assert one.bundle_digest != other.bundle_digest
 
 
 def test_the_same_order_gives_the_same_bundle(tmp_path: Path) -> None:
-    one, other = (done(tmp_path / name, device(), COMPETING) for name in "ab")
+    one, other = (done(tmp_path / name, device_data(), COMPETING) for name in "ab")
     assert one == other
-    assert done(tmp_path / "c", device(), COMPETING, seed=6) != one
+    assert done(tmp_path / "c", device_data(), COMPETING, seed=6) != one

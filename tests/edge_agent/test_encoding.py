@@ -1,0 +1,91 @@
+"""Updates that become bytes, and those that stay arrays: whoever reads them sees the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_agent.device import Device, Unpacked
+from edge_agent.encoding import in_one_process, send_update
+from edge_agent.worker import Worker
+from fedge import codec, models
+from fedge.errors import ProtocolError
+from fedge.messages import BlobRef, Codec
+from fedge.steps.describe_labels import DescribeLabels
+from fedge.task import TaskSpec
+from fedge.tensors import BASE, HEAD, Layout, Model, Selector, digest_of
+from tests.support.orders import Blobs, device_data, order
+
+TASK = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(6,), model="tests.support.networks:normed")
+LAYOUT, _ = models.initial(TASK, 0)
+
+
+def update() -> Model:
+    rng = np.random.default_rng(0)
+    return Model(
+        rng.normal(size=LAYOUT.n_params).astype(np.float32), rng.normal(size=16).astype(np.float32), np.array([7])
+    )
+
+
+def device(number: int = 1) -> Device:
+    own = Worker("d", TASK, device_data(), Path("unused"))
+    return own.device(order(DescribeLabels(), number, task=TASK), Blobs())
+
+
+def there(what: Model, part: Layout, codec_: Codec = Codec.FLOAT32) -> tuple[BlobRef, bytes]:
+    """As it leaves a device."""
+    own = device()
+    ref = send_update(own, what, part, codec_)
+    assert own.unpacked == {}
+    (data,) = own.blobs.values()
+    assert own.blobs == {ref.digest: data}
+    return ref, data
+
+
+def here(what: Model, part: Layout = LAYOUT, number: int = 1) -> tuple[BlobRef, Unpacked]:
+    """As it stays in the process."""
+    own = device(number)
+    with in_one_process():
+        ref = send_update(own, what, part, Codec.FLOAT32)
+    assert own.blobs == {}
+    return ref, own.unpacked[ref.digest]
+
+
+@pytest.mark.parametrize("personal", [(), HEAD, BASE, ("norm",)])
+def test_what_stays_is_what_the_bytes_hold_and_counts_as_many(personal: Selector) -> None:
+    part = LAYOUT.without(personal)
+    ref, data = there(update(), part)
+    assert (ref.digest, ref.size_bytes) == (digest_of(data), len(data))
+    kept, unpacked = here(update(), part)
+    assert kept.size_bytes == ref.size_bytes
+    expected = codec.decode(data, Codec.FLOAT32, part)
+    assert unpacked.layout == part
+    assert unpacked.norms == pytest.approx(codec.norms_of(expected))
+    for name in ("params", "buffers", "counters"):
+        np.testing.assert_array_equal(getattr(unpacked.model, name), getattr(expected, name))
+        assert not getattr(unpacked.model, name).flags.writeable
+
+
+@pytest.mark.parametrize("codec_", [c for c in Codec if c is not Codec.FLOAT32])
+def test_codecs_that_round_or_pack_are_carried_out(codec_: Codec) -> None:
+    with in_one_process():
+        found = there(update(), LAYOUT, codec_)
+    assert found == there(update(), LAYOUT, codec_)
+    assert found[0].codec is codec_
+
+
+def test_it_is_named_by_its_order() -> None:
+    assert here(update())[0] == here(update())[0]
+    assert here(update(), number=2)[0].digest != here(update())[0].digest
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_goes_nowhere(bad: float) -> None:
+    for vector in ("params", "buffers"):
+        broken = update()
+        getattr(broken, vector)[1] = bad
+        for way in (lambda what: here(what), lambda what: there(what, LAYOUT)):
+            with pytest.raises(ProtocolError, match="not-finite"):
+                way(broken)
