@@ -106,7 +106,7 @@ def candidates(device: Device, calibration: Mapping[Role, Calibration], pooled: 
     data, fitted = device.data, fitted_on(device)
     roles = tuple(role for role in fitted.roles if role in calibration and role in pooled)
     if not roles:
-        raise FailedError(f"the order names {sorted(pooled)}, this device has {sorted(fitted.roles)}")
+        raise FailedError(f"the order names {', '.join(pooled)}, this device has {', '.join(fitted.roles)}")
     models = tuple(fitted.model(device, role) for role in roles)
     found = np.stack([logits(device, model, data.x_val) for model in models])
     chosen = tuple(calibration[role] for role in roles)

@@ -199,7 +199,7 @@ class Device:
         return self.order.seed
 
     def rng(self, *stream: int) -> np.random.Generator:
-        """Random numbers of this order; each stream has its own."""
+        """Random numbers of this order; each stream has its own. Stream 0 is that of no number."""
         return np.random.default_rng([self.seed, *stream] if stream else self.seed)
 
     @cached_property

@@ -22,6 +22,7 @@ from edge_agent.device import Device, FailedError
 from edge_agent.encoding import send_update
 from edge_agent.evaluation import Look, best_of, best_start, look
 from fedge import models
+from fedge.errors import ProtocolError
 from fedge.messages import BlobRef
 from fedge.models.training import (
     CPU,
@@ -232,5 +233,5 @@ def _train(group: Sequence[_Ready]) -> list[Result]:
 def _reported(one: _Ready, before: Look, loss_after: float | None, update: Model) -> Result:
     try:
         return report(one.device, one.action, one.chosen, before, loss_after, update)
-    except (FailedError, ValueError) as error:
+    except (FailedError, ProtocolError) as error:
         return Failed(reason=f"{one.device.host.id}: {error}")

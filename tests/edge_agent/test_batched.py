@@ -237,6 +237,18 @@ def test_one_that_diverges_or_has_no_model_harms_no_other(tmp_path):
         assert here.update(found[number]) == pytest.approx(here.update(good[number]), rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("measure", [True, False])
+def test_one_that_diverges_leaves_the_others_side_by_side(tmp_path, alone, measure):
+    here = Federation(MLP, tmp_path)
+    wild = here.train(starts=(Start(model=here.model(2, scale=1e30)),), measure=measure)
+    jobs = [here.job(k, wild if k == 0 else here.train(measure=measure)) for k in range(6)]
+    found = execute(jobs)
+    assert alone == []
+    assert found[0] == jobs[0].alone()
+    assert "d0: " in found[0].result.reason
+    assert all(isinstance(found[k].result, Trained) for k in range(1, 6))
+
+
 @pytest.mark.parametrize("model", ["moody", "moody_and_random"])
 def test_a_network_that_raises_is_a_failure_of_that_device_alone(tmp_path, caplog, model):
     here, fine = Federation(task_of(model), tmp_path), Federation(task_of(model), tmp_path)
