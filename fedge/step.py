@@ -141,8 +141,8 @@ def known_steps(paths: Iterable[str] = ()) -> Steps:
     known = dict(installed_steps())
     for path in paths:
         own = load_object(path)
-        if not (isinstance(own, type) and issubclass(own, Action)):
-            raise ConfigError(f"{path} is no step: it must be a subclass of fedge.step.Action")
+        if not (isinstance(own, type) and issubclass(own, Action) and hasattr(own, "STEP")):
+            raise ConfigError(f"{path} is no step: it must be a subclass of fedge.step.Action, with a STEP")
         known[own.STEP] = own
     return known
 
@@ -156,7 +156,7 @@ def device_half(action: type[Action]) -> Any:
 
 
 def body_of(value: Action | Result) -> bytes:
-    """An action or a result as it travels: equal ones give equal bytes.
+    """An action or a result as it travels: made again in the same way, it gives the same bytes.
 
     Raises:
         ValueError: it holds a NaN or an infinity (a bug of ours: never sent).

@@ -211,9 +211,20 @@ def test_the_initial_model_is_fetched_once(tmp_path: Path, blobs: Blobs, name: s
     assert blobs.fetched.count(first.digest) == 1
     without = own.execute(order(train(name, blobs, 4, initial=None), 4), blobs)
     assert isinstance(without.result, Trained)
-    newcomer = worker(tmp_path / "new").execute(order(train(name, blobs, 4, initial=None), 4), blobs)
-    assert isinstance(newcomer.result, Failed)
-    assert "initial" in newcomer.result.reason
+
+
+@pytest.mark.parametrize("name", ["fedper", "lg-fedavg"])
+def test_without_an_initial_model_personal_layers_begin_as_the_network_makes_them(
+    tmp_path: Path, blobs: Blobs, name: str
+) -> None:
+    told, untold = (
+        worker(tmp_path / str(initial is None)).execute(order(train(name, blobs, initial=initial)), blobs)
+        for initial in (blobs.model(0), None)
+    )
+    assert isinstance(untold.result, Trained)
+    assert told == untold
+    other = worker(tmp_path / "other").execute(order(train(name, blobs, initial=blobs.model(7))), blobs)
+    assert other != told
 
 
 def test_numbers_of_the_report_are_those_of_the_model_in_use(tmp_path: Path, blobs: Blobs) -> None:
