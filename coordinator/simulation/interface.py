@@ -26,6 +26,7 @@ from coordinator.simulation import run as running
 from coordinator.simulation.compare import Comparison, scenario_of
 from coordinator.simulation.folder import new_folder
 from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.report import comparison_page, lines_of, run_in_a_notebook, run_page, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_dealing
 from fedge.config import describe, given
 from fedge.loading import hold
@@ -55,8 +56,6 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         return self.home / device_id / "bundles" / device.release
 
     def _repr_html_(self) -> str:
-        from coordinator.simulation.report import run_in_a_notebook
-
         return run_in_a_notebook(self)
 
 
@@ -119,6 +118,9 @@ def simulate(
         if found.out is None:
             shutil.rmtree(home, ignore_errors=True)
         raise
+    if found.out is not None:
+        lines = lines_of(outcome, None, None)
+        write_results(found.out, run_page(outcome, scenario, lines), outcome, outcome.rows())
     fields = {name: getattr(outcome, name) for name in RunOutcome.__struct_fields__}
     result = Simulation(**fields, scenario=scenario, home=home)
     if found.out is None:
@@ -157,7 +159,9 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
 
     with _one_thread():
         if found.out is not None:
-            return comparing.compare(found, found.out, watch)
+            comparison = comparing.compare(found, found.out, watch)
+            write_results(found.out, comparison_page(comparison), comparison, comparison.rows())
+            return comparison
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
             return comparing.compare(found, Path(folder), watch)
 

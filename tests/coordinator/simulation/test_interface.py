@@ -71,6 +71,7 @@ def test_equal_arguments_give_equal_figures_and_a_folder_stays(tmp_path: Path) -
     two = fedge.simulate(method="fedprox:proximal_mu=0.1", **SMALL)
     assert [device.score for device in one.devices] == [device.score for device in two.devices]
     assert one.home == tmp_path / "out"
+    assert (one.home / "report.html").exists()
     assert one.bundle("device-1").is_dir()
     with pytest.raises(ConfigError, match="not empty"):
         fedge.simulate(out=tmp_path / "out", **SMALL)
@@ -113,9 +114,10 @@ def test_methods_and_seeds_may_be_lists_and_rows_are_typed(tmp_path: Path) -> No
     assert told[-1].startswith("4/4  fedavg  seed 1  accuracy")
     assert found.methods[0].accuracy.mean == pytest.approx(np.mean([run.accuracy for run in found.runs[::2]]))
     told.clear()
+    assert len((tmp_path / "out" / "figures.csv").read_text().splitlines()) == 5
     other = fedge.Task.from_arrays(X, (Y + 1) % 3, model=Net)
-    fedge.compare(task=other, methods=["local"], seeds=[0], out=tmp_path / "out", **given)
-    assert len(told) == 1
+    with pytest.raises(ConfigError, match="another task"):
+        fedge.compare(task=other, methods=["local", "fedavg"], seeds=range(2), out=tmp_path / "out", **given)
 
 
 SCRIPT = """
