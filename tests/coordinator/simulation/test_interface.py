@@ -139,6 +139,23 @@ LONG = "fedge.simulate(method='fedavg', devices=3, samples=200, rounds=100000, e
 
 
 @pytest.mark.process
+def test_ctrl_c_ends_the_processes_of_a_comparison_inside_a_running_event_loop(tmp_path: Path) -> None:
+    compare = (
+        "fedge.compare(methods='local,fedge', seeds='0', devices=4, samples=300, rounds=3000, local_steps=1, jobs=2)"
+    )
+    code = f"import asyncio, fedge\nasync def main(): {compare}\nasyncio.run(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as run:
+        assert run.stderr is not None
+        assert "1/2  local" in run.stderr.readline()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) != 0
+        assert "KeyboardInterrupt" in run.stderr.read()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     "code", [LONG, f"import asyncio\nasync def main(): {LONG}\nasyncio.run(main())"], ids=["script", "event loop"]
 )
