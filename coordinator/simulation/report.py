@@ -367,7 +367,7 @@ def run_page(outcome: RunOutcome, scenario: Scenario, lines: Sequence[tuple[str,
 def run_in_a_notebook(found: Simulation) -> str:
     """A run's figures and curve for a cell's output."""
     return _in_a_notebook(
-        run_lead(found, found.scenario), table(("", found.method), lines_of(found, None, None)), [found]
+        run_lead(found, found.scenario), table(("", found.method), lines_of(found, found.cost, found.target)), [found]
     )
 
 

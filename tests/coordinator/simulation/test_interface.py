@@ -68,7 +68,10 @@ def test_a_task_of_arrays_with_a_network_of_ones_own_ends_in_bundles_that_predic
 
 def test_equal_arguments_give_equal_figures_and_a_folder_stays(tmp_path: Path) -> None:
     one = fedge.simulate(method="fedprox", options={"proximal_mu": 0.1}, out=tmp_path / "out", **SMALL)
-    two = fedge.simulate(method="fedprox:proximal_mu=0.1", **SMALL)
+    two = fedge.simulate(method="fedprox:proximal_mu=0.1", target=0.05, **SMALL)
+    assert one.cost is None
+    assert two.cost is not None
+    assert "until 5.0 %" in two._repr_html_()
     assert [device.score for device in one.devices] == [device.score for device in two.devices]
     assert one.home == tmp_path / "out"
     assert (one.home / "report.html").exists()
