@@ -61,9 +61,10 @@ def load_role(module: str, what: str, extra: str) -> ModuleType:
 
 def needs(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
     """What to raise for a package that is missing: how to install it; the error itself for a module of ours."""
-    if (error.name or "").split(".")[0] in OURS:
+    package = (error.name or "").split(".")[0]
+    if package in OURS:
         return error
-    return ConfigError(f"{what} needs the package {error.name}: in fedge's clone, pip install '.[{extra}]'")
+    return ConfigError(f"{what} needs the package {package}: in fedge's clone, pip install '.[{extra}]'")
 
 
 def hold(thing: object) -> str:

@@ -18,7 +18,7 @@ from coordinator.options import check, method_and_options, method_options, resol
 from coordinator.simulation.folder import new_folder
 from coordinator.simulation.settings import DemoSettings, check_dealing
 from fedge.config import resolve, settings_options
-from fedge.files import require_writable, write_atomically
+from fedge.files import require_writable
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,7 +52,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     check_dealing(settings)
     if json_file is not None:
         require_writable(json_file)
-    from coordinator.simulation.report import as_json, demo_page, write_results  # what they need is missed at once
+    from coordinator.simulation.report import demo_page, write_results  # what they need is missed at once
 
     folder = new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)
@@ -60,10 +60,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     with Watch(console) as watch:
         outcome, background = asyncio.run(run(settings, watch, own))
         watch.phase("drawing the report")
-        figures = as_json(outcome)
-        write_results(folder, demo_page(outcome, background), figures, rows_of(outcome))
-    if json_file is not None:
-        write_atomically(json_file, figures)
+        write_results(folder, demo_page(outcome, background), outcome, rows_of(outcome), json_file)
     Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
 

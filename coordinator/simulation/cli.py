@@ -17,7 +17,7 @@ from coordinator.simulation.folder import named_by_time, new_folder
 from coordinator.simulation.outcome import RunOutcome, cost_of
 from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_dealing
 from fedge.config import resolve, settings_options
-from fedge.files import require_writable, write_atomically
+from fedge.files import require_writable
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,18 +53,15 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
         require_writable(json_file)
     _one_thread()
     from coordinator.simulation.compare import scenario_of
-    from coordinator.simulation.report import FILES, as_json, lines_of, run_page, write_results
+    from coordinator.simulation.report import FILES, lines_of, run_page, write_results
     from coordinator.simulation.run import simulate as run
 
     scenario = scenario_of(settings)
     with _folder(settings.out) as home:
         outcome = run(scenario, name, own, settings.seed, home, _progress(name), settings.method)
     reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
-    lines, figures = lines_of(outcome, reached, settings.target), as_json(outcome)
-    if settings.out is not None:
-        write_results(settings.out, run_page(outcome, scenario, lines), figures, outcome.rows())
-    if json_file is not None:
-        write_atomically(json_file, figures)
+    lines = lines_of(outcome, reached, settings.target)
+    write_results(settings.out, run_page(outcome, scenario, lines), outcome, outcome.rows(), json_file)
     table = Table.grid(padding=(0, 2))
     for line in lines:
         table.add_row(*line)
@@ -100,17 +97,14 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     _one_thread()
     from coordinator.simulation.compare import compare as run
     from coordinator.simulation.compare import told
-    from coordinator.simulation.report import FILES, as_json, comparison_page, legend_of, table_of, write_results
+    from coordinator.simulation.report import FILES, comparison_page, legend_of, table_of, write_results
 
     def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
         click.echo(told(done, wanted, outcome), err=True)
 
     out = settings.out or named_by_time("compare")
     comparison = run(settings, out, watch)
-    figures = as_json(comparison)
-    write_results(out, comparison_page(comparison), figures, comparison.rows())
-    if json_file is not None:
-        write_atomically(json_file, figures)
+    write_results(out, comparison_page(comparison), comparison, comparison.rows(), json_file)
     Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"in {out}: {', '.join(FILES)}")
 

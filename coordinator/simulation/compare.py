@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
-from coordinator.simulation.run import simulate
+from coordinator.simulation.run import LOOK_S, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
@@ -296,8 +296,10 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
             with _without_script():
                 waiting = {pool.submit(_simulate, run, home): run for run, home in homes.items()}
             try:
-                for future in as_completed(waiting):
-                    yield waiting[future], future.result()
+                while waiting:
+                    for future in wait(waiting, LOOK_S, FIRST_COMPLETED).done:
+                        yield waiting.pop(future), future.result()
+                    require_wanted()
             except BrokenProcessPool as error:
                 raise FedgeError("a process that simulated ended unexpectedly, perhaps for lack of memory") from error
 

@@ -25,7 +25,8 @@ from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
 from coordinator.simulation.compare import Comparison, scenario_of
 from coordinator.simulation.folder import new_folder
-from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
+from coordinator.simulation.report import comparison_page, lines_of, run_in_a_notebook, run_page, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_dealing
 from fedge.config import describe, given
 from fedge.loading import hold
@@ -38,10 +39,16 @@ Progress = Callable[[str], None]
 
 
 class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
-    """What `simulate` found out; `home` holds the devices' folders, without `out` for as long as this object lives."""
+    """What `simulate` found out.
+
+    `home` holds the devices' folders, without `out` for as long as this object lives. `cost`: of reaching `target`,
+    None where it was not reached, or none was given.
+    """
 
     scenario: Scenario
     home: Path
+    target: float | None = None
+    cost: Cost | None = None
 
     def bundle(self, device_id: str) -> Path:
         """The folder of the bundle that a device has installed, for `fedge.load`.
@@ -55,8 +62,6 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         return self.home / device_id / "bundles" / device.release
 
     def _repr_html_(self) -> str:
-        from coordinator.simulation.report import run_in_a_notebook
-
         return run_in_a_notebook(self)
 
 
@@ -99,7 +104,8 @@ def simulate(
     Args:
         options: of the method, as `--option` of the command.
         progress: is told how far the run is; None: nobody.
-        **settings: those of `fedge simulate`, under the same names.
+        **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, and `model` a
+            class, a function or a module, as in `Task.from_arrays`.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or there are no such data or method.
@@ -119,8 +125,12 @@ def simulate(
         if found.out is None:
             shutil.rmtree(home, ignore_errors=True)
         raise
+    cost = None if found.target is None else cost_of(outcome.curve, found.target)
+    if found.out is not None:
+        lines = lines_of(outcome, cost, found.target)
+        write_results(found.out, run_page(outcome, scenario, lines), outcome, outcome.rows())
     fields = {name: getattr(outcome, name) for name in RunOutcome.__struct_fields__}
-    result = Simulation(**fields, scenario=scenario, home=home)
+    result = Simulation(**fields, scenario=scenario, home=home, target=found.target, cost=cost)
     if found.out is None:
         weakref.finalize(result, shutil.rmtree, home, ignore_errors=True)
     return result
@@ -138,7 +148,8 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
 
     Args:
         progress: is told of every run; None: nobody.
-        **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists.
+        **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists, `task` a
+            `fedge.Task`, `model` a class, a function or a module.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or there are no such data or method.
@@ -157,7 +168,9 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
 
     with _one_thread():
         if found.out is not None:
-            return comparing.compare(found, found.out, watch)
+            comparison = comparing.compare(found, found.out, watch)
+            write_results(found.out, comparison_page(comparison), comparison, comparison.rows())
+            return comparison
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
             return comparing.compare(found, Path(folder), watch)
 

@@ -13,6 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec import Struct
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -33,19 +34,20 @@ FILES: Final = ("report.html", "figures.json", "figures.csv")
 # --------------------------------------------------------------------------------------------------------- the pages
 
 
-def write_results(folder: Path, page: str, figures: bytes, rows: Sequence[dict[str, Any]]) -> None:
-    """What a demo, a run or a comparison leaves for people and programs: `FILES`.
+def write_results(
+    folder: Path | None, page: str, outcome: Struct, rows: Sequence[dict[str, Any]], json_file: Path | None = None
+) -> None:
+    """What a demo, a run or a comparison leaves for people and programs: `FILES` in the folder, and the JSON file.
 
     Raises:
         StoreError: a file cannot be written.
     """
-    for name, content in zip(FILES, (page.encode(), figures, as_csv(rows).encode()), strict=True):
-        write_atomically(folder / name, content)
-
-
-def as_json(outcome: msgspec.Struct) -> bytes:
-    """All figures of a demo, a run or a comparison."""
-    return msgspec.json.format(msgspec.json.encode(outcome, enc_hook=str), indent=1)
+    figures = msgspec.json.format(msgspec.json.encode(outcome, enc_hook=str), indent=1)
+    if folder is not None:
+        for name, content in zip(FILES, (page.encode(), figures, as_csv(rows).encode()), strict=True):
+            write_atomically(folder / name, content)
+    if json_file is not None:
+        write_atomically(json_file, figures)
 
 
 def page(title: str, lead: str, *content: str) -> str:
@@ -365,7 +367,7 @@ def run_page(outcome: RunOutcome, scenario: Scenario, lines: Sequence[tuple[str,
 def run_in_a_notebook(found: Simulation) -> str:
     """A run's figures and curve for a cell's output."""
     return _in_a_notebook(
-        run_lead(found, found.scenario), table(("", found.method), lines_of(found, None, None)), [found]
+        run_lead(found, found.scenario), table(("", found.method), lines_of(found, found.cost, found.target)), [found]
     )
 
 

@@ -55,7 +55,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     Ctrl-C, or the end of the task that waits, cancels the work, and it has ended when this returns.
     """
     try:
-        waiting = asyncio.current_task()
+        asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
     stopped = threading.Event()
@@ -73,11 +73,24 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             running = thread.submit(asyncio.run, main())
             while not running.done():
                 wait([running], LOOK_S)
-                if waiting is not None and waiting.cancelling():
-                    raise asyncio.CancelledError
+                require_wanted()
             return running.result()
         finally:
             stopped.set()
+
+
+def require_wanted() -> None:
+    """Of use while a running event loop has to wait: in a script its runner turns Ctrl-C into the end of a task.
+
+    Raises:
+        CancelledError: the task that waits shall end.
+    """
+    try:
+        waiting = asyncio.current_task()
+    except RuntimeError:
+        return
+    if waiting is not None and waiting.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _run(

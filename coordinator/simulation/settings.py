@@ -193,7 +193,8 @@ def check_dealing(given: Dealing) -> None:
                 f"--{name.replace('_', '-')} changes nothing with --partition {given.partition}: it is for "
                 f"{' and '.join(partitions)}"
             )
-    if given.partition is Partition.GROUPS and given.n_groups > (given.devices or given.n_groups):
+    asked = (given.partition, given.n_groups) != (defaults.partition, defaults.n_groups)
+    if asked and given.partition is Partition.GROUPS and given.n_groups > (given.devices or given.n_groups):
         raise ConfigError(f"{given.devices} devices cannot be in {given.n_groups} groups: use --n-groups")
     if given.sizes is Sizes.EQUAL and given.size_spread != defaults.size_spread:
         raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")

@@ -55,7 +55,7 @@ def test_a_name_of_a_module_is_not_of_an_object() -> None:
 
 def test_what_a_role_lacks_is_said_with_its_extra() -> None:
     missing = ModuleNotFoundError("No module named 'sklearn'", name="sklearn.cluster")
-    assert "fedge.simulate needs the package sklearn.cluster: in fedge's clone, pip install '.[coordinator]'" in str(
+    assert "fedge.simulate needs the package sklearn: in fedge's clone, pip install '.[coordinator]'" in str(
         needs(missing, "fedge.simulate", "coordinator")
     )
     ours = ModuleNotFoundError("No module named 'coordinator.x'", name="coordinator.x")

@@ -19,6 +19,21 @@ README = (ROOT / "README.md").read_text()
 QUICKSTART = ROOT / "examples/quickstart.py"
 
 
+BEFORE = """
+import numpy as np
+from torch import nn
+
+x = np.random.default_rng(0).random((900, 4))
+y = x[:, :3].argmax(1)
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 3))
+"""
+"""What README's example in Python has before it."""
+
+
 def commands_by_hand() -> str:
     """The block under "A federation by hand", with a port that is free here."""
     block = re.search(r"```console\n(.*?)```", README.partition("## A federation by hand")[2], re.DOTALL)
@@ -54,6 +69,26 @@ def test_readmes_commands_run_as_they_are_written(tmp_path: Path) -> None:
     assert accuracy > 0.5, "far above the 10 percent of guessing"
     assert "serving digits at http" in told
     assert "Traceback" not in log
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_readmes_simulations_run_as_they_are_written(command: str, tmp_path: Path) -> None:
+    line = re.search(rf"^\.venv/bin/fedge ({command} .*)$", README, re.MULTILINE)
+    assert line is not None
+    words = [sys.executable, "-m", "fedge.cli", *line[1].split()]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "accuracy" in ran.stdout
+
+
+def test_readmes_python_runs_as_it_is_written(tmp_path: Path) -> None:
+    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    (tmp_path / "pandas.py").write_text("DataFrame = list")  # the tests do not bring it
+    words = [sys.executable, "-c", BEFORE + block[1]]  # which finds modules in its folder
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -115,6 +116,25 @@ def test_a_gpu_that_is_not_there_is_missed_before_anything_runs(
     assert "finds no GPU here" in told
     assert "accuracy" not in told
     assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_task_and_a_network_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    noise = np.random.default_rng(0).normal(0, 3, (3, 64 * 40))
+    recordings = noise + np.array([[10.0], [20.0], [30.0]])
+    np.savez(tmp_path / "machine.npz", **dict(zip(("healthy", "worn", "broken"), recordings, strict=True)))
+    flags = ["simulate", "--method", "fedavg", "--devices", "3", "--rounds", "2", "--task", "custom_task:Vibration"]
+    assert main(flags) == 2
+    assert "say where they are (--data)" in capfd.readouterr().err
+    assert main([*flags, "--data", str(tmp_path / "machine.npz")]) == 0
+    assert "bundles          3 of 3" in capfd.readouterr().out
+    (tmp_path / "broken_network.py").write_text("def network(task): raise KeyError('weights')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in ("simulate", "compare"):
+        assert main([command, "--model", "broken_network:network", "--out", str(tmp_path / command)]) == 2
+        assert "error: broken_network:network fails with KeyError: 'weights'" in capfd.readouterr().err
 
 
 def test_options_come_from_the_table_of_the_method(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

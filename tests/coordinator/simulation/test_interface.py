@@ -68,9 +68,13 @@ def test_a_task_of_arrays_with_a_network_of_ones_own_ends_in_bundles_that_predic
 
 def test_equal_arguments_give_equal_figures_and_a_folder_stays(tmp_path: Path) -> None:
     one = fedge.simulate(method="fedprox", options={"proximal_mu": 0.1}, out=tmp_path / "out", **SMALL)
-    two = fedge.simulate(method="fedprox:proximal_mu=0.1", **SMALL)
+    two = fedge.simulate(method="fedprox:proximal_mu=0.1", target=0.05, **SMALL)
+    assert one.cost is None
+    assert two.cost is not None
+    assert "until 5.0 %" in two._repr_html_()
     assert [device.score for device in one.devices] == [device.score for device in two.devices]
     assert one.home == tmp_path / "out"
+    assert (one.home / "report.html").exists()
     assert one.bundle("device-1").is_dir()
     with pytest.raises(ConfigError, match="not empty"):
         fedge.simulate(out=tmp_path / "out", **SMALL)
@@ -113,9 +117,10 @@ def test_methods_and_seeds_may_be_lists_and_rows_are_typed(tmp_path: Path) -> No
     assert told[-1].startswith("4/4  fedavg  seed 1  accuracy")
     assert found.methods[0].accuracy.mean == pytest.approx(np.mean([run.accuracy for run in found.runs[::2]]))
     told.clear()
+    assert len((tmp_path / "out" / "figures.csv").read_text().splitlines()) == 5
     other = fedge.Task.from_arrays(X, (Y + 1) % 3, model=Net)
-    fedge.compare(task=other, methods=["local"], seeds=[0], out=tmp_path / "out", **given)
-    assert len(told) == 1
+    with pytest.raises(ConfigError, match="another task"):
+        fedge.compare(task=other, methods=["local", "fedavg"], seeds=range(2), out=tmp_path / "out", **given)
 
 
 SCRIPT = """
@@ -134,6 +139,23 @@ def test_a_script_needs_no_guard_for_the_processes_of_a_comparison(tmp_path: Pat
 
 
 LONG = "fedge.simulate(method='fedavg', devices=3, samples=200, rounds=100000, evaluate_every=2)"
+
+
+@pytest.mark.process
+def test_ctrl_c_ends_the_processes_of_a_comparison_inside_a_running_event_loop(tmp_path: Path) -> None:
+    compare = (
+        "fedge.compare(methods='local,fedge', seeds='0', devices=4, samples=300, rounds=3000, local_steps=1, jobs=2)"
+    )
+    code = f"import asyncio, fedge\nasync def main(): {compare}\nasyncio.run(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as run:
+        assert run.stderr is not None
+        assert "1/2  local" in run.stderr.readline()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) != 0
+        assert "KeyboardInterrupt" in run.stderr.read()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.process

@@ -11,7 +11,6 @@ from coordinator.simulation import plots
 from coordinator.simulation.compare import together
 from coordinator.simulation.outcome import Cost
 from coordinator.simulation.report import (
-    as_json,
     axis,
     comparison_page,
     cost,
@@ -102,7 +101,8 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     comparison = a_comparison(3)
-    write_results(tmp_path, comparison_page(comparison), as_json(comparison), comparison.rows())
+    write_results(tmp_path, comparison_page(comparison), comparison, comparison.rows(), tmp_path / "too.json")
+    assert (tmp_path / "too.json").read_bytes() == (tmp_path / "figures.json").read_bytes()
     text = (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "figures.json").read_bytes())["baseline"] == "m0"
     rows = (tmp_path / "figures.csv").read_text().splitlines()

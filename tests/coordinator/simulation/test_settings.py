@@ -14,6 +14,7 @@ from coordinator.simulation.settings import (
     Setup,
     SimulationSettings,
     Sizes,
+    check_dealing,
 )
 from fedge.config import describe
 from fedge.errors import ConfigError
@@ -73,6 +74,12 @@ def test_a_demo_shares_all_but_what_is_simulated() -> None:
     assert set(shared) < set(demo)
     assert DemoSettings(local_steps=3, weight_decay=0.1).for_method(0.5).sgd == Sgd(steps=3, weight_decay=0.1)
     assert DemoSettings(rounds=7).for_method(0.5).participation == 0.5
+
+
+def test_a_demo_of_two_devices_needs_no_third_group() -> None:
+    check_dealing(DemoSettings(devices=2))
+    with pytest.raises(ConfigError, match="2 devices cannot be in 4 groups"):
+        check_dealing(DemoSettings(devices=2, n_groups=4))
 
 
 def test_both_commands_share_the_scenario() -> None:
