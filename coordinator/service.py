@@ -193,6 +193,7 @@ async def serve(
         layout=layout,
         seed=settings.seed,
         deadline_s=settings.deadline_s,
+        steps=method.steps,
         observe=told,
     )
     write_summary(settings, method, state, store, fleet)
@@ -204,6 +205,7 @@ async def serve(
             commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
             observe("round_done", write_summary(settings, method, state, store, fleet))
+        fleet.end_streams()
         if settings.welcome:
             await welcome(settings, method, state, store, fleet, observe)
     store.count(fleet.take_counts())
@@ -236,7 +238,7 @@ def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: f
     """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
     store.commit_round(number, dump(state), time.time(), counted)
-    store.keep_only({ref.digest for ref in blobs_of(state)})
+    store.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
 
 
 def write_summary(

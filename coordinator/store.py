@@ -25,6 +25,7 @@ from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 EXPIRED: Final = "no report before the deadline"
+UNWANTED: Final = "the run ended before the report came"
 FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
 
@@ -129,15 +130,26 @@ class Store:
 
     # -------------------------------------------------------------------------------------------------------- orders
 
-    def write_orders(self, orders: Iterable[Order]) -> dict[str, Entry]:
-        """Write orders that are not there yet; all of them as they stand, by device id."""
+    def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:
+        """Write orders that are not there yet; all of them as they stand, by device id.
+
+        `streamed`: their answers are handed out one by one, and it is recorded in which round.
+        """
         entries = {}
         with self._transaction() as db:
             for order in orders:
                 db.execute(
-                    "INSERT OR IGNORE INTO orders (id, round, label, device_id, body, status) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
-                    (order.id, order.round, order.label, order.device_id, msgspec.msgpack.encode(order), Status.OPEN),
+                    "INSERT OR IGNORE INTO orders (id, round, label, device_id, body, status, streamed) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        order.id,
+                        order.round,
+                        order.label,
+                        order.device_id,
+                        msgspec.msgpack.encode(order),
+                        Status.OPEN,
+                        streamed,
+                    ),
                 )
                 entries[order.device_id] = _entry(
                     db.execute("SELECT body, status, reason, report FROM orders WHERE id = ?", (order.id,)).fetchone()
@@ -160,6 +172,33 @@ class Store:
             ).fetchall()
         return tuple(_entry(row) for row in rows)
 
+    def streamed(self, number: int) -> tuple[Entry, ...]:
+        """The streamed orders that no round before this one was given the answers of.
+
+        First those that are closed, in the order in which they were, then those that are open.
+        """
+        with _guarded():
+            rows = self._db.execute(
+                "SELECT body, status, reason, report FROM orders "
+                "WHERE streamed = 1 AND (handed IS NULL OR handed = ?) ORDER BY arrival IS NULL, arrival, id",
+                (number,),
+            ).fetchall()
+        return tuple(_entry(row) for row in rows)
+
+    def hand_out(self, order_id: str, number: int) -> None:
+        """Record that a round is given the answer of a streamed order, before it is; the first time counts."""
+        with self._transaction() as db:
+            db.execute("UPDATE orders SET handed = ? WHERE id = ? AND handed IS NULL", (number, order_id))
+
+    def end_streams(self, now: float) -> None:
+        """Nobody waits for the answers of streamed orders any more: those that are open expire."""
+        with _guarded():
+            rows = self._db.execute(
+                "SELECT id FROM orders WHERE streamed = 1 AND status = ?", (Status.OPEN,)
+            ).fetchall()
+        for (order_id,) in rows:
+            self._close(order_id, Status.EXPIRED, UNWANTED, None, now)
+
     def accept(self, report: Report, now: float) -> bool:
         """Record the report of an open order; False, and nothing changed, if it is not open any more."""
         body = msgspec.msgpack.encode(report)
@@ -176,7 +215,8 @@ class Store:
     def _close(self, order_id: str, status: Status, reason: str, report: bytes | None, now: float) -> bool:
         with self._transaction() as db:
             cursor = db.execute(
-                "UPDATE orders SET status = ?, reason = ?, report = ?, closed_at = ? WHERE id = ? AND status = ?",
+                "UPDATE orders SET status = ?, reason = ?, report = ?, closed_at = ?, "
+                "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) WHERE id = ? AND status = ?",
                 (status, reason[:1000], report, now, order_id, Status.OPEN),
             )
             return cursor.rowcount == 1
@@ -208,10 +248,10 @@ class Store:
         return None if row is None else str(row[0])
 
     def keep_only(self, digests: Collection[str]) -> None:
-        """Delete all other tensors, and what was received of tensors that nobody waits for any more."""
+        """Delete all other tensors, and what was received of others."""
         with _guarded():
             for path in list(self.blobs.path("").iterdir()):
-                if path.name not in digests:
+                if path.name.partition(".")[0] not in digests:
                     path.unlink(missing_ok=True)
 
 

@@ -7,8 +7,8 @@ Methods see only this interface; it has two implementations: `coordinator.fleet.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -49,11 +49,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a device answered. `result` None: nothing acceptable came before the deadline. `seconds`: its own time."""
+    """What a device answered. `result` None: nothing acceptable came before the deadline. `seconds`: its own time.
+
+    `round`: in which its order was written; where an answer is late by rounds (`Fleet.stream`), that is its staleness.
+    """
 
     device_id: str
     result: Result | None
     seconds: float = 0.0
+    round: int = field(default=0, compare=False)
 
 
 def order_for(
@@ -129,6 +133,20 @@ class Fleet(Protocol):
         `Unsupported`. Returns when all have answered, or at the round's deadline. Called again
         after a crash with the same label and actions it repeats nothing that was already answered.
         """
+
+    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """Have each device do its action; answers one by one, as they come.
+
+        Answers of orders that earlier streams of this run have left open are among them. Who leaves the loop leaves
+        the others open: they go on, and come in a later stream, also of a later round. The stream ends when no order
+        is open any more; one that is not answered by its deadline gives an answer without result.
+
+        The order of the answers is recorded before each is handed out. After a crash the same calls give the same
+        answers, as far as they were handed out in this round, and then go on.
+        """
+
+    def busy(self) -> frozenset[str]:
+        """The devices whose answer to a streamed order has not been handed out yet: the same after a crash."""
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep a model, so that actions may refer to it. Equal tensors give an equal reference."""

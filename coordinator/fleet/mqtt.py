@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Coroutine, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -35,13 +35,13 @@ from coordinator.fleet.orders import (
 )
 from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
-from coordinator.fleet.proportion import without_outliers
+from coordinator.fleet.proportion import OneByOne, without_outliers
 from coordinator.registry import MAX_DEVICES, Registry
-from coordinator.store import EXPIRED, Store
+from coordinator.store import EXPIRED, Entry, Store
 from coordinator.store import Status as OrderStatus
 from fedge import codec
 from fedge.background import Background
-from fedge.errors import ProtocolError, StoreError, TransportError
+from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -58,7 +58,7 @@ from fedge.messages import (
     encode,
     is_outdated,
 )
-from fedge.step import Action, Refusal, Unsupported, installed_steps, read_action, read_result
+from fedge.step import Action, Refusal, Result, Unsupported, installed_steps, read_action, read_result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
 from fedge.topics import Topics
@@ -106,6 +106,7 @@ class MqttFleet:
         seed: of the federation; all devices' random numbers come from it.
         deadline_s: time that the devices have for one step at least; more where their earlier reports say that they
             need it (`coordinator.fleet.pace`).
+        steps: what the method asks for beside the steps that are installed here.
         observe: is told what happens, for people to look at.
     """
 
@@ -120,6 +121,7 @@ class MqttFleet:
         layout: Layout,
         seed: int,
         deadline_s: float,
+        steps: Iterable[type[Action]] = (),
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self.registry = Registry(task.fingerprint(), store.last_contexts())
@@ -131,7 +133,8 @@ class MqttFleet:
         self.task = task
         self._layout = layout
         self._fingerprint = task.fingerprint()
-        self._actions: dict[str, Action] = {}  # of the present step, by order
+        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
+        self._actions: dict[str, Action] = {}  # of the present step and of open streams, by order
         self._seed = seed
         self._deadline_s = deadline_s
         self._observe = observe
@@ -145,7 +148,10 @@ class MqttFleet:
         self._round = 0
         self._devices: tuple[Device, ...] = ()
         self._n_samples: dict[str, int] = {}
-        self._book = OrderBook(())
+        self._books: list[OrderBook] = []  # of the present step, and of streams with open orders
+        self._streamed: dict[str, Order] = {}  # orders whose answers have not been handed out, by id
+        self._arrived: deque[str] = deque()  # those of them that are closed, the first one first
+        self._uploads: dict[str, set[BlobRef]] = {}  # what they brought
         self._something_happened = asyncio.Event()
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
@@ -213,7 +219,7 @@ class MqttFleet:
         self._take(number, devices)
 
     def _take(self, number: int, devices: tuple[Device, ...]) -> None:
-        """These are the round's devices. After a start: recall how fast they are, and what went wrong."""
+        """These are the round's devices. After a start: recall how fast they are, what went wrong, what is open."""
         for past in range(max(number - RECALLED_ROUNDS, 1), number + 1) if self._round == 0 else ():
             self._n_samples = {device.id: device.n_samples for device in self._store.snapshot(past) or ()}
             for entry in self._store.entries(past):
@@ -221,12 +227,30 @@ class MqttFleet:
                     self._recall(entry.order, entry.report.seconds)
                 if reason := entry.reason or _trouble(entry.report):
                     self._keep_problem(entry.order.device_id, Problem(round=past, reason=reason))
+        earlier = [e for e in self._store.streamed(number) if e.order.round < number] if self._round == 0 else []
         self._round, self._devices = number, devices
         self._n_samples = {device.id: device.n_samples for device in devices}
+        self._resume(earlier)
+
+    def _resume(self, entries: Sequence[Entry]) -> None:
+        """Go on with streamed orders of earlier rounds, whose answers this round has not been given.
+
+        Raises:
+            ConfigError: a step of theirs is not there any more.
+        """
+        for entry in entries:
+            action = read_action(entry.order, self._steps)
+            if isinstance(action, Unsupported):
+                raise ConfigError(f"{entry.order.id} cannot be gone on with: {action.reason}")
+            self._actions[entry.order.id] = action
+        self._hold(entries)
+        if self._streamed:
+            asked = {order.device_id: self._actions[order.id] for order in self._streamed.values()}
+            self._open_book(entries, self._deadlines(asked))
 
     def _recall(self, order: Order, seconds: float) -> None:
-        """How fast a device was, as far as its step is installed here."""
-        action = read_action(order, installed_steps())
+        """How fast a device was, as far as its step is known here."""
+        action = read_action(order, self._steps)
         if not isinstance(action, Unsupported):
             self._paces.note(order.device_id, self._work(order.device_id, action), seconds)
 
@@ -255,40 +279,15 @@ class MqttFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadlines."""
-        require_sendable(actions.values())
-        known = {device.id: device for device in self._devices}
-        unsupported = {i: self._unsupported(i, action) for i, action in actions.items() if not known[i].knows(action)}
-        works = {i: self._work(i, action) for i, action in actions.items() if i not in unsupported}
-        now = time.time()
-        deadlines = {i: now + s for i, s in self._paces.allowed_s(works, least_s=self._deadline_s).items()}
-        entries = self._store.write_orders(
-            order_for(
-                self._run,
-                self._seed,
-                self._round,
-                label,
-                device,
-                self._fingerprint,
-                actions[device],
-                deadline=deadlines[device],
-            )
-            for device in sorted(deadlines)
-        )
-        still_open = [
-            msgspec.structs.replace(entry.order, deadline=deadlines[device])
-            for device, entry in entries.items()
-            if entry.status is OrderStatus.OPEN
-        ]
-        self._actions = {entry.order.id: actions[device] for device, entry in entries.items()}
-        self._offered = {ref.digest for action in actions.values() for ref in blobs_of(action)}
-        self._book = OrderBook(still_open)
+        entries, unsupported = self._write(label, actions)
+        book = self._books[-1]
         self._decide(Tick())
-        while not self._book.done:
-            await self._wait(self._book.next_wakeup())
-            self._decide(Tick())
-        found = {i: self._answer(i, actions[i], entry.order.id) for i, entry in entries.items()}
+        while not book.done:
+            await self._wait()
+        found = {i: self._answer(entry.order) for i, entry in entries.items()}
         for i, answer in found.items():
             self._learn(i, actions[i], answer)
+            del self._actions[entries[i].order.id]
         answers = dict(sorted((found | unsupported).items()))
         answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self._norms_of)
         self._norms.clear()
@@ -296,18 +295,125 @@ class MqttFleet:
             self._refuse(error, self._topics.agent(device, "reports"), device)
         return answers
 
-    async def _wait(self, until: float | None) -> None:
-        """Until something happens, or that time (seconds since the epoch)."""
-        delay = None if until is None else max(until - time.time(), 0.01)
+    async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """Write the orders, send those that are open, hand out answers in the order in which the store has them."""
+        entries, unsupported = self._write(label, actions, streamed=True)
+        self._hold(entries.values())
+        closed = [entry.order.id for entry in self._store.streamed(self._round) if entry.status is not OrderStatus.OPEN]
+        self._arrived = deque(order_id for order_id in closed if order_id in self._streamed)
+        guard = OneByOne(self._layout, self._norms_of)
+        for _, answer in sorted(unsupported.items()):
+            yield answer
+        self._decide(Tick())
+        while self._streamed:
+            if not self._arrived:
+                await self._wait()
+                continue
+            order = self._streamed[self._arrived[0]]
+            action, answer = self._actions[order.id], self._answer(order)
+            self._learn(order.device_id, action, answer)
+            answer, error = await asyncio.to_thread(guard.believed, order.id, answer, action)
+            self._store.hand_out(order.id, self._round)
+            self._let_go(self._arrived.popleft())
+            if error is not None:
+                self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
+            yield answer
+
+    def _hold(self, entries: Iterable[Entry]) -> None:
+        """Keep streamed orders, with what came for them, until their answers are handed out."""
+        for entry in entries:
+            self._streamed[entry.order.id] = entry.order
+            if entry.report is not None:
+                action = self._actions[entry.order.id]
+                self._note_uploads(entry.order, action, read_result(entry.report, action))
+
+    def _note_uploads(self, order: Order, action: Action, result: Result) -> None:
+        if order.id in self._streamed and not isinstance(result, Refusal):
+            self._uploads[order.id] = set(action.uploads(result, self._layout))
+
+    def _let_go(self, order_id: str) -> None:
+        del self._streamed[order_id], self._actions[order_id]
+        for ref in self._uploads.pop(order_id, ()):
+            self._norms.pop(ref, None)
+
+    def busy(self) -> frozenset[str]:
+        """The devices with a streamed order whose answer has not been handed out."""
+        return frozenset(order.device_id for order in self._streamed.values())
+
+    def end_streams(self) -> None:
+        """Nobody will take their answers: open ones expire."""
+        for order_id in self._streamed.keys() & self._checks.keys():
+            self._checks.pop(order_id).cancel()
+        self._store.end_streams(time.time())
+        for known in (self._books, self._streamed, self._arrived, self._actions, self._uploads):
+            known.clear()
+
+    def needed(self) -> set[str]:
+        """Digests of the tensors that streamed orders name, and of those that came for them."""
+        named = {ref.digest for order_id in self._streamed for ref in blobs_of(self._actions[order_id])}
+        return named | {ref.digest for brought in self._uploads.values() for ref in brought}
+
+    def _write(
+        self, label: str, actions: Mapping[str, Action], *, streamed: bool = False
+    ) -> tuple[dict[str, Entry], dict[str, Answer]]:
+        """Write orders and open a book of those without an answer; also the answers of devices that are not asked."""
+        require_sendable(actions.values())
+        known = {device.id: device for device in self._devices}
+        unsupported = {i: self._unsupported(i, action) for i, action in actions.items() if not known[i].knows(action)}
+        deadlines = self._deadlines({i: action for i, action in actions.items() if i not in unsupported})
+        entries = self._store.write_orders(
+            (
+                order_for(
+                    self._run,
+                    self._seed,
+                    self._round,
+                    label,
+                    device,
+                    self._fingerprint,
+                    actions[device],
+                    deadline=deadlines[device],
+                )
+                for device in sorted(deadlines)
+            ),
+            streamed=streamed,
+        )
+        self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
+        self._open_book(entries.values(), deadlines)
+        return entries, unsupported
+
+    def _deadlines(self, actions: Mapping[str, Action]) -> dict[str, float]:
+        works = {i: self._work(i, action) for i, action in actions.items()}
+        now = time.time()
+        return {i: now + s for i, s in self._paces.allowed_s(works, least_s=self._deadline_s).items()}
+
+    def _open_book(self, entries: Iterable[Entry], deadlines: Mapping[str, float]) -> None:
+        """Begin to follow the orders that are open; from now on devices may have what all open orders name."""
+        self._books = [book for book in self._books if not book.done]
+        self._books.append(
+            OrderBook(
+                msgspec.structs.replace(entry.order, deadline=deadlines[entry.order.device_id])
+                for entry in entries
+                if entry.status is OrderStatus.OPEN
+            )
+        )
+        self._offered = {ref.digest for action in self._actions.values() for ref in blobs_of(action)}
+
+    async def _wait(self) -> None:
+        """Until something happens, or an order is due."""
+        due = [at for book in self._books if (at := book.next_wakeup()) is not None]
+        delay = max(min(due) - time.time(), 0.01) if due else None
         self._something_happened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._or_failure(self._something_happened.wait())
+        self._decide(Tick())
 
-    def _answer(self, device: str, action: Action, order_id: str) -> Answer:
-        entry = self._store.entry(order_id)
+    def _answer(self, order: Order) -> Answer:
+        entry = self._store.entry(order.id)
         report = entry.report if entry else None
-        return Answer(device, None) if report is None else Answer(device, read_result(report, action), report.seconds)
+        if report is None:
+            return Answer(order.device_id, None, round=order.round)
+        return Answer(order.device_id, read_result(report, self._actions[order.id]), report.seconds, order.round)
 
     def _unsupported(self, device: str, action: Action) -> Answer:
         """The answer of a device that is not asked, since its status says that it does not know the step."""
@@ -316,7 +422,7 @@ class MqttFleet:
         )
         log.warning("event=unsupported device=%s step=%s reason=%r", device, action.STEP, reason)
         self._note_problem(device, reason)
-        return Answer(device, Unsupported(reason=reason))
+        return Answer(device, Unsupported(reason=reason), round=self._round)
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""
@@ -407,7 +513,8 @@ class MqttFleet:
         report = decode(inbound.payload, Report)
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
-        phase = self._book.phase(report.order_id)
+        book = self._book_of(report.order_id)
+        phase = book.phase(report.order_id) if book else None
         if phase is None:
             self._answer_late(report)
         else:
@@ -438,8 +545,29 @@ class MqttFleet:
         self._something_happened.set()
 
     def _decide(self, event: Event) -> None:
-        for action in self._book.handle(event, time.time()):
-            self._perform(action)
+        now = time.time()
+        for book in self._books_of(event):
+            for action in book.handle(event, now):
+                self._perform(action)
+
+    def _books_of(self, event: Event) -> list[OrderBook]:
+        """Whom an event is about: the book of its order, or all."""
+        match event:
+            case ReportReceived(report):
+                book = self._book_of(report.order_id)
+            case Checked(order_id):
+                book = self._book_of(order_id)
+            case _:
+                return self._books
+        return [book] if book else []
+
+    def _book_of(self, order_id: str) -> OrderBook | None:
+        return next((book for book in self._books if book.phase(order_id) is not None), None)
+
+    def _closed(self, order_id: str) -> None:
+        """Take note that an order is closed, which the store knows already."""
+        if order_id in self._streamed:
+            self._arrived.append(order_id)
 
     def _perform(self, action: BookAction) -> None:
         match action:
@@ -449,6 +577,7 @@ class MqttFleet:
                 self._checks[order.id] = self._background.spawn(self._check(order, report))
             case Accept(report):
                 self._store.accept(report, time.time())
+                self._closed(report.order_id)
                 kind = str(report.outcome)
                 self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
                 if reason := _trouble(report):
@@ -458,10 +587,12 @@ class MqttFleet:
                     self._note_problem(report.device_id, reason)
             case Reject(order, reason):
                 self._store.reject(order.id, reason, time.time())
+                self._closed(order.id)
                 log.warning("event=report_rejected device=%s order=%s reason=%r", order.device_id, order.id, reason)
                 self._note_problem(order.device_id, reason)
             case Expire(order):
                 self._store.expire(order.id, time.time())
+                self._closed(order.id)
                 if order.id in self._checks:
                     self._checks.pop(order.id).cancel()
                 log.warning("event=order_expired device=%s order=%s reason=%r", order.device_id, order.id, EXPIRED)
@@ -494,6 +625,7 @@ class MqttFleet:
         try:
             result = checked(action, report, self.task)
             if not isinstance(result, Refusal):
+                self._note_uploads(order, action, result)
                 for ref, layout in action.uploads(result, self._layout).items():
                     await self._fetch(ref, order.device_id, layout)
         except ProtocolError as refusal:

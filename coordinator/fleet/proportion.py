@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 import msgspec
@@ -90,6 +91,27 @@ def without_outliers(
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
     return in_proportion(answers, norms, norms_of_start)
+
+
+class OneByOne:
+    """`without_outliers` for answers that come one after the other: each is measured against those before it.
+
+    Until three have come there is no median: an update then counts unless its norm is above 1e15.
+    """
+
+    def __init__(self, layout: Layout, norms_of: Callable[[BlobRef, Layout], Norms]) -> None:
+        self._layout = layout
+        self._norms_of = cache(norms_of)
+        self._answers: dict[str, Answer] = {}
+        self._actions: dict[str, Action] = {}
+
+    def believed(self, order_id: str, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None]:
+        """The answer, and why it was refused if it was; what is refused is no measure for others."""
+        answers, actions = self._answers | {order_id: answer}, self._actions | {order_id: action}
+        kept, refused = without_outliers(answers, actions, self._layout, self._norms_of)
+        if order_id not in refused:
+            self._answers, self._actions = answers, actions
+        return kept[order_id], refused.get(order_id)
 
 
 def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:

@@ -7,8 +7,10 @@ clock. Not durable on purpose: a simulation that dies is started again. Everythi
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
-from coordinator.fleet.proportion import without_outliers
+from coordinator.fleet.proportion import OneByOne, without_outliers
 from coordinator.methods import Method, S
 from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
@@ -38,6 +40,18 @@ GIVEN_UP_S: Final = 60.0
 """What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _UnderWay:
+    """An answer that comes at a time; those of one time by round, label and device."""
+
+    at: float
+    round: int
+    label: str
+    device_id: str
+    answer: Answer = field(compare=False)
+    action: Action = field(compare=False)
 
 
 class SimulatedFleet:
@@ -88,6 +102,7 @@ class SimulatedFleet:
         self._held: dict[str, list[str]] = {i: [] for i in self.workers}  # digests, that used last at the end
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
+        self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
 
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
@@ -134,6 +149,47 @@ class SimulatedFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
+        answers = self._carried_out(label, actions)
+        waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
+        answers, refused = without_outliers(answers, actions, self._layout, self._norms)
+        for i, error in refused.items():
+            log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
+        self.seconds += max((waits.get(i, 0.0) + answer.seconds for i, answer in answers.items()), default=0.0)
+        await asyncio.sleep(0)  # lets Ctrl-C in
+        return answers
+
+    async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """Execute the actions at once; answers in the order of the simulated clock, which goes on to each."""
+        guard = OneByOne(self._layout, self._norms)
+        free_at = self._free_at()
+        for i, answer in self._carried_out(label, actions).items():
+            comes_at = max(self.seconds, free_at.get(i, 0.0)) + answer.seconds
+            heapq.heappush(self._under_way, _UnderWay(comes_at, self.round, label, i, answer, actions[i]))
+        while self._under_way:
+            coming = self._under_way[0]
+            order_id = f"{coming.round}.{coming.label}.{coming.device_id}"
+            answer, error = guard.believed(order_id, coming.answer, coming.action)
+            if error is not None:
+                log.warning("event=refused name=%s device=%s detail=%r", error.name, answer.device_id, str(error))
+            heapq.heappop(self._under_way)
+            self.seconds = max(self.seconds, coming.at)
+            await asyncio.sleep(0)
+            yield answer
+
+    def busy(self) -> frozenset[str]:
+        """The devices with a streamed order whose answer has not been handed out."""
+        return frozenset(coming.device_id for coming in self._under_way)
+
+    def needed(self) -> set[str]:
+        """Digests of the tensors of answers that have not been handed out."""
+        return {ref.digest for coming in self._under_way for ref in blobs_of(coming.answer.result)}
+
+    def _free_at(self) -> dict[str, float]:
+        """When devices are done that work on streamed orders; one that was not reached does not."""
+        return {c.device_id: c.at for c in sorted(self._under_way) if c.answer.result is not None}
+
+    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """What comes of the actions, by ascending device id, before anybody doubts it."""
         require_sendable(actions.values())
         present = self._present()
         unsupported = {i for i in actions if not Device(i, 0, steps=self.workers[i].versions).knows(actions[i])}
@@ -146,14 +202,9 @@ class SimulatedFleet:
             if i in finished:
                 answers[i] = self._answer(label, i, actions[i], finished.pop(i))
             elif i in unsupported:
-                answers[i] = Answer(i, Unsupported(reason=f"{i} does not know step {actions[i].STEP}"))
+                answers[i] = Answer(i, Unsupported(reason=f"{i} does not know step {actions[i].STEP}"), 0.0, self.round)
             else:
-                answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S)
-        answers, refused = without_outliers(answers, actions, self._layout, self._norms)
-        for i, error in refused.items():
-            log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
-        self.seconds += max((answer.seconds for answer in answers.values()), default=0.0)
-        await asyncio.sleep(0)  # lets Ctrl-C in
+                answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S, self.round)
         return answers
 
     def _job(self, label: str, device_id: str, action: Action) -> batched.Job:
@@ -172,10 +223,10 @@ class SimulatedFleet:
         self.bytes_up += bytes_up
         taken = self._seconds(label, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
         if self._deadline_s is not None and taken > self._deadline_s:
-            return Answer(device_id, None, self._deadline_s)
+            return Answer(device_id, None, self._deadline_s, self.round)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
-        return Answer(device_id, finished.result, taken)
+        return Answer(device_id, finished.result, taken, self.round)
 
     def _downloaded(self, device_id: str, action: Action) -> int:
         """Bytes of the models that an order names and its device does not have from the orders before."""
@@ -248,6 +299,6 @@ async def run(method: Method[S], state: S, fleet: SimulatedFleet, on_round: Call
     while not method.done(state):
         fleet.round = state.round + 1
         state = await method.advance(state, fleet)
-        fleet.keep_only({ref.digest for ref in blobs_of(state)})
+        fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
         on_round(state)
     return state

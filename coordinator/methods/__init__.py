@@ -139,6 +139,8 @@ class Method(Generic[S]):
     Options: ClassVar[type[Struct]] = NoOptions
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
+    steps: ClassVar[tuple[type[Action], ...]] = ()
+    """Steps that it brings along, which no entry point names."""
     WELCOMES: ClassVar[bool] = False
     """Whether `welcome` has something for devices that come after the end."""
 

@@ -15,9 +15,15 @@ CREATE TABLE orders (
     reason      TEXT    NOT NULL DEFAULT '',
     report      BLOB,                        -- of an accepted order, msgpack
     closed_at   REAL,
+    streamed    INTEGER NOT NULL CHECK (streamed IN (0, 1)),
+    arrival     INTEGER UNIQUE,              -- orders by when they were closed: 1, 2, ...
+    handed      INTEGER REFERENCES rounds (round),  -- of a streamed order: in which round the method was given its answer
     UNIQUE (round, label, device_id),
-    CHECK ((status = 'accepted') = (report IS NOT NULL))
+    CHECK ((status = 'accepted') = (report IS NOT NULL)),
+    CHECK ((status = 'open') = (arrival IS NULL))
 ) STRICT;
+
+CREATE INDEX streams ON orders (handed) WHERE streamed = 1;
 
 CREATE TABLE states (
     round  INTEGER PRIMARY KEY,              -- the last row is the truth

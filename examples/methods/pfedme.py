@@ -76,6 +76,7 @@ class PFedMe(PersonalLayers[PersonalState]):
     """The server half: FedAvg of w, while theta stays where it is."""
 
     name = "pfedme"
+    steps = (TrainPFedMe,)
     Options: ClassVar[type[FedAvgOptions]] = PFedMeOptions
 
     def step(self, state: PersonalState, **common: Any) -> TrainPFedMe:  # noqa: ARG002 - the same in all rounds

@@ -182,7 +182,9 @@ class Federation:
         assert saved is not None
         return load(saved, kind)
 
-    async def undisturbed(self, name: str, settings: MethodSettings) -> State:
+    async def undisturbed(
+        self, name: str, settings: MethodSettings, kind: Callable[..., SimulatedFleet] = SimulatedFleet
+    ) -> State:
         """The last state of the same federation in one process and without a network."""
         layout, model = initial(self.task, SEED)
         with one_thread():
@@ -192,7 +194,7 @@ class Federation:
                 )
                 for device in self.devices
             }
-            fleet = SimulatedFleet(self.task, layout, workers, seed=SEED, execute=one_by_one)
+            fleet = kind(self.task, layout, workers, seed=SEED, execute=one_by_one)
             method = make(name, settings)
             return await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
 
