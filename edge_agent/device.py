@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fedge import codec
 from fedge.errors import StoreError
 from fedge.files import highest_release, write_atomically
 from fedge.messages import BlobRef, Codec, Order
@@ -44,13 +43,20 @@ PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
 Fetch = Callable[[BlobRef], bytes]
 
-_decode = ContextVar("decode", default=codec.decode)
+
+def _plainly(data: bytes, codec: Codec, layout: Layout) -> Model:
+    from fedge.codec import decode  # needs zstandard, which a device that does not train may lack
+
+    return decode(data, codec, layout)
+
+
+_decode = ContextVar("decode", default=_plainly)
 
 
 @contextmanager
 def remembering(n_models: int = 8) -> Iterator[None]:
     """Within it the last models that orders named are kept, for the devices of a process that are sent the same."""
-    before = _decode.set(lru_cache(n_models)(codec.decode))  # quick: bytes remember their hash
+    before = _decode.set(lru_cache(n_models)(_plainly))  # quick: bytes remember their hash
     try:
         yield
     finally:

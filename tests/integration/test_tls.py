@@ -56,9 +56,11 @@ async def test_nobody_speaks_for_another(broker: TlsBroker, authority: Authority
         await federation.agent("cam1", **authority.client("cam1"))
         impostor = await federation.agent("cam0", **authority.client("cam9"))
         await impostor.logged("agents/cam0/status: Not authorized")
-        for name, sees in {"status": {"cam1": "online"}, "cam8": {}}.items():
-            code, seen = await status(broker, tmp_path / f"{name}.status", **authority.client(name))
-            assert (code, seen.events[0]["devices"]) == (0, sees)
+        code, seen = await status(broker, tmp_path / "status.log", **authority.client("status"))
+        assert (code, seen.events[0]["devices"]) == (0, {"cam1": "online"})
+        code, seen = await status(broker, tmp_path / "cam8.log", **authority.client("cam8"))
+        assert code == 2
+        assert "knows no device of a federation" in seen.log.read_text()
 
 
 async def test_agent_and_runtime_of_a_device_share_its_certificate(broker: TlsBroker, authority: Authority) -> None:
