@@ -1,4 +1,4 @@
-"""fedge.md sections 6 and 7: train the private and the local model, choose the primary expert, tell validation losses."""
+"""fedge.md sections 6 and 7: train private and local model, choose the primary expert, tell validation losses."""
 
 from __future__ import annotations
 
