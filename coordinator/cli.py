@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import sys
 import time
 import uuid
@@ -17,15 +16,14 @@ import click
 from msgspec import Meta
 
 from coordinator.fleet.mqtt import outdated
-from coordinator.methods import Option
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
+from fedge.background import until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import Status, decode, is_outdated
-from fedge.task import TaskSpec
 from fedge.tasks import task_spec
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
@@ -65,24 +63,10 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     check(settings.method, own)
     task = task_spec(settings.task, settings.data)
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
-        summary = asyncio.run(_until_stopped(settings, task, store, observe, own))
+        summary = asyncio.run(until_stopped(serve(settings, task, store, observe, own)))
     if summary is None:
         return INTERRUPTED
     return 0 if summary["installed"] else NO_BUNDLES
-
-
-async def _until_stopped(
-    settings: CoordinatorSettings, task: TaskSpec, store: Store, observe: Observer, options: dict[str, Option]
-) -> dict[str, Any] | None:
-    """Serve until the end, and give its summary; or until SIGINT or SIGTERM: None."""
-    serving = asyncio.ensure_future(serve(settings, task, store, observe, options))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, serving.cancel)
-    try:
-        return await serving
-    except asyncio.CancelledError:
-        return None
 
 
 @contextlib.contextmanager

@@ -7,20 +7,18 @@ published after its commit. A failed write stops the process (`StoreError`): goi
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
 from coordinator.fleet import Device
 from fedge.errors import ConfigError, StoreError
-from fedge.files import BlobFolder
+from fedge.files import BlobFolder, locked
 from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
@@ -59,20 +57,19 @@ class Store:
             StoreError: it cannot be read or written, or was written by a newer fedge.
         """
         with _guarded(), contextlib.ExitStack() as undo:
-            home.mkdir(parents=True, exist_ok=True)
-            self._lock = undo.enter_context(_locked(home / "lock"))
+            taken = f"another coordinator works in {home}; stop it, or use another --home"
+            undo.enter_context(locked(home, taken))
             self._db = undo.enter_context(contextlib.closing(sqlite3.connect(home / "store.db", isolation_level=None)))
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
             migrate(self._db)
             self.blobs = BlobFolder(home / "blobs")
-            undo.pop_all()
+            self._open = undo.pop_all()
 
     def close(self) -> None:
         """Close the database and let another process have the folder."""
-        self._db.close()
-        self._lock.close()
+        self._open.close()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -298,15 +295,3 @@ def _guarded() -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"the store cannot be read or written: {error}") from error
-
-
-def _locked(path: Path) -> IO[str]:
-    handle = path.open("w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        handle.close()
-        raise ConfigError(f"another coordinator works in {path.parent}; stop it, or use another --home") from error
-    handle.write(str(os.getpid()))
-    handle.flush()
-    return handle

@@ -29,7 +29,6 @@ from deploy.fusion import (
     fuse,
     gate_scores,
     guarding,
-    is_expert,
     only,
     shifted,
 )
@@ -190,7 +189,7 @@ class Lazy(Separate):
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
         self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == guarding(how)}
-        self._expert = [is_expert(c) for c in candidates]
+        self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
         if how.energies.beta:

@@ -16,8 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.bundle import CandidateInfo, Manifest
-from fedge.messages import Role
+from fedge.bundle import Manifest
 from fedge.task import SMALL_WINDOW, gate_pool
 
 Floats = NDArray[np.float32]
@@ -108,7 +107,7 @@ class Formula:
 
 def formula(manifest: Manifest, numbers: Numbers) -> Formula:
     """The formula of a bundle, with the numbers of its gate's part."""
-    experts = [k for k, c in enumerate(manifest.candidates) if is_expert(c)]
+    experts = [k for k, c in enumerate(manifest.candidates) if c.role.is_shared]
     return prepared(manifest.task.input_shape, numbers, experts, manifest.fusion.top)
 
 
@@ -183,11 +182,6 @@ def only(how: Formula, kept: Sequence[int]) -> Formula:
         mixed=len(kept) if how.mixed > 0 else how.mixed,
         experts=np.array([place[k] for k in how.experts.tolist() if k in place], np.int64),
     )
-
-
-def is_expert(candidate: CandidateInfo) -> bool:
-    """Whether the top rule may drop a candidate."""
-    return candidate.role in {Role.GLOBAL, Role.EXPERT}
 
 
 def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:

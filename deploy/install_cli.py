@@ -11,11 +11,11 @@ import click
 import msgspec
 
 from deploy.examination import Limits, examine
-from deploy.slots import InUseError, Slots, newest_in_inbox, owned, state_of
+from deploy.slots import Slots, newest_in_inbox, owned, state_of
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.bundle import MANIFEST, Bundle, digest_in, look, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import whole_folder, write_atomically
+from fedge.files import InUseError, whole_folder, write_atomically
 
 HANDED_S: Final = 300.0
 """For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""

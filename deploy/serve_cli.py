@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +24,7 @@ from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
 from deploy.slots import Slots, newest_in_inbox, owned
-from fedge.background import first_failure
+from fedge.background import first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
@@ -149,7 +147,8 @@ async def _run(
     as_json: bool,
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
-    stopped = _stopped()
+    stopped = asyncio.Event()
+    on_signal(stopped.set, again=INTERRUPTED)
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
         served = [
             Served(
@@ -206,21 +205,6 @@ async def _on_broker(
         await link.attach(transport)
         async with transport, sensor:
             await link.run()
-
-
-def _stopped() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM; who asks twice is in a hurry."""
-    loop = asyncio.get_running_loop()
-    event = asyncio.Event()
-
-    def interrupted() -> None:
-        event.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, os._exit, INTERRUPTED)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
-    return event
 
 
 def _say(url: str, names: list[str], as_json: bool) -> None:

@@ -12,7 +12,6 @@ one or the new one, and the slots that it names are whole, since a slot is writt
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -26,8 +25,8 @@ import msgspec
 from msgspec import Struct
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, decode, digest_in, look, read
-from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import BlobFolder, make_folder, require_utf8, sync_folder, whole_folder, write_atomically
+from fedge.errors import StoreError, UpdateRejected
+from fedge.files import BlobFolder, locked, make_folder, require_utf8, sync_folder, whole_folder, write_atomically
 from fedge.messages import Count, Digest
 
 log = logging.getLogger("fedge.deploy")
@@ -57,10 +56,6 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     refused: dict[Digest, str] = {}
 
 
-class InUseError(ConfigError):
-    """Another process owns the bundles of the device."""
-
-
 @contextmanager
 def owned(home: Path) -> Iterator[Slots]:
     """The bundles of a device for this process alone; the kernel gives them back when it ends, however it ends.
@@ -71,21 +66,8 @@ def owned(home: Path) -> Iterator[Slots]:
         StoreError: the folder cannot be read or written.
     """
     require_utf8(home)
-    make_folder(home / "slots")
-    try:
-        handle = os.open(home / "slots" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"cannot open {home}: {error}") from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InUseError(
-                f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
-            ) from None
+    with locked(home / "slots", f"another process uses {home}: stop `fedge serve` or `fedge install` there first"):
         yield Slots(home)
-    finally:
-        os.close(handle)
 
 
 def state_of(home: Path) -> State:

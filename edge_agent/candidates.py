@@ -65,7 +65,7 @@ class Candidates:
     @property
     def experts(self) -> tuple[int, ...]:
         """Positions of the models that several devices share."""
-        return tuple(k for k, role in enumerate(self.roles) if role in {Role.GLOBAL, Role.EXPERT})
+        return tuple(k for k, role in enumerate(self.roles) if role.is_shared)
 
 
 def keep(

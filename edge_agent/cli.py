@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import click
 from msgspec import Meta
 
+from fedge.background import on_signal
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
@@ -181,15 +180,7 @@ def _inference(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[i
 
 async def _run(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> None:
     agent = build(settings, observe)
-    loop = asyncio.get_running_loop()
-
-    def interrupted() -> None:
-        agent.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):  # who asks twice is in a hurry; nothing accepted is lost
-            loop.add_signal_handler(number, os._exit, INTERRUPTED)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
+    on_signal(agent.stop, again=INTERRUPTED)  # nothing accepted is lost
     await agent.run()
 
 

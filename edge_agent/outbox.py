@@ -14,11 +14,10 @@ until it has its report, so the work is done again rather than lost.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -26,7 +25,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.files import BlobFolder, write_atomically
+from fedge.files import BlobFolder, locked, write_atomically
 from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 
 log = logging.getLogger("fedge.agent")
@@ -64,7 +63,8 @@ class Outbox:
         self._orders = folder / "orders"
         self._reports = folder / "reports"
         self._acked = folder / "acked"
-        self._lock = _lock(folder)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(folder, f"another agent uses {folder}; give each agent its own --home"))
         self._blob_lock = threading.Lock()
         self._unreported: set[str] = set()
         try:
@@ -91,7 +91,7 @@ class Outbox:
 
     def close(self) -> None:
         """Let another agent use the folder."""
-        os.close(self._lock)
+        self._lock.close()
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -215,18 +215,3 @@ def _migrate(folder: Path) -> None:
     if (folder / "acked").exists():
         log.info("event=migrated folder=%s from=0.1 unused=%r", folder, "candidates and personal beside it")
     write_atomically(file, VERSION.encode())
-
-
-def _lock(folder: Path) -> int:
-    """Take the folder for this process; the kernel gives it back when the process ends, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"cannot open {folder}: {error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"another agent uses {folder}; give each agent its own --home") from None
-    return handle

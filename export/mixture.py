@@ -104,4 +104,4 @@ class Mixture:
     @property
     def experts(self) -> tuple[int, ...]:
         """Indices of the candidates that the top rule chooses from."""
-        return tuple(k for k, c in enumerate(self.candidates) if c.role in {Role.GLOBAL, Role.EXPERT})
+        return tuple(k for k, c in enumerate(self.candidates) if c.role.is_shared)

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def on_signal(act: Callable[[], object], *, again: int | None = None) -> None:
+    """Have SIGINT and SIGTERM call `act` in this event loop.
+
+    `again`: who asks twice is in a hurry, and ends the process at once with this exit code; None: `act` once more.
+    """
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        act()
+        if again is not None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, os._exit, again)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+
+
+async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
+    """Its result; None if SIGINT or SIGTERM has cancelled it."""
+    running = asyncio.ensure_future(work)
+    on_signal(running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return None
 
 
 class Background:

@@ -29,6 +29,7 @@ from typing import Final, Self
 import click
 
 from fedge import child
+from fedge.background import on_signal
 from fedge.errors import ConfigError, TransportError
 
 log = logging.getLogger("fedge.broker")
@@ -233,8 +234,7 @@ async def serve_amqtt(host: str, port: int) -> None:
         "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
     }
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    on_signal(stop.set)
     server = Broker(config)
     await server.start()
     await stop.wait()
@@ -260,8 +260,7 @@ def main(arguments: list[str]) -> None:
 
 async def _run(kind: str, host: str, port: int, home: Path | None, *, as_json: bool) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    on_signal(stop.set)
     async with LocalBroker(kind, host=host, port=port, home=home) as running:
         if as_json:
             listening = {"event": "listening", "kind": running.name, "host": running.host, "port": running.port}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -83,6 +84,35 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot make folder {folder}: {error}") from error
+
+
+class InUseError(ConfigError):
+    """Another process has the folder."""
+
+
+@contextmanager
+def locked(folder: Path, taken: str) -> Iterator[None]:
+    """FOLDER/lock for this process alone; the kernel gives it back when the process ends, however it ends.
+
+    Args:
+        folder: is made if need be.
+        taken: what to say where another process has it.
+
+    Raises:
+        InUseError: another process has it.
+        StoreError: the folder cannot be made or written.
+    """
+    make_folder(folder)
+    try:
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise StoreError(f"cannot open {folder}: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUseError(taken) from None
+        yield
 
 
 def require_utf8(folder: Path) -> None:

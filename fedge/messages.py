@@ -51,6 +51,11 @@ class Role(StrEnum):
     EXPERT = "expert"
     LOCAL = "local"
 
+    @property
+    def is_shared(self) -> bool:
+        """Several devices have such a model; of those the top rule chooses."""
+        return self in {Role.GLOBAL, Role.EXPERT}
+
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
     """Version 1: transfer and what runtimes and supervisors say to each other, unchanged since fedge 0.1."""

@@ -748,7 +748,7 @@ def calibrate(
 
     `temperature`, `prior`: what there is to choose, as the options of the method say.
     """
-    shared = role in {Role.GLOBAL, Role.EXPERT}
+    shared = role.is_shared
     if not pooling or prior == "fixed":
         return Calibration(temperature=1.0, kappa=1.0 if shared and prior != "none" else 0.0)
     corrects = prior == "pooled" or (prior == "shared" and shared)

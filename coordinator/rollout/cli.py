@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import signal
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +14,11 @@ import click
 import msgspec
 from msgspec import Meta
 
-from coordinator.rollout import Plan, Progress
+from coordinator.rollout import Plan
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Observer, Release, Supervisor
 from export.signing import Repository
+from fedge.background import until_stopped
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
@@ -104,7 +104,7 @@ def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flag
     folder = Folder(repo)
     with folder.supervised():
         supervisor = Supervisor(folder, release, plan, broker, settings.federation, _observer(as_json=as_json))
-        ended = asyncio.run(_until_stopped(supervisor))
+        ended = asyncio.run(until_stopped(supervisor.run()))
     if ended is None:
         return INTERRUPTED
     return 0 if ended.state is RolloutState.DONE else 1
@@ -139,18 +139,6 @@ def plan_of(settings: RolloutSettings, target: str, release: Release) -> Plan:
         return msgspec.convert(described, Plan)
     except msgspec.ValidationError as error:
         raise ConfigError(f"canary: {error}") from error
-
-
-async def _until_stopped(supervisor: Supervisor) -> Progress | None:
-    """Supervise until the end, or until SIGINT or SIGTERM (None)."""
-    running = asyncio.ensure_future(supervisor.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, running.cancel)
-    try:
-        return await running
-    except asyncio.CancelledError:
-        return None
 
 
 def _observer(*, as_json: bool) -> Observer:

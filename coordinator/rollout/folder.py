@@ -8,7 +8,6 @@ lock           held by the supervisor
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -19,7 +18,7 @@ from msgspec import Struct
 
 from coordinator.rollout import Plan, Progress
 from fedge.errors import ConfigError, StoreError
-from fedge.files import make_folder, write_atomically
+from fedge.files import locked, write_atomically
 from fedge.messages import Count, Id, Phase
 
 
@@ -110,12 +109,7 @@ class Folder:
         Raises:
             ConfigError: another process supervises the rollout.
         """
-        make_folder(self.path)
-        with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(f"another process supervises the rollout in {self.path}") from error
+        with locked(self.path, f"another process supervises the rollout in {self.path}"):
             yield
 
     def is_supervised(self) -> bool:

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import StoreError
-from fedge.files import LEFT_S, BlobFolder, replace_folder, require_writable, volatile, whole_folder, write_atomically
+from fedge.files import (
+    LEFT_S,
+    BlobFolder,
+    InUseError,
+    locked,
+    replace_folder,
+    require_writable,
+    volatile,
+    whole_folder,
+    write_atomically,
+)
 from fedge.tensors import digest_of
 
 
@@ -153,3 +163,19 @@ def test_what_killed_processes_left_half_written_goes_after_a_day(tmp_path: Path
         pass
 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".unfinished-b", "2", "3"]
+
+
+def test_a_folder_is_one_process_s_at_a_time_and_free_again_when_that_was_killed(tmp_path: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from fedge.files import locked\n"
+    code += "with locked(Path(sys.argv[1]), 'taken'): print('mine', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "home")], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"mine\n"
+        with pytest.raises(InUseError, match="somebody has it"), locked(tmp_path / "home", "somebody has it"):
+            pass
+        other.kill()
+    with locked(tmp_path / "home", "somebody has it"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError), locked(tmp_path / "file", ""):
+        pass
