@@ -38,10 +38,13 @@ async def test_of_tasks_that_fail_together_the_first_is_told_alone() -> None:
     async def fails(name: str) -> None:
         raise OSError(name) from ValueError("why")
 
-    with pytest.raises(OSError, match="first") as caught, first_failure():
+    async def together() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fails("first"))
             tasks.create_task(fails("second"))
+
+    with pytest.raises(OSError, match="first") as caught, first_failure():
+        await together()
     assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(KeyError), first_failure():
         raise KeyError
