@@ -148,8 +148,8 @@ async def test_of_a_pool_of_private_modules_the_devices_own_one_is_measured(base
     for i, worker in fleet.workers.items():
         found = best_expert(worker.home / "bundles" / "1", layout)
         expected = worker.personal(fleet.get(method.serves(state, i), layout))
-        x = worker.data.x_val
-        np.testing.assert_allclose(worker.logits(found, x), worker.logits(expected, x), atol=1e-4)
+        network, x = worker.network, worker.data.x_val
+        np.testing.assert_allclose(network.logits(found, x), network.logits(expected, x), atol=1e-4)
 
 
 def test_rounds_that_nobody_measured_are_left_out() -> None:

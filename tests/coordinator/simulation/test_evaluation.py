@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.simulated import run
-from coordinator.methods import Option, make
+from coordinator.methods import Option, Server, make
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.settings import Scenario
@@ -20,7 +20,7 @@ SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
 
 async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):
     federation = deal(scenario, 0)
-    method = make(name, scenario.for_method(0, options or {}), task=federation.task, reserved=federation.reserved)
+    method = make(name, scenario.for_method(0, options or {}), Server(federation.task, federation.reserved))
     fleet, first, workers = gather(federation, scenario, 0, tmp_path)
     state = await run(method, method.init(federation.layout, first), fleet)
     return federation, method, fleet, workers, state
