@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.fleet import Device
+from coordinator.fleet.orders import OrderStatus
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, locked
 from fedge.messages import Context, Order, Report
@@ -28,20 +28,11 @@ FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
 
 
-class Status(StrEnum):
-    """Where an order stands for good; OPEN: it may still be answered."""
-
-    OPEN = "open"
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    EXPIRED = "expired"
-
-
 class Entry(Struct, frozen=True, kw_only=True):
     """An order and what came of it."""
 
     order: Order
-    status: Status
+    status: OrderStatus
     reason: str = ""
     report: Report | None = None
 
@@ -144,7 +135,7 @@ class Store:
                         order.label,
                         order.device_id,
                         msgspec.msgpack.encode(order),
-                        Status.OPEN,
+                        OrderStatus.OPEN,
                         streamed,
                     ),
                 )
@@ -191,30 +182,30 @@ class Store:
         """Nobody waits for the answers of streamed orders any more: those that are open expire."""
         with _guarded():
             rows = self._db.execute(
-                "SELECT id FROM orders WHERE streamed = 1 AND status = ?", (Status.OPEN,)
+                "SELECT id FROM orders WHERE streamed = 1 AND status = ?", (OrderStatus.OPEN,)
             ).fetchall()
         for (order_id,) in rows:
-            self._close(order_id, Status.EXPIRED, UNWANTED, None, now)
+            self._close(order_id, OrderStatus.EXPIRED, UNWANTED, None, now)
 
     def accept(self, report: Report, now: float) -> bool:
         """Record the report of an open order; False, and nothing changed, if it is not open any more."""
         body = msgspec.msgpack.encode(report)
-        return self._close(report.order_id, Status.ACCEPTED, "", body, now)
+        return self._close(report.order_id, OrderStatus.ACCEPTED, "", body, now)
 
     def reject(self, order_id: str, reason: str, now: float) -> bool:
         """Close an open order whose report is not acceptable; False if it is not open any more."""
-        return self._close(order_id, Status.REJECTED, reason, None, now)
+        return self._close(order_id, OrderStatus.REJECTED, reason, None, now)
 
     def expire(self, order_id: str, now: float) -> bool:
         """Close an open order that nobody answered in time; False if it is not open any more."""
-        return self._close(order_id, Status.EXPIRED, EXPIRED, None, now)
+        return self._close(order_id, OrderStatus.EXPIRED, EXPIRED, None, now)
 
-    def _close(self, order_id: str, status: Status, reason: str, report: bytes | None, now: float) -> bool:
+    def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> bool:
         with self._transaction() as db:
             cursor = db.execute(
                 "UPDATE orders SET status = ?, reason = ?, report = ?, closed_at = ?, "
                 "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) WHERE id = ? AND status = ?",
-                (status, reason[:1000], report, now, order_id, Status.OPEN),
+                (status, reason[:1000], report, now, order_id, OrderStatus.OPEN),
             )
             return cursor.rowcount == 1
 
@@ -262,7 +253,7 @@ def _entry(row: tuple[bytes, str, str, bytes | None]) -> Entry:
     body, status, reason, report = row
     return Entry(
         order=msgspec.msgpack.decode(body, type=Order),
-        status=Status(status),
+        status=OrderStatus(status),
         reason=reason,
         report=None if report is None else msgspec.msgpack.decode(report, type=Report),
     )

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import deploy
-from coordinator.store import Status, Store
+from coordinator.fleet.orders import OrderStatus
+from coordinator.store import Store
 from edge_agent.outbox import Outbox
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError
@@ -116,7 +117,7 @@ async def test_the_bundle_in_a_home_goes_on_answering(copied: Path) -> None:
 def test_a_home_holds_what_it_is_said_to_hold(copied: Path) -> None:
     with contextlib.closing(Store(copied / "mid_round" / "coordinator")) as store:
         entries = store.entries(1)
-    assert [entry.status for entry in entries] == [Status.OPEN] * 2
+    assert [entry.status for entry in entries] == [OrderStatus.OPEN] * 2
     assert all(isinstance(read_action(entry.order, installed_steps()), Train) for entry in entries)
     orders = {entry.order.device_id: entry.order for entry in entries}
     for device, n_reports in (("cam0", 1), ("cam1", 0)):

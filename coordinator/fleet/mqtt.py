@@ -26,6 +26,7 @@ from coordinator.fleet.orders import (
     Event,
     Expire,
     OrderBook,
+    OrderStatus,
     Reject,
     ReportReceived,
     Send,
@@ -38,7 +39,6 @@ from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.proportion import OneByOne, without_outliers
 from coordinator.registry import MAX_DEVICES, Registry
 from coordinator.store import EXPIRED, Entry, Store
-from coordinator.store import Status as OrderStatus
 from fedge import codec
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
@@ -514,16 +514,13 @@ class MqttFleet:
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
         book = self._book_of(report.order_id)
-        phase = book.phase(report.order_id) if book else None
-        if phase is None:
+        if book is None or book.status(report.order_id) in CLOSED:
             self._answer_late(report)
         else:
             self._feed(ReportReceived(report))
-        if phase in CLOSED:
-            raise ProtocolError("replayed-report", f"{report.order_id} is {phase.name.lower()}")
 
     def _answer_late(self, report: Report) -> None:
-        """A report for an order of an earlier step: the verdict once more. For one that never was: none is open."""
+        """A report for an order that is closed: the verdict once more. For one that never was: none is open."""
         entry = self._store.entry(report.order_id)
         if entry is None:
             self._perform(
@@ -562,7 +559,7 @@ class MqttFleet:
         return [book] if book else []
 
     def _book_of(self, order_id: str) -> OrderBook | None:
-        return next((book for book in self._books if book.phase(order_id) is not None), None)
+        return next((book for book in self._books if book.status(order_id) is not None), None)
 
     def _closed(self, order_id: str) -> None:
         """Take note that an order is closed, which the store knows already."""

@@ -1,15 +1,15 @@
 """The life of an order on the coordinator: decided here, carried out by `coordinator.fleet.mqtt`.
 
-Two rules: everything that changes an order's phase is in `TRANSITIONS`, and nothing here does IO or reads a clock. The
+Two rules: everything that changes an order's status is in `TRANSITIONS`, and nothing here does IO or reads a clock. The
 shell feeds events with the time and performs the returned actions **in order**: what must survive a kill -9 (`Accept`,
 `Reject`, `Expire`) is committed before anybody is told (`Tell`).
 
-    WRITTEN ──sent──▶ SENT ──reported──▶ CHECKING ──good──▶ ACCEPTED
-       │                │                  │  └─────bad───▶ REJECTED
-       └────expired─────┴─────expired──────┘──────────────▶ EXPIRED
+    OPEN ──sent──▶ SENT ──reported──▶ CHECKING ──good──▶ ACCEPTED
+     │               │                  │  └─────bad───▶ REJECTED
+     └────expired────┴─────expired──────┘──────────────▶ EXPIRED
 
 An order is repeated until there is a report; a report may come many times, since the device repeats it until it is
-told. A report for an order that is closed gets the same answer again and changes nothing.
+told. A report for an order that is closed is for the shell, which answers it from the store, and changes nothing here.
 
 An event costs O(log n) for n orders: a heap holds when each is due, and an entry that is no longer true is dropped when
 it comes up.
@@ -22,7 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Final
 
 from fedge.errors import ProtocolError
@@ -33,19 +33,19 @@ LAST_RESEND_S: Final = 30.0
 """An order is repeated after 2, 4, 8, ... 30 s: a broker may drop it silently, a device may just be starting."""
 
 
-class Phase(Enum):
-    """Where an order stands."""
+class OrderStatus(StrEnum):
+    """Where an order stands. SENT and CHECKING are of this process: in the store such an order is OPEN."""
 
-    WRITTEN = auto()  # durable, not sent yet
-    SENT = auto()  # sent at least once
-    CHECKING = auto()  # a report is here, its update is being fetched and checked
-    ACCEPTED = auto()
-    REJECTED = auto()
-    EXPIRED = auto()
+    OPEN = "open"  # durable, not sent yet
+    SENT = "sent"  # at least once
+    CHECKING = "checking"  # a report is here, its update is being fetched and checked
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
 
 
 class Cause(Enum):
-    """What moves an order from one phase to the next."""
+    """What moves an order from one status to the next."""
 
     SENT = auto()
     REPORTED = auto()
@@ -54,19 +54,19 @@ class Cause(Enum):
     EXPIRED = auto()
 
 
-TRANSITIONS: Final[Mapping[tuple[Phase, Cause], Phase]] = {
-    (Phase.WRITTEN, Cause.SENT): Phase.SENT,
-    (Phase.SENT, Cause.SENT): Phase.SENT,
-    (Phase.SENT, Cause.REPORTED): Phase.CHECKING,
-    (Phase.CHECKING, Cause.GOOD): Phase.ACCEPTED,
-    (Phase.CHECKING, Cause.BAD): Phase.REJECTED,
-    (Phase.WRITTEN, Cause.EXPIRED): Phase.EXPIRED,
-    (Phase.SENT, Cause.EXPIRED): Phase.EXPIRED,
-    (Phase.CHECKING, Cause.EXPIRED): Phase.EXPIRED,
+TRANSITIONS: Final[Mapping[tuple[OrderStatus, Cause], OrderStatus]] = {
+    (OrderStatus.OPEN, Cause.SENT): OrderStatus.SENT,
+    (OrderStatus.SENT, Cause.SENT): OrderStatus.SENT,
+    (OrderStatus.SENT, Cause.REPORTED): OrderStatus.CHECKING,
+    (OrderStatus.CHECKING, Cause.GOOD): OrderStatus.ACCEPTED,
+    (OrderStatus.CHECKING, Cause.BAD): OrderStatus.REJECTED,
+    (OrderStatus.OPEN, Cause.EXPIRED): OrderStatus.EXPIRED,
+    (OrderStatus.SENT, Cause.EXPIRED): OrderStatus.EXPIRED,
+    (OrderStatus.CHECKING, Cause.EXPIRED): OrderStatus.EXPIRED,
 }
 
-WAITING: Final = frozenset({Phase.WRITTEN, Phase.SENT})
-CLOSED: Final = frozenset({Phase.ACCEPTED, Phase.REJECTED, Phase.EXPIRED})
+WAITING: Final = frozenset({OrderStatus.OPEN, OrderStatus.SENT})
+CLOSED: Final = frozenset({OrderStatus.ACCEPTED, OrderStatus.REJECTED, OrderStatus.EXPIRED})
 
 
 # ------------------------------------------------------------------------------------------------------- events in
@@ -159,9 +159,8 @@ Action = Send | Check | Accept | Reject | Expire | Tell
 class _Held:
     order: Order
     place: int  # in the book
-    phase: Phase = Phase.WRITTEN
+    status: OrderStatus = OrderStatus.OPEN
     report: Report | None = None
-    reason: str = ""
     resend_at: float = 0.0
     resend_after_s: float = FIRST_RESEND_S
     entered_at: float = math.nan  # the time of its entry in the heap that counts
@@ -169,9 +168,9 @@ class _Held:
     @property
     def due_at(self) -> float:
         """When the next thing happens by itself; NaN: nothing will."""
-        if self.phase in CLOSED:
+        if self.status in CLOSED:
             return math.nan
-        return min(self.resend_at, self.order.deadline) if self.phase in WAITING else self.order.deadline
+        return min(self.resend_at, self.order.deadline) if self.status in WAITING else self.order.deadline
 
 
 class OrderBook:
@@ -188,10 +187,10 @@ class OrderBook:
             self._of_device[held.order.device_id].append(held)
             self._enter(held)
 
-    def phase(self, order_id: str) -> Phase | None:
+    def status(self, order_id: str) -> OrderStatus | None:
         """Where an order stands; None: it is not of this step."""
         held = self._held.get(order_id)
-        return held.phase if held else None
+        return held.status if held else None
 
     @property
     def done(self) -> bool:
@@ -232,14 +231,14 @@ class OrderBook:
         """Send it all its open orders at once, and go on as patiently as at first."""
         actions: list[Action] = []
         for held in self._of_device.get(device_id, ()):
-            if held.phase in WAITING and now < held.order.deadline:
+            if held.status in WAITING and now < held.order.deadline:
                 held.resend_after_s = FIRST_RESEND_S
                 actions.append(self._send(held, now))
         return actions
 
     def _move(self, held: _Held, cause: Cause) -> None:
-        held.phase = TRANSITIONS[held.phase, cause]
-        self._n_open -= held.phase in CLOSED
+        held.status = TRANSITIONS[held.status, cause]
+        self._n_open -= held.status in CLOSED
         self._enter(held)
 
     def _enter(self, held: _Held) -> None:
@@ -273,11 +272,10 @@ class OrderBook:
             places.append(place)
         due = [self._in_place[place] for place in sorted(places)]
         expired = [self._expire(held) for held in due if held.order.deadline <= now]
-        return expired + [self._send(held, now) for held in due if held.phase in WAITING]
+        return expired + [self._send(held, now) for held in due if held.status in WAITING]
 
     def _expire(self, held: _Held) -> Action:
         self._move(held, Cause.EXPIRED)
-        held.reason = "expired"
         return Expire(held.order)
 
     def _reported(self, report: Report, now: float) -> list[Action]:
@@ -286,11 +284,9 @@ class OrderBook:
             raise ProtocolError("unknown-order", f"{report.device_id} reports {report.order_id}")
         if held.order.device_id != report.device_id:
             raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {held.order.device_id}")
-        if held.phase in CLOSED:
-            return [Tell(verdict(held.order, accepted=held.phase is Phase.ACCEPTED, reason=held.reason))]
-        if held.phase is Phase.CHECKING or held.order.deadline <= now:
+        if held.status not in WAITING or held.order.deadline <= now:
             return []
-        if held.phase is Phase.WRITTEN:  # sent before a restart
+        if held.status is OrderStatus.OPEN:  # sent before a restart
             self._move(held, Cause.SENT)
         self._move(held, Cause.REPORTED)
         held.report = report
@@ -298,14 +294,13 @@ class OrderBook:
 
     def _checked(self, order_id: str, error: str | None) -> list[Action]:
         held = self._held[order_id]
-        if held.phase is not Phase.CHECKING:  # expired meanwhile
+        if held.status is not OrderStatus.CHECKING:  # expired meanwhile
             return []
         assert held.report is not None
         if error is None:
             self._move(held, Cause.GOOD)
             return [Accept(held.report), Tell(verdict(held.order, accepted=True))]
         self._move(held, Cause.BAD)
-        held.reason = error
         return [Reject(held.order, error), Tell(verdict(held.order, accepted=False, reason=error))]
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from coordinator import service
 from coordinator.fleet import Device
+from coordinator.fleet.orders import OrderStatus
 from coordinator.methods import State, load
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, method_of, serve, start, without_bundle
-from coordinator.store import Status, Store
+from coordinator.store import Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
@@ -151,7 +152,7 @@ async def test_a_federation_from_beginning_to_end(mosquitto: LocalBroker, tmp_pa
     assert len(summary["round_s"]) == 3
     assert summary["wall_s"] > 0
     assert [name for name, _ in events if name in {"round_begun", "round_done"}] == ["round_begun", "round_done"] * 3
-    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {Status.ACCEPTED}
+    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {OrderStatus.ACCEPTED}
 
     # w = 3 (the seed) + 2 rounds of (1 + 3) / 2, and of all tensors only that is left.
     state = final(store)
@@ -172,11 +173,11 @@ async def test_stopped_in_mid_round_and_served_again(mosquitto: LocalBroker, tmp
         first.cancel()
         await asyncio.wait([first])
         half = {e.order.device_id: e.status for e in store.entries(2)}
-        assert half == {"a": Status.ACCEPTED, "b": Status.OPEN}
+        assert half == {"a": OrderStatus.ACCEPTED, "b": OrderStatus.OPEN}
         b.held = frozenset()
         summary = await serve(wanted, TASK, store, quiet)
     assert summary["selection"] == {"a": 2, "b": 2}
-    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {Status.ACCEPTED}
+    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {OrderStatus.ACCEPTED}
     assert len(a.done) == len(b.done) == 3
     w = codec.decode(store.blobs.get(final(store).model.digest), Codec.FLOAT32, LAYOUT)
     np.testing.assert_allclose(w.params, 3 + 2 * 2, rtol=1e-5)

@@ -16,7 +16,8 @@ import pytest
 
 from coordinator import store as module
 from coordinator.fleet import Device
-from coordinator.store import Status, Store
+from coordinator.fleet.orders import OrderStatus
+from coordinator.store import Store
 from fedge.errors import ConfigError, StoreError
 from fedge.messages import Context, Order, Outcome, Report
 
@@ -77,7 +78,7 @@ def test_a_report_is_accepted_once(store: Store) -> None:
     assert not store.expire("r.1.s.a", now=3.0)
     entry = store.entry("r.1.s.a")
     assert entry is not None
-    assert (entry.status, entry.report) == (Status.ACCEPTED, report(value=0.1))
+    assert (entry.status, entry.report) == (OrderStatus.ACCEPTED, report(value=0.1))
 
 
 @pytest.mark.parametrize("closing", ["reject", "expire"])
@@ -86,7 +87,7 @@ def test_an_order_that_is_closed_takes_no_report(store: Store, closing: str) -> 
     assert store.reject("r.1.s.a", "bad", now=2.0) if closing == "reject" else store.expire("r.1.s.a", now=2.0)
     assert not store.accept(report(), now=3.0)
     (entry,) = store.entries(1)
-    assert entry.status == {"reject": Status.REJECTED, "expire": Status.EXPIRED}[closing]
+    assert entry.status == {"reject": OrderStatus.REJECTED, "expire": OrderStatus.EXPIRED}[closing]
     assert entry.report is None
 
 
@@ -202,7 +203,7 @@ def test_killed_between_any_two_statements_each_event_is_whole_or_not_there(tmp_
             store.accept(report(), 2.0)
             if not committed:
                 store.commit_round(1, b"state", 3.0, {"bytes_up": 1})
-            assert [e.status for e in store.entries(1)] == [Status.ACCEPTED]
+            assert [e.status for e in store.entries(1)] == [OrderStatus.ACCEPTED]
         if died.returncode == 0:
             break
         assert died.returncode == -signal.SIGKILL

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.fleet.orders import OrderStatus
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, load, make
 from coordinator.methods.fedavg import FedAvgState
-from coordinator.store import Status, Store
+from coordinator.store import Store
 from edge_agent.batched import one_by_one
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
@@ -128,7 +129,7 @@ async def test_an_agent_killed_in_mid_training_changes_nothing(tmp_path: Path, s
         for number in range(1, ROUNDS + 2):
             entries = store.entries(number)
             assert [entry.order.device_id for entry in entries] == list(DEVICES)
-            assert {entry.status for entry in entries} == {Status.ACCEPTED}
+            assert {entry.status for entry in entries} == {OrderStatus.ACCEPTED}
         saved = store.state()
         assert saved is not None
         state = load(saved, FedAvgState)

@@ -18,8 +18,8 @@ import pytest
 
 from coordinator.fleet import Answer
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.fleet.orders import Tick
-from coordinator.store import Status, Store
+from coordinator.fleet.orders import OrderStatus, Tick
+from coordinator.store import EXPIRED, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ProtocolError, StoreError
@@ -109,7 +109,7 @@ async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, s
         assert ack.accepted
         entry = store.entry(order.id)
         assert entry is not None
-        assert entry.status is Status.ACCEPTED  # committed before it was told
+        assert entry.status is OrderStatus.ACCEPTED  # committed before it was told
     answers = await running
     assert list(answers) == ["a", "b"]
     for answer, value in zip(answers.values(), (0.5, 0.25), strict=True):
@@ -142,7 +142,7 @@ async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
     assert ticks < 20  # it slept meanwhile
     silent = store.entry("r.1.train.silent")
     assert silent is not None
-    assert silent.status is Status.EXPIRED
+    assert silent.status is OrderStatus.EXPIRED
 
 
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
@@ -161,7 +161,8 @@ async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing
     await a.report(order, a.trained(9.0))  # other contents, too
     assert (await a.ack(order.id, 2)).accepted
     await late.report(missed, late.trained(0.5))
-    assert not (await late.ack(missed.id)).accepted
+    verdict = await late.ack(missed.id)
+    assert (verdict.accepted, verdict.reason) == (False, EXPIRED)
     await fleet.run("next", {})
     await a.report(order, a.trained(9.0))  # of an earlier step now: answered from the store
     assert (await a.ack(order.id, 3)).accepted
@@ -282,7 +283,7 @@ async def test_a_bad_update_is_rejected_by_name(
     assert isinstance(answers["good"].result, Trained)
     assert fleet.take_counts()[f"refused.{name}"] == 1
     assert f"event=refused name={name} device=bad" in caplog.text
-    assert [e.status for e in store.entries(1)] == [Status.REJECTED, Status.ACCEPTED]
+    assert [e.status for e in store.entries(1)] == [OrderStatus.REJECTED, OrderStatus.ACCEPTED]
 
 
 IN_TWO_PARTS = Layout(
@@ -571,7 +572,7 @@ async def test_a_report_that_cannot_be_written_is_not_acknowledged_and_stops_the
         await running
     entry = store.entry(order.id)
     assert entry is not None
-    assert entry.status is Status.OPEN
+    assert entry.status is OrderStatus.OPEN
     assert a.acks == []
 
 

@@ -14,8 +14,9 @@ import pytest
 from coordinator.fleet import Answer, Fleet
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.orders import OrderStatus
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.store import Status, Store
+from coordinator.store import Store
 from fedge.broker import LocalBroker
 from fedge.messages import Capabilities, Codec
 from fedge.sgd import Sgd
@@ -275,8 +276,8 @@ async def test_at_the_end_of_the_run_open_orders_expire(mqtt: Devices) -> None:
     fleet.end_streams()
     assert fleet.busy() == frozenset()
     found = {entry.order.device_id: (entry.status, entry.reason) for entry in mqtt.store.entries(1)}
-    late = (Status.EXPIRED, "the run ended before the report came")
-    assert found == {"d00": (Status.ACCEPTED, ""), "d01": late, "d02": late}
+    late = (OrderStatus.EXPIRED, "the run ended before the report came")
+    assert found == {"d00": (OrderStatus.ACCEPTED, ""), "d01": late, "d02": late}
 
 
 async def test_who_does_not_know_the_step_answers_first_and_is_not_asked(mqtt: Devices) -> None:
