@@ -12,7 +12,7 @@ A device's candidates are its own network and the eight others. They are mixed i
 
     formula      raw energies and a gate trained through them, on training and validation samples, without decay;
                  the targets of lazy evaluation are about this one
-    scmoe-pfl    the same with the decay of the method's devices (edge_agent/scmoe.py)
+    scmoe-pfl    the same with the decay of the method's devices (edge_agent/steps/fit_mixture.py)
     fedge        shrunken weights, bounded energies, gate with more decay, by the validation samples alone
 
 `local`: a device's own test samples; `global`: 100 of all. Processor time of single samples, engines in turn, within
@@ -36,9 +36,9 @@ import torch
 from inference import TASKS, Target
 
 import deploy
-from edge_agent import scmoe
 from edge_agent.gate import train_gate
 from edge_agent.mixture import em_weights, energy_statistics
+from edge_agent.steps import fit_mixture
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
 from export.mixture import ENERGY_CLIP
@@ -129,7 +129,7 @@ def trained(
 def scmoe_mixture(
     own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.ndarray, *, decay: float, energy: bool = True
 ) -> Mixture:
-    """The formula of SCMoE-PFL, its gate trained as by edge_agent/scmoe.py; `energy` False: the gate alone."""
+    """The formula of SCMoE-PFL, its gate trained as by the step `fit_mixture`; `energy` False: the gate alone."""
     log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
     log_p, scores = log_q[:, np.arange(len(y)), y].T, raw_energies(logits) * energy
     weights = train_gate(x, log_p, scores, seed=0, decay=decay, experts=range(1, len(own)), top=2)
@@ -303,7 +303,7 @@ def measured(kind: str, device: int, models: list[Model], layout, data: tuple, h
     if kind == "fedge":
         mixture = fedge_mixture(own, logits, x[seen], y[seen])
     else:
-        decay = 0.0 if kind == "formula" else scmoe.DECAY
+        decay = 0.0 if kind == "formula" else fit_mixture.DECAY
         mixture = scmoe_mixture(own, logits, x[seen], y[seen], decay=decay)
     with tempfile.TemporaryDirectory() as folder:
         return measure(mixture, layout, data, seen, where, Path(folder), int8=kind == "fedge")

@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.fleet.orders import Checked, DeviceAppeared, Event, OrderBook, ReportReceived, Tick
-from fedge.messages import Order, Report
-from fedge.step import Declined
-from fedge.steps.describe_labels import DescribeLabels
+from fedge.messages import Order, Outcome, Report
 
 DEADLINE_S = 600.0
 
 
 def order(device: str) -> Order:
     return Order(
-        id=f"r.1.s.{device}", device_id=device, round=1, step="s", seed=0, task_fingerprint="t",
-        deadline=DEADLINE_S, action=DescribeLabels(),
+        id=f"r.1.s.{device}", device_id=device, run="r", round=1, label="s", seed=0, task_fingerprint="t",
+        deadline=DEADLINE_S, step="describe_labels", body=b"",
     )  # fmt: skip
 
 
@@ -40,7 +38,7 @@ def events_of(orders: list[Order]) -> list[Event]:
     events: list[Event] = [Tick()]
     events += [DeviceAppeared(o.device_id) for o in orders[::2]]
     for n, o in enumerate(orders):
-        report = Report(order_id=o.id, device_id=o.device_id, seconds=1.0, result=Declined(reason="busy"))
+        report = Report(order_id=o.id, device_id=o.device_id, seconds=1.0, outcome=Outcome.DECLINED)
         events += [ReportReceived(report)] * (1 + n % 2) + [Checked(o.id)]
     return events
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from fedge.broker import LocalBroker
 from fedge.messages import BlobRef, Codec, Order
-from fedge.step import Declined, Result
+from fedge.step import Action, Declined, Result
 from fedge.steps.train import Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Tensors, digest_of, from_bytes
@@ -71,7 +71,7 @@ def cpu_s(pid: int) -> float:
 # ------------------------------------------------------------------------------------------------------ the agents
 
 
-class Outcome(NamedTuple):
+class Finished(NamedTuple):
     result: Result
     blobs: dict[str, bytes]
 
@@ -83,12 +83,14 @@ class Idle:
         self._rng = np.random.default_rng(sum(device_id.encode()))
         self._update: Tensors = {}
 
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool]) -> Outcome:  # noqa: ARG002
+    def execute(
+        self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
+    ) -> Finished:
         from fedge.codec import encode
 
-        action = order.action
+        del stop
         if not isinstance(action, Train):
-            return Outcome(Declined(reason="a benchmark installs nothing"), {})
+            return Finished(Declined(reason="a benchmark installs nothing"), {})
         if not self._update:
             model = from_bytes(fetch(action.starts[0].model))
             self._update = {n: 1e-3 * self._rng.standard_normal(t.shape, np.float32) for n, t in model.items()}
@@ -97,7 +99,7 @@ class Idle:
         data = encode(self._update, action.codec)
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
         result = Trained(update=ref, n_samples=1, loss_before=1.0, loss_after=1.0, gradient_norm=0.0)
-        return Outcome(result, {ref.digest: data})
+        return Finished(result, {ref.digest: data})
 
 
 async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, float]:

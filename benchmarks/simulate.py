@@ -52,8 +52,9 @@ from plain import Plan
 from torch.nn import functional
 
 from coordinator.fleet import order_for
-from coordinator.fleet.simulated import SimulatedFleet, one_by_one, run
+from coordinator.fleet.simulated import SimulatedFleet, run
 from coordinator.methods import MethodSettings, make
+from edge_agent.batched import one_by_one
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.messages import BlobRef, Codec

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from coordinator.fleet import Device
 from fedge.errors import ProtocolError
 from fedge.messages import Context, Health, Presence, Status
@@ -39,7 +41,8 @@ class Registry:
     def on_status(self, topic_id: str, status: Status) -> bool:
         """Take note of a birth or death; True if the device is there (again), and may lack what it was sent before.
 
-        So it may be without a new incarnation, if its connection or ours was lost.
+        So it may be without a new incarnation, if its connection or ours was lost. A status that only tells of a new
+        bundle says no such thing.
 
         Raises:
             ProtocolError: `foreign-id`, `task-mismatch` or `too-many-devices`; nothing changed.
@@ -58,6 +61,8 @@ class Registry:
         context = before.context if before else self._contexts.get(topic_id)
         self._known[topic_id] = _Known(status, context)
         self._changed.set()
+        if before and before.status.release < status.release and _but_for_release(before.status, status):
+            return False
         return status.presence is Presence.ONLINE
 
     def on_context(self, topic_id: str, context: Context) -> None:
@@ -151,6 +156,10 @@ class Registry:
         while not holds():
             self._changed.clear()
             await self._changed.wait()
+
+
+def _but_for_release(before: Status, now: Status) -> bool:
+    return msgspec.structs.replace(before, release=now.release) == now
 
 
 def _trains(status: Status) -> bool:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
 WITHOUT_TESTS_OF_THEIR_OWN = {
-    "edge_agent/onnx_session.py": "tests/edge_agent/steps/test_route.py",
     "export/mixture.py": "tests/export/test_graph.py",
+    "fedge/stopping.py": "tests/edge_agent/test_worker.py",
 }
 """Module -> the test that covers it. Short modules that others' tests run whole."""
 

@@ -64,6 +64,14 @@ def test_every_birth_is_told_even_of_the_same_incarnation() -> None:
     assert registry.on_status("a", status(incarnation="2"))
 
 
+def test_a_status_that_only_tells_of_a_new_bundle_is_no_birth() -> None:
+    """Otherwise its order would be sent again, and its report repeated, at the end of each federation."""
+    registry = here("a")
+    assert not registry.on_status("a", status(release=1))
+    assert registry.online()[0].release == 1
+    assert registry.on_status("a", status(release=1))
+
+
 def test_a_connection_that_comes_back_makes_no_device_another_one() -> None:
     """The broker tells a coordinator that reconnects, or is started again, all retained statuses once more."""
     registry = here("a")
