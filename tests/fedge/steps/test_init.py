@@ -1,42 +1,296 @@
-"""What all contracts of steps have in common (`fedge/steps`)."""
+"""The contract of every step: what travels, what answers it, what the schema or the action refuses."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from fedge.step import Action, Reveals, device_half, installed_steps
+from fedge.bundle import MAX_POOL
+from fedge.errors import ConfigError, ProtocolError
+from fedge.messages import BlobRef, Order, Report, Role, decode, encode
+from fedge.sgd import Sgd
+from fedge.step import Action, Result, installed_steps, read_action, read_result, report_of
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.fit_energy import EnergyFitted, FitEnergy
+from fedge.steps.fit_gate import FitGate
+from fedge.steps.fit_mixture import FitMixture
+from fedge.steps.fit_pool import FitPool
+from fedge.steps.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.install import FineTune, Install, Installed
+from fedge.steps.install_bundle import InstallBundle
+from fedge.steps.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
+from fedge.steps.profile import Profile, Profiled
+from fedge.steps.route import Route, Routed
+from fedge.steps.share_private import PrivateShared, SharePrivate
+from fedge.steps.train import MAX_STARTS, Start, Train, Trained, kept_by
+from fedge.steps.train_dbe import TrainDbe
+from fedge.steps.train_ditto import TrainDitto
+from fedge.steps.train_rod import TrainRod
+from fedge.steps.trial import Trial, Tried
+from fedge.tensors import BASE, HEAD, Layout, Selector, TensorInfo
+from tests.support.contracts import LAYOUT, REF, TASK, order_of
 
-ROOT = Path(__file__).parents[3]
-OURS = {name: kind for name, kind in installed_steps().items() if kind.__module__.startswith("fedge.steps.")}
+PLAIN = BlobRef(digest="0" * 64, size_bytes=1)
+START = Start(model=REF, cluster=2)
+LOSSES = (1.0,) * 16
+BETAS = (1.0, 1.0, 1.0)
+CALIBRATION = {role: Calibration(temperature=1.0, kappa=0.0) for role in (Role.PRIVATE, Role.GLOBAL)}
+POOLED = {Role.PRIVATE: 0.5, Role.GLOBAL: 0.5}
+
+TRAIN = Train(starts=(START,), sgd=Sgd())
+UNMEASURED = Train(starts=(START,), sgd=Sgd(), measure=False)
+DITTO = TrainDitto(starts=(START,), sgd=Sgd(), proximal_lambda=0.1)
+ROD = TrainRod(starts=(START,), sgd=Sgd())
+DBE = TrainDbe(starts=(START,), sgd=Sgd(), global_mean=PLAIN)
+PROFILE, NOISY = Profile(extractor=REF), Profile(extractor=REF, noise=0.1)
+FIT_CANDIDATES = FitCandidates(
+    global_model=REF, experts=(Start(model=REF, cluster=1),), initial_model=REF, sgd=Sgd(), local_steps=1
+)
+NO_EXPERTS = FitCandidates(global_model=REF, initial_model=REF, sgd=Sgd(), local_steps=1)
+FIT_WEIGHTS = FitWeights(calibration=CALIBRATION, pooled=(POOLED, POOLED), shrinkage=10.0)
+FIT_ENERGY = FitEnergy(calibration=CALIBRATION, pooled=(POOLED, POOLED), shrinkage=20.0)
+FIT_GATE = FitGate(calibration=CALIBRATION, pooled=POOLED, shrinkage=20.0, beta=0.5, sgd=Sgd())
+INSTALL = Install(model=REF, method="fedavg")
+FIT_MIXTURE = FitMixture(experts=(START,), initial_model=REF, sgd=Sgd())
+FIT_POOL = FitPool(model=REF, personal=HEAD, kept_by="train", initial=REF, pool=(REF, None), own=1)
+SHARE = SharePrivate(kept_by="train_rod")
+INSTALL_BUNDLE = InstallBundle(files={"manifest.json": REF, "skeleton.onnx": REF, "part": REF}, release=1)
 
 
-def test_the_folders_list_all_that_a_device_can_be_asked() -> None:
-    for folder in ("fedge/steps", "edge_agent/steps"):
-        assert {path.stem for path in (ROOT / folder).glob("[!_]*.py")} == set(OURS)
+def trained(**changes: Any) -> Trained:
+    values: dict[str, Any] = {
+        "update": REF, "n_samples": 3, "cluster": 2, "loss_before": 1.0, "loss_after": 0.5, "gradient_norm": 1.0,
+    }  # fmt: skip
+    return Trained(**(values | changes))
 
 
-@pytest.mark.parametrize("kind", OURS.values(), ids=list(OURS))
-def test_a_step_has_one_name_everywhere_and_a_device_half(kind: type[Action]) -> None:
-    assert installed_steps()[kind.STEP] is kind
-    assert kind.__module__ == f"fedge.steps.{kind.STEP}"
-    assert f"edge_agent.steps.{kind.STEP}" == kind.DEVICE
-    assert callable(device_half(kind).run)
+def fitted(*roles: Role, cluster: int = -1) -> CandidatesFitted:
+    return CandidatesFitted(losses=dict.fromkeys(roles, LOSSES), n_validation=3, cluster=cluster)
 
 
-@pytest.mark.parametrize("kind", OURS.values(), ids=list(OURS))
-def test_a_step_says_of_each_field_of_its_result_what_it_lets_out(kind: type[Action]) -> None:
-    assert list(kind.RESULT.REVEALS) == list(kind.RESULT.__struct_fields__)
-    assert all(isinstance(what, Reveals) for what in kind.RESULT.REVEALS.values())
+def weighed(*weights: dict[Role, float]) -> WeightsFitted:
+    return WeightsFitted(weights=weights, n_validation=3)
 
 
-def test_contracts_need_neither_torch_nor_another_package_of_ours() -> None:
-    code = (
-        "import sys; from fedge.step import installed_steps; installed_steps();"
-        "print({m.partition('.')[0] for m in sys.modules} & {'torch', 'sklearn', 'edge_agent', 'coordinator'})"
-    )
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "set()"
+def energies(n: int, m: int) -> EnergyFitted:
+    return EnergyFitted(pooled_losses=(1.0,) * n, beta_losses=(BETAS,) * m, n_validation=3)
+
+
+def installed(*roles: Role, guarded: bool = False, digest: str = "0" * 64) -> Installed:
+    return Installed(bundle_digest=digest, roles=roles, max_abs_diff=1e-6, guarded=guarded, release=3)
+
+
+def profiled(**changes: Any) -> Profiled:
+    return Profiled(**({"extractor": REF.digest, "profile": (0.5,), "n_samples": 2} | changes))
+
+
+GOOD: list[tuple[Action, Result]] = [
+    (TRAIN, trained()),
+    (TRAIN, trained(val_accuracy=1.0)),
+    (UNMEASURED, trained(loss_before=None, loss_after=None, gradient_norm=None)),
+    (UNMEASURED, trained()),
+    (DITTO, trained()),
+    (ROD, trained()),
+    (DBE, trained()),
+    (MeanFeatures(model=REF), FeaturesMeasured(mean=(0.5, -1.5), n_samples=5)),
+    (MeanFeatures(model=REF), FeaturesMeasured(mean=(1 / 3,) * MAX_FEATURES, n_samples=5)),
+    (PROFILE, profiled(halves=0.1)),
+    (NOISY, profiled()),
+    (DescribeLabels(), LabelsDescribed(feature=1, n_samples=3)),
+    (DescribeLabels(mode="abs", epsilon=3.0), LabelsDescribed(feature=-1, n_samples=0)),
+    (Trial(global_model=REF, expert=REF), Tried(delta=-0.1)),
+    (Trial(global_model=REF, expert=REF), Tried()),
+    (FIT_CANDIDATES, fitted(Role.GLOBAL, Role.EXPERT, cluster=1)),
+    (NO_EXPERTS, fitted(Role.GLOBAL)),
+    (FIT_WEIGHTS, weighed({Role.PRIVATE: 0.3, Role.GLOBAL: 0.7}, {Role.GLOBAL: 1.0})),
+    (FIT_ENERGY, energies(2, 2)),
+    (FIT_GATE, installed(Role.PRIVATE, Role.GLOBAL)),
+    (FIT_GATE, installed(Role.PRIVATE, Role.GLOBAL, Role.LOCAL, guarded=True)),
+    (INSTALL, installed(Role.GLOBAL)),
+    (Install(model=REF, method="fedper", personal=HEAD, kept_by="train", initial=REF), installed(Role.PRIVATE)),
+    (FIT_MIXTURE, installed(Role.PRIVATE, Role.EXPERT)),
+    (SHARE, PrivateShared(module=PLAIN)),
+    (FIT_POOL, installed(Role.EXPERT, Role.PRIVATE)),
+    (Route(gate=REF), Routed(shares=(0.5, 0.5), n_samples=3)),
+    (INSTALL_BUNDLE, installed(Role.GLOBAL)),
+]
+
+BAD: list[tuple[Action, Result, str]] = [
+    (TRAIN, trained(n_samples=0), "no-samples"),
+    (TRAIN, trained(update=PLAIN), "wrong-result"),
+    (TRAIN, trained(cluster=-1), "wrong-result"),
+    (TRAIN, trained(loss_before=None), "wrong-result"),
+    (TRAIN, trained(loss_after=None), "wrong-result"),
+    (TRAIN, trained(gradient_norm=None), "wrong-result"),
+    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE)),
+    (PROFILE, profiled(extractor="1" * 64), "wrong-result"),
+    (NOISY, profiled(halves=0.1), "wrong-result"),
+    (DescribeLabels(), LabelsDescribed(feature=2, n_samples=3), "wrong-result"),
+    (FIT_CANDIDATES, fitted(Role.GLOBAL, cluster=7), "wrong-result"),
+    (FIT_CANDIDATES, fitted(Role.PRIVATE, cluster=1), "wrong-result"),
+    (NO_EXPERTS, fitted(Role.GLOBAL, Role.EXPERT), "wrong-result"),
+    (FIT_WEIGHTS, weighed(POOLED), "wrong-result"),
+    (FIT_WEIGHTS, weighed(POOLED, {Role.LOCAL: 1.0}), "wrong-result"),
+    (FIT_WEIGHTS, weighed(POOLED, {Role.PRIVATE: 0.9}), "wrong-result"),
+    (FIT_ENERGY, energies(1, 2), "wrong-result"),
+    (FIT_ENERGY, energies(2, 1), "wrong-result"),
+    (FIT_GATE, installed(Role.LOCAL), "wrong-result"),
+    (FIT_GATE, installed(Role.EXPERT, Role.LOCAL, guarded=True), "wrong-result"),
+    (msgspec.structs.replace(FIT_GATE, guard=False), installed(Role.LOCAL, guarded=True), "wrong-result"),
+    (INSTALL_BUNDLE, installed(Role.GLOBAL, digest="1" * 64), "wrong-result"),
+    (SHARE, PrivateShared(module=REF), "wrong-result"),
+]
+
+MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
+    (TRAIN, {"starts": ()}),
+    (TRAIN, {"starts": (START,) * (MAX_STARTS + 1)}),
+    (TRAIN, {"sgd": {"learning_rate": 0.0}}),
+    (TRAIN, {"personal": [""]}),
+    (TRAIN, {"codec": "pickle"}),
+    (trained(), {"n_samples": -1}),
+    (trained(), {"val_accuracy": 1.01}),
+    (trained(), {"update": {"digest": "AB" * 32, "size_bytes": 1}}),
+    (trained(), {"update": {"digest": "0" * 64, "size_bytes": 0}}),
+    (trained(), {"update": {"digest": "0" * 64, "size_bytes": 1, "path": "/"}}),
+    (DITTO, {"proximal_lambda": -1.0}),
+    (DBE, {"momentum": 0.0}),
+    (DBE, {"kappa": -1.0}),
+    (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
+    (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": (0.0,) * (MAX_FEATURES + 1)}),
+    (NOISY, {"noise": -1.0}),
+    (profiled(), {"profile": (1.5,)}),
+    (profiled(), {"profile": ()}),
+    (DescribeLabels(), {"epsilon": 0.0}),
+    (LabelsDescribed(feature=0, n_samples=0), {"feature": -2}),
+    (fitted(Role.GLOBAL), {"losses": {"private": [0.5] * 15}}),
+    (fitted(Role.GLOBAL), {"losses": {"king": LOSSES}}),
+    (FIT_WEIGHTS, {"pooled": ()}),
+    (FIT_WEIGHTS, {"shrinkage": 0.0}),
+    (FIT_WEIGHTS, {"calibration": {"private": {"temperature": 0.0, "kappa": 0.0}}}),
+    (weighed(POOLED), {"weights": ({"private": 1.5},)}),
+    (energies(1, 1), {"beta_losses": ((1.0, 1.0),)}),
+    (FIT_GATE, {"beta": -1.0}),
+    (FIT_GATE, {"pooled": {}}),
+    (INSTALL, {"kept_by": "a/b"}),
+    (INSTALL, {"fine_tune": {"sgd": {}, "checkpoints": (), "otherwise": 0}}),
+    (installed(Role.GLOBAL), {"roles": ()}),
+    (installed(Role.GLOBAL), {"max_abs_diff": -1.0}),
+    (FIT_MIXTURE, {"top": 0}),
+    (FIT_MIXTURE, {"temperature": 0.0}),
+    (FIT_POOL, {"pool": ()}),
+    (FIT_POOL, {"pool": (None,) * (MAX_POOL + 1)}),
+    (FIT_POOL, {"denoise": 1.0}),
+    (FIT_POOL, {"kept_by": None}),
+    (SHARE, {"clip": 0.0}),
+    (Routed(shares=(1.0,), n_samples=1), {"shares": (1.5,)}),
+    (INSTALL_BUNDLE, {"files": {"manifest.json": REF}}),
+    (INSTALL_BUNDLE, {"release": -1}),
+]
+
+
+def test_the_tables_cover_every_step() -> None:
+    assert {type(action) for action, _ in GOOD} == set(installed_steps().values())
+    checked = {type(action) for action, _, _ in BAD}
+    own = {kind for kind in installed_steps().values() if kind.check is not Action.check}
+    assert own == checked
+
+
+@pytest.mark.parametrize(("action", "result"), GOOD)
+def test_action_and_result_survive_the_wire_and_pass(action: Action, result: Result) -> None:
+    order = decode(encode(order_of(action)), Order)
+    assert read_action(order, installed_steps()) == action
+    report = decode(encode(report_of(order, result, 1.0)), Report)
+    assert read_result(report, action) == result
+    action.check(result, TASK)
+    assert action.passes(30, 40, 15) > 0
+
+
+@pytest.mark.parametrize(("action", "result", "name"), BAD)
+def test_what_the_action_did_not_ask_for_is_refused(action: Action, result: Result, name: str) -> None:
+    assert read_result(report_of(order_of(action), result, 1.0), action) == result
+    with pytest.raises(ProtocolError) as caught:
+        action.check(result, TASK)
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize(("value", "changes"), MALFORMED)
+def test_what_the_schema_refuses(value: Action | Result, changes: dict[str, Any]) -> None:
+    fields = msgspec.to_builtins(value)
+    assert msgspec.convert(fields, type(value)) == value
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(msgspec.to_builtins(fields | changes), type(value))
+
+
+# ------------------------------------------------------------------------------------- what travels and what stays
+
+
+def names(layout: Layout) -> list[str]:
+    return [info.name for info in layout.tensors]
+
+
+@pytest.mark.parametrize("personal", [(), HEAD, BASE, ("norm",)])
+def test_what_travels_and_what_stays_is_everything(personal: Selector) -> None:
+    uploads = Train(starts=(START,), sgd=Sgd(), personal=personal).uploads(trained(), LAYOUT)
+    kept = Train.kept(personal, LAYOUT)
+    assert uploads.keys() == {REF}
+    assert sorted([*names(uploads[REF]), *(names(kept) if kept else [])]) == sorted(names(LAYOUT))
+
+
+KEPT: list[tuple[str, Selector, list[str]]] = [
+    ("train", HEAD, ["out.w", "out.b"]),
+    ("train", ("norm",), ["mean"]),
+    ("train_ditto", (), ["in.w", "out.w", "out.b", "mean"]),
+    ("train_rod", (), ["out.w", "out.b"]),
+    ("train_dbe", (), ["offset"]),
+]
+
+
+@pytest.mark.parametrize(("step", "personal", "expected"), KEPT)
+def test_what_each_step_keeps_is_what_may_be_shared(step: str, personal: Selector, expected: list[str]) -> None:
+    assert names(kept_by(step, personal, LAYOUT)) == expected
+    uploads = SharePrivate(kept_by=step, personal=personal).uploads(PrivateShared(module=PLAIN), LAYOUT)
+    assert {ref: names(part) for ref, part in uploads.items()} == {PLAIN: expected}
+
+
+def test_the_offset_is_as_long_as_the_features() -> None:
+    (offset,) = TrainDbe.kept((), LAYOUT).tensors
+    assert offset.shape == (4,)
+
+
+@pytest.mark.parametrize("step", [ROD, DBE])
+def test_without_a_head_it_says_so(step: Train) -> None:
+    with pytest.raises(ConfigError, match="last layer"):
+        step.kept((), Layout(tensors=(TensorInfo(name="w", shape=(2, 2)),)))
+
+
+@pytest.mark.parametrize(("step", "personal"), [("train", ()), ("profile", HEAD), ("dance", HEAD)])
+def test_what_keeps_nothing_is_refused(step: str, personal: Selector) -> None:
+    with pytest.raises(ConfigError, match=f"step {step} keeps nothing"):
+        kept_by(step, personal, LAYOUT)
+
+
+def test_only_steps_that_the_device_knows_keep_something() -> None:
+    with pytest.raises(ConfigError):
+        kept_by("train", HEAD, LAYOUT, {})
+
+
+# -------------------------------------------------------------------------------------------------- what it costs
+
+
+def test_more_work_costs_more() -> None:
+    n = (30, 40, 15)
+    assert TRAIN.passes(*n) < msgspec.structs.replace(TRAIN, starts=(START, START)).passes(*n)
+    longer = msgspec.structs.replace(TRAIN, sgd=Sgd(steps=20), head_steps=3)
+    assert longer.passes(*n) - TRAIN.passes(*n) == 3 * 13 * 30
+    assert TRAIN.passes(*n) < min(DITTO.passes(*n), ROD.passes(*n))
+    tuned = Install(model=REF, method="m", fine_tune=FineTune(sgd=Sgd(), checkpoints=(10, 0), otherwise=5))
+    assert tuned.passes(*n) - INSTALL.passes(*n) == 3 * 10 * 32
+    assert Trial(global_model=REF, expert=REF).passes(*n) == 2 * 15
+    assert FIT_GATE.passes(*n) > FIT_WEIGHTS.passes(*n) == FIT_ENERGY.passes(*n)
+
+
+def test_two_steps_need_no_torch() -> None:
+    assert {name for name, step in installed_steps().items() if not step.TRAINS} == {"route", "install_bundle"}
