@@ -81,7 +81,8 @@ async def federation(folder: Path, broker: LocalBroker) -> None:
         agents[1].kill()
         await said(agents[0], "order_started")
         models = folder / "cam0" / "models"
-        while not list(models.glob("[!.]*")):  # noqa: ASYNC110 - another process writes it; then it imports torch
+        whole = "?" * 64  # a digest; then it imports torch
+        while not list(models.glob(whole)):  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.01)
         coordinator.kill()
         await said(agents[0], "order_done")
