@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deploy import load
-from edge_agent import evaluation, gate
+from edge_agent import evaluation, gate, private_model
 from edge_agent.device import Device
 from edge_agent.steps import fit_mixture
 from export.reference import gate_features
@@ -184,7 +184,7 @@ def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
     own, result, runtime = fitted(tmp_path, blobs, experts=2, alone="average")
     assert result.roles == (Role.EXPERT,)
-    mean = fit_mixture.averaged([own.model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
+    mean = private_model.mean_model([own.model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
     logits = evaluation.logits(own, mean, own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
