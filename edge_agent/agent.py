@@ -354,10 +354,10 @@ class Agent:
                     "order_done", order=report.order_id, result=str(report.outcome), seconds=round(report.seconds, 3)
                 )
                 self._send(self._measure())
-                if highest_release(self._home) != self._release:  # a new bundle
-                    self._send(self._status(Presence.ONLINE))
             case Publish(report):
                 self._send(report)
+                if highest_release(self._home) != self._release:  # after the report, or the order comes again
+                    self._send(self._status(Presence.ONLINE))
             case Acknowledge(ack):
                 self._outbox.acknowledge(ack, remember=MAX_ACKED)
                 self._say("report_acked", order=ack.order_id, accepted=ack.accepted, reason=ack.reason)

@@ -80,6 +80,7 @@ async def test_over_mqtt_with_agents_that_lack_the_step(
     summary = json.loads((federation.home / "summary.json").read_bytes())
     assert summary["selection"] == {"cam0": 2, "cam2": 2}
     assert summary["installed"].keys() == set(devices)
+    assert summary["refused"] == {}
     assert summary["problems"].keys() == {"cam1"}
     assert "does not know step train_pfedme" in summary["problems"]["cam1"]["reason"]
     assert not federation.rows("SELECT id FROM orders WHERE device_id = 'cam1' AND label = 'train'"), "it is not asked"
