@@ -12,9 +12,10 @@ statistics are means with weights s(tau); where nobody works any more a step is 
     export PYTHONPATH=examples
     fedge compare --hardware mixed --methods fedavg,methods.fedbuff:FedBuff
 
+    fedge sample --devices 12
     fedge coordinator --broker localhost:1883 --federation shop --home server --task digits --devices 12 \
         --method methods.fedbuff:FedBuff --option buffer_size=4
-    fedge agent --broker localhost:1883 --federation shop --id cam0 --home cam0 --task digits --data cam0.npz
+    fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data samples/cam1.npz
 """
 
 from __future__ import annotations

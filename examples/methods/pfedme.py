@@ -15,9 +15,10 @@ It brings a step of its own, which the owner of each device installs with --step
     export PYTHONPATH=examples
     fedge compare --alpha 0.1 --methods fedavg,methods.pfedme:PFedMe,methods.pfedme:PFedMe:bundle=global
 
+    fedge sample --devices 12
     fedge coordinator --broker localhost:1883 --federation shop --home server --task digits --devices 12 \
         --method methods.pfedme:PFedMe
-    fedge agent --broker localhost:1883 --federation shop --id cam0 --home cam0 --task digits --data cam0.npz \
+    fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data samples/cam1.npz \
         --steps methods.pfedme:TrainPFedMe
 """
 
