@@ -2,7 +2,7 @@
 
 Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, Algorithm 1.
 Devices train all the time, each from the model that was the newest when it was asked. An update that began tau steps
-ago counts s(tau) = 1 / sqrt(1 + tau) (section 5), and with K of them in the buffer the server steps:
+ago counts s(tau) = 1 / sqrt(1 + tau), and with K of them in the buffer the server steps:
 
     w <- w + eta_g / K * sum_i s(tau_i) Delta_i
 

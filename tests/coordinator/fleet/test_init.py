@@ -1,22 +1,38 @@
-"""Orders have an identity and a seed of their own, the same after a restart."""
+"""What all fleets have in common: orders, checks, and streams of answers, over MQTT also across a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from coordinator.fleet import order_for, require_sendable
+from coordinator.fleet import Answer, Fleet, order_for, require_sendable
+from coordinator.fleet.devices import Hardware
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.orders import OrderStatus
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
+from coordinator.store import Store
+from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Order, decode, encode
+from fedge.messages import BlobRef, Capabilities, Codec, Order, decode, encode
 from fedge.sgd import Sgd
-from fedge.step import Action
+from fedge.step import Action, Failed, Unsupported
 from fedge.steps.fit_mixture import FitMixture
 from fedge.steps.install import Install
-from fedge.steps.train import Start, Train
-from fedge.task import TaskSpec
+from fedge.steps.train import Start, Train, Trained
+from fedge.tensors import Layout, unflatten
+from tests.support.broker import settings
+from tests.support.device import LAYOUT, TASK, RawDevice, tensors
 from tests.support.simulation import digits
 
-TASK = TaskSpec(name="toy", classes=("a", "b"), input_shape=(2,), model="mlp")
 ACTION = Install(model=BlobRef(digest="0" * 64, size_bytes=8), method="fedavg")
 
 
@@ -75,3 +91,271 @@ async def test_an_option_beyond_what_a_message_can_hold_ends_a_run_and_says_so(t
     with pytest.raises(ConfigError, match="learning_rate"):
         await method.round(method.init(layout, first), fleet)
     assert fleet.bytes_down == 0
+
+
+# -------------------------------------------------------------------------------------------------------- streams
+
+DEVICES = ("d00", "d01", "d02")
+WAIT_S = 30.0
+Turn = tuple[str, int]
+"""A device, and the round of the order that it answers."""
+Begin = Callable[[int], Awaitable[None]]
+
+
+class Devices:
+    """A fleet over MQTT whose devices answer in the order of a script, each after the verdict on the one before."""
+
+    def __init__(self, broker: LocalBroker, home: Path, stack: AsyncExitStack) -> None:
+        self.store = stack.enter_context(contextlib.closing(Store(home / "server")))
+        self._broker, self._home, self._stack, self._fleet = broker, home, stack, AsyncExitStack()
+        stack.push_async_callback(self._fleet.aclose)
+        self.devices: dict[str, RawDevice] = {}
+
+    async def fleet(self, *, deadline_s: float = WAIT_S) -> MqttFleet:
+        """A coordinator's, of this store: the first, or one after a restart, which ends the one before."""
+        await self._fleet.aclose()
+        fleet = MqttFleet(
+            settings(self._broker),
+            self.store,
+            federation="f",
+            run="r",
+            task=TASK,
+            layout=LAYOUT,
+            seed=3,
+            deadline_s=deadline_s,
+            observe=lambda event, fields: None,
+        )
+        await self._fleet.enter_async_context(fleet)
+        for i in DEVICES:
+            if i not in self.devices:
+                device = RawDevice(self._broker, i, self._home)
+                self.devices[i] = await self._stack.enter_async_context(device)
+        return fleet
+
+    def answering(self, script: Sequence[Turn]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._answer(script))
+
+    async def _answer(self, script: Sequence[Turn]) -> None:
+        for number, (i, round_number) in enumerate(script):
+            device, order_id = self.devices[i], f"r.{round_number}.s.{i}"
+            await until(lambda device=device, order_id=order_id: any(o.id == order_id for o in device.orders))
+            order = next(o for o in device.orders if o.id == order_id)
+            await device.report(order, device.trained(float(number)))
+            await device.ack(order_id)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def mqtt(one_broker: LocalBroker, tmp_path: Path, stack: AsyncExitStack) -> Devices:
+    return Devices(one_broker, tmp_path, stack)
+
+
+async def simulated(home: Path) -> tuple[SimulatedFleet, Layout, Train, Begin]:
+    """Orders take 1, 5 and 9 seconds."""
+    digital, layout, first, _ = digits(home, n=3, limit=120)
+    hardware = {i: Hardware(latency_s=1.0 + 4 * k) for k, i in enumerate(DEVICES)}
+    fleet = SimulatedFleet(digital.task, layout, digital.workers, seed=0, hardware=hardware)
+    model = fleet.put(unflatten(digital.get(first, layout), layout))
+
+    async def begin(number: int) -> None:
+        fleet.round = number
+
+    return fleet, layout, Train(starts=(Start(model=model),), sgd=Sgd(), codec=Codec.FLOAT32, measure=False), begin
+
+
+async def over_mqtt(mqtt: Devices) -> tuple[MqttFleet, Layout, Train, Begin]:
+    fleet = await mqtt.fleet()
+
+    async def begin(number: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await fleet.begin(number, len(DEVICES))
+
+    return fleet, LAYOUT, train(fleet), begin
+
+
+def train(fleet: MqttFleet) -> Train:
+    return Train(starts=(Start(model=fleet.put(tensors(1.0))),), sgd=Sgd(), measure=False)
+
+
+async def who_leaves_the_loop_leaves_the_others_open(fleet: Fleet, layout: Layout, action: Train, begin: Begin) -> None:
+    """What every fleet does."""
+    await begin(1)
+    assert fleet.busy() == frozenset()
+    async for answer in fleet.stream("s", dict.fromkeys(DEVICES, action)):
+        assert (answer.device_id, answer.round) == ("d00", 1)
+        break
+    assert fleet.busy() == {"d01", "d02"}
+    await begin(2)
+    heard = []
+    async for answer in fleet.stream("s", {"d00": action}):
+        assert isinstance(answer.result, Trained)
+        assert np.isfinite(fleet.get(answer.result.update, layout).params).all()
+        heard.append((answer.device_id, answer.round))
+    assert heard == [("d00", 2), ("d01", 1), ("d02", 1)]
+    assert fleet.busy() == frozenset()
+
+
+async def test_leaving_the_loop_in_simulation(tmp_path: Path) -> None:
+    fleet, *others = await simulated(tmp_path)
+    await who_leaves_the_loop_leaves_the_others_open(fleet, *others)
+    assert fleet.seconds == 9.0
+
+
+async def test_leaving_the_loop_over_mqtt(mqtt: Devices) -> None:
+    fleet, *others = await over_mqtt(mqtt)
+    answering = mqtt.answering([("d00", 1), ("d00", 2), ("d01", 1), ("d02", 1)])
+    await who_leaves_the_loop_leaves_the_others_open(fleet, *others)
+    await answering
+
+
+async def test_simulated_time_goes_on_to_the_answer_and_is_the_same_each_time(tmp_path: Path) -> None:
+    times = []
+    for number in range(2):
+        fleet, _, action, _ = await simulated(tmp_path / str(number))
+        times.append([(a.device_id, fleet.seconds) async for a in fleet.stream("s", dict.fromkeys(DEVICES, action))])
+    assert times == [[("d00", 1.0), ("d01", 5.0), ("d02", 9.0)]] * 2
+
+
+async def test_a_simulated_order_that_is_dropped_ends_at_the_deadline(tmp_path: Path) -> None:
+    digital, layout, first, _ = digits(tmp_path, n=2, limit=80)
+    hardware = {"d00": Hardware(drops=1.0), "d01": Hardware(latency_s=2.0)}
+    fleet = SimulatedFleet(digital.task, layout, digital.workers, seed=0, hardware=hardware, deadline_s=10.0)
+    model = fleet.put(unflatten(digital.get(first, layout), layout))
+    action = Train(starts=(Start(model=model),), sgd=Sgd(), measure=False)
+    heard = [
+        (a.device_id, a.result is None, fleet.seconds) async for a in fleet.stream("s", {"d00": action, "d01": action})
+    ]
+    assert heard == [("d01", False, 2.0), ("d00", True, 10.0)]
+
+
+async def test_a_busy_simulated_device_does_what_it_is_asked_afterwards(tmp_path: Path) -> None:
+    fleet, _, action, begin = await simulated(tmp_path)
+    async for _ in fleet.stream("s", dict.fromkeys(DEVICES, action)):
+        break
+    await begin(2)
+    assert (await fleet.run("t", {"d02": action}))["d02"].seconds == 9.0
+    assert fleet.seconds == 18.0
+
+
+async def test_what_was_not_handed_out_outlives_the_round(tmp_path: Path) -> None:
+    fleet, layout, action, begin = await simulated(tmp_path)
+    async for _ in fleet.stream("s", dict.fromkeys(DEVICES, action)):
+        break
+    fleet.keep_only(fleet.needed())
+    await begin(2)
+    rest = [answer.result async for answer in fleet.stream("s", {})]
+    assert all(np.isfinite(fleet.get(result.update, layout).params).all() for result in rest)
+
+
+# ------------------------------------------------------------------------------------------------------ over MQTT
+
+
+async def test_after_a_restart_the_same_answers_come_in_the_same_order(mqtt: Devices) -> None:
+    """d02 and d00 are handed out in round 1, then the coordinator dies; d01 is accepted after it."""
+    fleet, _, action, begin = await over_mqtt(mqtt)
+    await begin(1)
+    answering = mqtt.answering([("d02", 1), ("d00", 1)])
+    before: list[Answer] = []
+    async for answer in fleet.stream("s", dict.fromkeys(DEVICES, action)):
+        before.append(answer)
+        if len(before) == 2:
+            break
+    await answering
+    assert [answer.device_id for answer in before] == ["d02", "d00"]
+
+    again = await mqtt.fleet()
+    await again.begin(1, 1)
+    assert again.busy() == frozenset()
+    answering = mqtt.answering([("d01", 1)])
+    after = [answer async for answer in again.stream("s", dict.fromkeys(DEVICES, action))]
+    await answering
+    assert [answer.device_id for answer in after] == ["d02", "d00", "d01"]
+    assert after[:2] == before
+
+
+async def test_what_was_accepted_and_not_handed_out_comes_first_in_the_next_round(mqtt: Devices) -> None:
+    """Also after a restart between the rounds, and after the folder was tidied up."""
+    fleet, _, action, begin = await over_mqtt(mqtt)
+    await begin(1)
+    answering = mqtt.answering([("d02", 1), ("d01", 1)])
+    async for _ in fleet.stream("s", dict.fromkeys(DEVICES, action)):
+        break
+    await answering  # d01 is accepted, and nobody listens
+    mqtt.store.commit_round(1, b"state", 0.0, {})
+    mqtt.store.keep_only(fleet.needed())
+
+    again = await mqtt.fleet()
+    await again.begin(2, 1)
+    assert again.busy() == {"d00", "d01"}
+    mqtt.store.keep_only(again.needed())
+    answering = mqtt.answering([("d00", 1)])
+    heard = [answer async for answer in again.stream("s", {})]
+    await answering
+    assert [(answer.device_id, answer.round) for answer in heard] == [("d01", 1), ("d00", 1)]
+    assert again.get(heard[0].result.update, LAYOUT).params.tolist() == [1.0] * 6
+    assert [row[0] for row in mqtt.store._db.execute("SELECT handed FROM orders ORDER BY arrival")] == [1, 2, 2]
+
+
+async def test_a_step_between_two_streams_disturbs_nothing(mqtt: Devices) -> None:
+    fleet, _, action, begin = await over_mqtt(mqtt)
+    await begin(1)
+    answering = mqtt.answering([("d00", 1)])
+    async for _ in fleet.stream("s", {"d00": action, "d01": action}):
+        break
+    await answering
+    answering = mqtt.answering([("d01", 1)])  # while the step is under way
+
+    async def fail() -> None:
+        order = await mqtt.devices["d02"].order("t")
+        await answering
+        await mqtt.devices["d02"].report(order, Failed(reason="no"))
+
+    failing = asyncio.create_task(fail())
+    assert (await fleet.run("t", {"d02": action}))["d02"].result == Failed(reason="no")
+    await failing
+    assert [answer.device_id async for answer in fleet.stream("u", {})] == ["d01"]
+
+
+async def test_an_order_that_nobody_answers_expires_and_the_stream_ends(mqtt: Devices) -> None:
+    fleet = await mqtt.fleet(deadline_s=1.0)
+    await fleet.begin(1, len(DEVICES))
+    heard = [(a.device_id, a.result) async for a in fleet.stream("s", dict.fromkeys(DEVICES, train(fleet)))]
+    assert sorted(heard) == [(i, None) for i in DEVICES]
+
+
+async def test_at_the_end_of_the_run_open_orders_expire(mqtt: Devices) -> None:
+    fleet, _, action, begin = await over_mqtt(mqtt)
+    await begin(1)
+    answering = mqtt.answering([("d00", 1)])
+    async for _ in fleet.stream("s", dict.fromkeys(DEVICES, action)):
+        break
+    await answering
+    fleet.end_streams()
+    assert fleet.busy() == frozenset()
+    found = {entry.order.device_id: (entry.status, entry.reason) for entry in mqtt.store.entries(1)}
+    late = (OrderStatus.EXPIRED, "the run ended before the report came")
+    assert found == {"d00": (OrderStatus.ACCEPTED, ""), "d01": late, "d02": late}
+
+
+async def test_who_does_not_know_the_step_answers_first_and_is_not_asked(mqtt: Devices) -> None:
+    fleet, _, action, begin = await over_mqtt(mqtt)
+    await mqtt.devices["d01"].appear(capabilities=Capabilities(trains=True, steps={"profile": 1}))
+    await until(lambda: any(device.steps for device in fleet.registry.online()))
+    await begin(1)
+    answering = mqtt.answering([("d00", 1)])
+    heard = [answer async for answer in fleet.stream("s", {"d00": action, "d01": action})]
+    await answering
+    assert [answer.device_id for answer in heard] == ["d01", "d00"]
+    assert isinstance(heard[0].result, Unsupported)
+    assert not mqtt.devices["d01"].orders
