@@ -120,10 +120,39 @@ def test_only_named_tensors_are_kept(store: Store) -> None:
     kept, gone = store.blobs.put(b"kept"), store.blobs.put(b"gone")
     partial = store.blobs.path(gone).with_name(f"{'1' * 64}.part")
     partial.write_bytes(b"of a device that was too late")
-    store.keep_only({kept})
+    coming = partial.with_name(f"{'2' * 64}.part")
+    coming.write_bytes(b"of an answer to a streamed order")
+    store.keep_only({kept, "2" * 64})
+    assert coming.exists()
     assert kept in store.blobs
     assert gone not in store.blobs
     assert not partial.exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- streams
+
+
+def test_streamed_orders_come_as_they_were_closed_until_a_round_has_had_them(store: Store) -> None:
+    store.write_orders([order("a"), order("b"), order("c")], streamed=True)
+    store.write_orders([order("a", label="t")])  # of a step, which is no stream
+    store.expire("r.1.s.c", now=2.0)
+    store.accept(report("a"), now=3.0)
+
+    def seen(number: int) -> list[str]:
+        return [entry.order.device_id for entry in store.streamed(number)]
+
+    assert seen(1) == ["c", "a", "b"]
+    store.hand_out("r.1.s.c", 1)
+    assert (seen(1), seen(2)) == (["c", "a", "b"], ["a", "b"])
+    store.begin_round(2, [], now=4.0)
+    store.hand_out("r.1.s.c", 2)  # had it in round 1
+    store.hand_out("r.1.s.a", 2)
+    assert (seen(1), seen(2), seen(3)) == (["c", "b"], ["a", "b"], ["b"])
+    store.end_streams(now=5.0)
+    assert [entry.status for entry in store.streamed(3)] == ["expired"]
+    entry = store.entry("r.1.t.a")
+    assert entry is not None
+    assert entry.status == "open"
 
 
 # ------------------------------------------------------------------------------------------------------ two and none

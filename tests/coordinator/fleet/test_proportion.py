@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.fleet import Answer, proportion
-from coordinator.fleet.proportion import FACTOR
+from coordinator.fleet.proportion import FACTOR, OneByOne
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.batched import execute
@@ -20,8 +20,9 @@ from fedge.codec import Norms
 from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
 from fedge.step import Declined
-from fedge.steps.train import Trained
+from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Model, digest_of, unflatten
+from tests.support.device import LAYOUT
 from tests.support.simulation import digits
 
 REF = BlobRef(digest="0" * 64, size_bytes=1)
@@ -75,6 +76,24 @@ def test_two_say_nothing_of_each_other_but_nonsense_is_nonsense() -> None:
     assert in_proportion(two, norms(1e-6, 1e6)) == (two, {})
     assert list(in_proportion(two, norms(1.0, 1e30))[1]) == ["d1"]
     assert in_proportion({}, {}) == ({}, {})
+
+
+def test_one_by_one_each_is_measured_against_those_before_it() -> None:
+    """The fourth is refused, and is no measure for the fifth."""
+    values = iter((1.0, 2.0, 3.0, 500.0, 4.0))
+    refs = [BlobRef(digest=str(k) * 64, size_bytes=1) for k in range(6)]
+    known = {ref: (value, 0.0) for ref, value in zip(refs, values, strict=False)} | {refs[5]: (1.0, 0.0)}
+    guard = OneByOne(LAYOUT, lambda ref, _: known[ref])
+    action = Train(starts=(Start(model=refs[5]),), sgd=Sgd())
+    found = [
+        guard.believed(str(k), Answer("d", Trained(update=ref, n_samples=n)), action)
+        for k, (ref, n) in enumerate(zip(refs, (5, 5, 5, 5, 10_000), strict=False))
+    ]
+    assert [answer.result is not None for answer, _ in found] == [True, True, True, False, True]
+    assert [error and error.name for _, error in found] == [None, None, None, "out-of-proportion", None]
+    last = found[4][0].result
+    assert isinstance(last, Trained)
+    assert last.n_samples == 500, "a claim counts as a hundred medians"
 
 
 def test_updates_of_zero_and_other_answers_are_no_measure() -> None:
