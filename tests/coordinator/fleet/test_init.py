@@ -111,7 +111,7 @@ class Devices:
         stack.push_async_callback(self._fleet.aclose)
         self.devices: dict[str, RawDevice] = {}
 
-    async def fleet(self, *, deadline_s: float = WAIT_S) -> MqttFleet:
+    async def fleet(self, *, deadline_s: float = WAIT_S, steps: Sequence[type[Action]] = ()) -> MqttFleet:
         """A coordinator's, of this store: the first, or one after a restart, which ends the one before."""
         await self._fleet.aclose()
         fleet = MqttFleet(
@@ -123,6 +123,7 @@ class Devices:
             layout=LAYOUT,
             seed=3,
             deadline_s=deadline_s,
+            steps=steps,
             observe=lambda event, fields: None,
         )
         await self._fleet.enter_async_context(fleet)
@@ -305,6 +306,32 @@ async def test_what_was_accepted_and_not_handed_out_comes_first_in_the_next_roun
     assert [(answer.device_id, answer.round) for answer in heard] == [("d01", 1), ("d00", 1)]
     assert again.get(heard[0].result.update, LAYOUT).params.tolist() == [1.0] * 6
     assert [row[0] for row in mqtt.store._db.execute("SELECT handed FROM orders ORDER BY arrival")] == [1, 2, 2]
+
+
+class OwnTrain(Train, frozen=True, kw_only=True):
+    """A step that no entry point names."""
+
+    STEP = "own_train"
+
+
+async def test_an_open_order_of_a_methods_own_step_is_gone_on_with_after_a_restart(mqtt: Devices) -> None:
+    fleet = await mqtt.fleet(steps=(OwnTrain,))
+    await fleet.begin(1, len(DEVICES))
+    action = OwnTrain(starts=(Start(model=fleet.put(tensors(1.0))),), sgd=Sgd(), measure=False)
+    answering = mqtt.answering([("d00", 1)])
+    async for _ in fleet.stream("s", {"d00": action, "d01": action}):
+        break
+    await answering
+    mqtt.store.commit_round(1, b"state", 0.0, {})
+
+    without = await mqtt.fleet()
+    with pytest.raises(ConfigError, match="own_train"):
+        await without.begin(2, 1)
+    again = await mqtt.fleet(steps=(OwnTrain,))
+    await again.begin(2, 1)
+    answering = mqtt.answering([("d01", 1)])
+    assert [answer.device_id async for answer in again.stream("s", {})] == ["d01"]
+    await answering
 
 
 async def test_a_step_between_two_streams_disturbs_nothing(mqtt: Devices) -> None:
