@@ -65,6 +65,12 @@ def test_a_damaged_bundle_is_refused_and_nothing_written(home, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cam1"]
 
 
+def test_an_older_one_that_is_damaged_does_not_keep_the_newest_from_being_packed(home, tmp_path):
+    (home / "bundles" / "9" / SKELETON).unlink()
+    run(home, "--out", tmp_path / "out")
+    assert deploy.load(tmp_path / "out").manifest.release == 10
+
+
 def test_unfinished_bundles_are_not_looked_at(home):
     (home / "bundles" / ".unfinished-x").mkdir()
     (home / "bundles" / ".unfinished-x" / MANIFEST).write_text("{}")
