@@ -35,6 +35,7 @@ class Registry:
         self._fingerprint = task_fingerprint
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
+        self._mismatched: set[str] = set()  # devices of another task
         self._drifting: dict[str, str] = {}  # device -> digest of the bundle that drifts
         self._changed = asyncio.Event()
 
@@ -50,9 +51,14 @@ class Registry:
         if status.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {status.device_id}")
         if status.presence is Presence.ONLINE and status.task_fingerprint != self._fingerprint:
+            if len(self._mismatched) < MAX_DEVICES:
+                self._mismatched.add(topic_id)
             raise ProtocolError(
-                "task-mismatch", f"{topic_id} has task {status.task_fingerprint}, we have {self._fingerprint}"
+                "task-mismatch",
+                f"{topic_id} has task {status.task_fingerprint}, we have {self._fingerprint}: classes, input, network "
+                "or preprocessing differ; give the agent the task.json of the coordinator's home",
             )
+        self._mismatched.discard(topic_id)
         before = self._known.get(topic_id)
         if before is None and len(self._known) >= MAX_DEVICES:
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
@@ -73,6 +79,8 @@ class Registry:
         """
         if context.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {context.device_id}")
+        if topic_id in self._mismatched:  # said when its status came
+            return
         if topic_id not in self._known:
             raise ProtocolError("unknown-device", f"{topic_id} has shown no status yet")
         self._known[topic_id].context = context

@@ -124,12 +124,13 @@ def start(
     Raises:
         ConfigError: the folder belongs to a federation with other settings.
     """
-    identity = json.dumps(
-        [settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds, dict(options)],
-        sort_keys=True,
-    )
+    names = ("federation", "method", "task", "seed", "rounds", "options")
+    values = [settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds, dict(options)]
+    identity = json.dumps(values, sort_keys=True)
     if (kept := store.remember("identity", identity)) != identity:
-        raise ConfigError(f"{settings.home} holds another federation: {kept}, not {identity}; use another --home")
+        before = zip(names, json.loads(kept), json.loads(identity), strict=True)
+        told = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
+        raise ConfigError(f"{settings.home} holds another federation ({told}): use another --home")
     write_task(task, settings.home / "task.json")
     known = store.recall("start")
     if known is None:

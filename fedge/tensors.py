@@ -49,9 +49,12 @@ Tensors = dict[str, NDArray[np.generic]]
 
 
 Selector = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=200)], ...], Meta(max_length=64)]
-"""Some tensors of a network, by kind of layer ("head", "norm", "conv", "linear") or by name ("features.*").
+"""Some tensors of a network, by kind of layer or by name, such as ("norm",) or ("features.*", "!features.0.*").
 
-A pattern that begins with "!" leaves tensors out; with such patterns alone, all others are meant. (): none."""
+A kind means all tensors of such layers: weights, running statistics and counters. "head" is the last linear
+layer; "norm" are BatchNorm, InstanceNorm, LayerNorm and GroupNorm; "conv", "linear" are torch's layers of that kind. Other
+layers go by the names of their tensors. A pattern that begins with "!" leaves tensors out; with such patterns alone, all
+others are meant. (): none."""
 HEAD: Final[Selector] = ("head",)
 BASE: Final[Selector] = ("!head",)
 
@@ -95,6 +98,8 @@ class Layout(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: a pattern means nothing of this network.
         """
+        if isinstance(selector, str):
+            raise ConfigError(f"a selector is a tuple: write ({selector!r},)")
         for pattern in {p.removeprefix("!") for p in selector}:
             if not any(t.matches(pattern) for t in self.tensors):
                 raise ConfigError(_missing(pattern))
@@ -148,7 +153,10 @@ def _missing(pattern: str) -> str:
             "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
             "output the logits; change the network, or choose a method that keeps no part of it, such as fedavg"
         )
-    return f"the network has no layer {pattern!r}: a selector takes head, norm, conv, linear, or names such as layer1.*"
+    return (
+        f"the network has no layer {pattern!r}: a selector takes head, norm, conv, linear, or names such as layer1.*; "
+        "for another network give --model package.module:factory"
+    )
 
 
 def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:

@@ -15,7 +15,7 @@ TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A package with the method, on the path."""
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
     (tmp_path / "my_methods").mkdir()
     (tmp_path / "my_methods" / "median.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -131,8 +131,8 @@ NO_DATA: Final = Server()
 class Method(Generic[S]):
     """One way to learn: the server half, over the steps that it composes.
 
-    A method of your own says its `name`, its `Options` if it has any, its `State`, and `round`. By default R rounds of
-    training are followed by one in which every device installs what it is served.
+    A method of your own says its `name`, its `Options` if it has any, and three functions: `init`, `round`, `serves`.
+    By default R rounds of training are followed by one in which every device installs what it is served.
     """
 
     name: ClassVar[str]
@@ -218,6 +218,8 @@ def method_class(name: str) -> type[Method[Any]]:
     kind = load_object(base) if ":" in base else known[base].load()
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(f"{base} is no method: it must be a subclass of coordinator.methods.Method")
+    if missing := [name for name in ("init", "round", "serves") if getattr(kind, name) is getattr(Method, name)]:
+        raise ConfigError(f"{base} lacks {', '.join(missing)}: every method says what these do")
     return kind
 
 
