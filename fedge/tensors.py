@@ -51,10 +51,10 @@ Tensors = dict[str, NDArray[np.generic]]
 Selector = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=200)], ...], Meta(max_length=64)]
 """Some tensors of a network, by kind of layer or by name, such as ("norm",) or ("features.*", "!features.0.*").
 
-A kind means all tensors of such layers: weights, running statistics and counters. "head" is the last linear
-layer; "norm" are BatchNorm, InstanceNorm, LayerNorm and GroupNorm; "conv", "linear" are torch's layers of that kind. Other
-layers go by the names of their tensors. A pattern that begins with "!" leaves tensors out; with such patterns alone, all
-others are meant. (): none."""
+A kind means all tensors of such layers: weights, running statistics and counters. "head" is the last linear layer;
+"norm" are BatchNorm, InstanceNorm, LayerNorm and GroupNorm; "conv" and "linear" are torch's layers of these kinds.
+Other layers go by the names of their tensors. A pattern that begins with "!" leaves tensors out; with such patterns
+alone, all others are meant. (): none."""
 HEAD: Final[Selector] = ("head",)
 BASE: Final[Selector] = ("!head",)
 

@@ -36,7 +36,7 @@ from coordinator.fleet.orders import (
 )
 from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
-from coordinator.fleet.proportion import OneByOne, without_outliers
+from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.registry import MAX_DEVICES, Registry
 from coordinator.store import EXPIRED, Entry, Store
 from fedge import codec
@@ -289,7 +289,7 @@ class MqttFleet:
             self._learn(i, actions[i], answer)
             del self._actions[entries[i].order.id]
         answers = dict(sorted((found | unsupported).items()))
-        answers, refused = await asyncio.to_thread(without_outliers, answers, actions, self._layout, self._norms_of)
+        answers, refused = await asyncio.to_thread(within_limits, answers, actions, self._layout, self._norms_of)
         self._norms.clear()
         for device, error in refused.items():
             self._refuse(error, self._topics.agent(device, "reports"), device)

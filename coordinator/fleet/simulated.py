@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
-from coordinator.fleet.proportion import OneByOne, without_outliers
+from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.methods import Method, S
 from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
@@ -151,7 +151,7 @@ class SimulatedFleet:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         answers = self._carried_out(label, actions)
         waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
-        answers, refused = without_outliers(answers, actions, self._layout, self._norms)
+        answers, refused = within_limits(answers, actions, self._layout, self._norms)
         for i, error in refused.items():
             log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
         self.seconds += max((waits.get(i, 0.0) + answer.seconds for i, answer in answers.items()), default=0.0)

@@ -24,7 +24,7 @@ from fedge.models import initial
 from fedge.models.training import torch_device
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, set_apart, share_data
-from fedge.tasks.dealing import Milder
+from fedge.tasks.partitioners import Milder
 from fedge.tensors import Layout, Model, unflatten
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]

@@ -8,7 +8,7 @@ import msgspec
 
 from coordinator.simulation.settings import Dealing, Groups, Partition
 from fedge.tasks import Pool, Share, partition, pool, set_apart
-from fedge.tasks.dealing import Milder
+from fedge.tasks.partitioners import Milder
 
 
 def samples_of(dealing: Dealing, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:

@@ -1,6 +1,6 @@
 """Deals the samples of a set out to simulated devices, and splits each device's into training, validation and test.
 
-Who gets what: `fedge.tasks.dealing`. A device's test samples are a part of its own, so they follow its distribution.
+Who gets what: `fedge.tasks.partitioners`. A device's test samples are a part of its own, of its own distribution.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import arrays, dealing, images
+from fedge.tasks import arrays, images, partitioners
 from fedge.tasks.data import DeviceData
-from fedge.tasks.dealing import FEWEST, FEWEST_BLOCKS, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
+from fedge.tasks.partitioners import FEWEST, FEWEST_BLOCKS, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
 from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
@@ -85,7 +85,7 @@ def partition(
         groups: see above.
         shards: >= 1.
         iid_share: in [0, 1].
-        sizes: quantity skew (`dealing.relative_sizes`), for dirichlet, groups and iid.
+        sizes: quantity skew (`partitioners.relative_sizes`), for dirichlet, groups and iid.
         size_spread: its strength, in [0, 5].
         marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
         min_samples: of a device, >= 4; fewer than 20 give most of them one to three test samples.
@@ -114,17 +114,17 @@ def partition(
     if how == "natural":
         if pool.user is None:
             raise ConfigError(f"the samples of {pool.spec.name} do not say which person they come from")
-        owners = dealing.by_user(pool.user, n_devices, rng, least=min_samples)
+        owners = partitioners.by_user(pool.user, n_devices, rng, least=min_samples)
         _require_blocks(units, owners, n_devices)
     else:
-        weights = dealing.relative_sizes(n_devices, sizes, size_spread, rng)
+        weights = partitioners.relative_sizes(n_devices, sizes, size_spread, rng)
         if how == "shards":
-            dealt = dealing.shards(units, n_devices, shards, iid_share, rng, milder, least=min_samples)
+            dealt = partitioners.shards(units, n_devices, shards, iid_share, rng, milder, least=min_samples)
         elif how == "iid":
-            dealt = dealing.evenly(units, weights, rng, milder, least=min_samples)
+            dealt = partitioners.evenly(units, weights, rng, milder, least=min_samples)
         else:
             portions = _portions(group_of, weights, pool.spec.n_classes, groups)
-            dealt = dealing.by_label(units, portions, group_of, weights, alpha, rng, milder, least=min_samples)
+            dealt = partitioners.by_label(units, portions, group_of, weights, alpha, rng, milder, least=min_samples)
         owners = dealt[units.of_sample]
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
     dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]

@@ -469,7 +469,7 @@ async def test_an_update_out_of_all_proportion_is_no_answer_also_after_a_restart
         assert (await device.ack(f"r.1.train.{device.id}")).accepted
     answers = await running
     assert [a.result and a.result.n_samples for a in answers.values()] == [None, 5, 500]
-    assert fleet.take_counts()["refused.out-of-proportion"] == 1
+    assert fleet.take_counts()["refused.update-too-large"] == 1
     assert await fleet.run("train", actions) == answers  # all of it is in the store
 
 

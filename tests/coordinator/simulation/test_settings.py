@@ -19,7 +19,7 @@ from coordinator.simulation.settings import (
 from fedge.config import describe
 from fedge.errors import ConfigError
 from fedge.sgd import Sgd
-from fedge.tasks import dealing, partition
+from fedge.tasks import partition, partitioners
 
 
 def test_the_method_is_told_budget_and_options() -> None:
@@ -65,7 +65,7 @@ def test_choices_are_those_of_the_partition() -> None:
     hints = get_type_hints(partition)
     assert {p.value for p in Partition} == set(get_args(hints["how"]))
     assert {g.value for g in Groups} == set(get_args(hints["groups"]))
-    assert {s.value for s in Sizes} == set(get_args(dealing.Sizes))
+    assert {s.value for s in Sizes} == set(get_args(partitioners.Sizes))
 
 
 def test_a_demo_shares_all_but_what_is_simulated() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, task_spec, write_share
-from fedge.tasks.dealing import Milder, Sizes
 from fedge.tasks.partition import MIN_SAMPLES, How
+from fedge.tasks.partitioners import Milder, Sizes
 
 
 def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:

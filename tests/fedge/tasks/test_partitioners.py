@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedge.errors import ConfigError
-from fedge.tasks.dealing import (
+from fedge.tasks.partitioners import (
     MIN_SAMPLES,
     Units,
     by_label,

@@ -34,7 +34,7 @@ HUGE: Final = 1e15
 """Norm from which on a network of float32 numbers computes nothing any more, whatever the others have sent."""
 
 
-def in_proportion(
+def limited(
     answers: Mapping[str, Answer], norms: Mapping[str, Norms], norms_of_start: Callable[[str], Norms]
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
     """The answers of a step without what is out of all proportion, and why that was refused.
@@ -49,7 +49,7 @@ def in_proportion(
         norms_of_start: of the model that a device trained; asked for those that are above the median's limit.
 
     Returns:
-        The answers, those refused without result; `out-of-proportion` for each that was refused.
+        The answers, those refused without result; `update-too-large` for each that was refused.
     """
     usual = [_limit([norm[part] for norm in norms.values()]) for part in range(2)]
     most = _limit([a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)])
@@ -64,20 +64,20 @@ def in_proportion(
             limits = [min(max(pair), HUGE) for pair in zip(usual, own, strict=True)]
         if _beyond(norms[i], limits):
             detail = "norms {:.3g}, {:.3g} of parameters and buffers; at most {:.3g}, {:.3g} are believed"
-            refused[i] = ProtocolError("out-of-proportion", detail.format(*norms[i], *limits))
+            refused[i] = ProtocolError("update-too-large", detail.format(*norms[i], *limits))
             kept[i] = replace(answer, result=None)
         elif result.n_samples > most:
             kept[i] = replace(answer, result=msgspec.structs.replace(result, n_samples=int(most)))
     return kept, refused
 
 
-def without_outliers(
+def within_limits(
     answers: Mapping[str, Answer],
     actions: Mapping[str, Action],
     layout: Layout,
     norms_of: Callable[[BlobRef, Layout], Norms],
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
-    """`in_proportion` for a fleet, which knows the norms of the updates of a model of this layout."""
+    """`limited` for a fleet, which knows the norms of the updates of a model of this layout."""
 
     def norms_of_start(i: str) -> Norms:
         action = actions[i]
@@ -90,11 +90,11 @@ def without_outliers(
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
-    return in_proportion(answers, norms, norms_of_start)
+    return limited(answers, norms, norms_of_start)
 
 
 class OneByOne:
-    """`without_outliers` for answers that come one after the other: each is measured against those before it.
+    """`within_limits` for answers that come one after the other: each is measured against those before it.
 
     Until three have come there is no median: an update then counts unless its norm is above 1e15.
     """
@@ -108,7 +108,7 @@ class OneByOne:
     def believed(self, order_id: str, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None]:
         """The answer, and why it was refused if it was; what is refused is no measure for others."""
         answers, actions = self._answers | {order_id: answer}, self._actions | {order_id: action}
-        kept, refused = without_outliers(answers, actions, self._layout, self._norms_of)
+        kept, refused = within_limits(answers, actions, self._layout, self._norms_of)
         if order_id not in refused:
             self._answers, self._actions = answers, actions
         return kept[order_id], refused.get(order_id)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fleet import Answer, proportion
-from coordinator.fleet.proportion import FACTOR, OneByOne
+from coordinator.fleet import Answer, update_norms
+from coordinator.fleet.update_norms import FACTOR, OneByOne
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.batched import execute
@@ -36,17 +36,17 @@ def norms(*values: float, buffers: float = 0.0) -> dict[str, Norms]:
     return {f"d{k}": (value, buffers) for k, value in enumerate(values)}
 
 
-def in_proportion(told: dict[str, Answer], measured: dict[str, Norms], start: Norms = (0.0, 0.0)):
-    return proportion.in_proportion(told, measured, lambda _: start)
+def limited(told: dict[str, Answer], measured: dict[str, Norms], start: Norms = (0.0, 0.0)):
+    return update_norms.limited(told, measured, lambda _: start)
 
 
 def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> None:
-    found, refused = in_proportion(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 100 * 2.5))
+    found, refused = limited(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 100 * 2.5))
     assert not refused  # the bound itself is believed
-    found, refused = in_proportion(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 251.0))
+    found, refused = limited(answers(5, 5, 5, 5), norms(1.0, 2.0, 3.0, 251.0))
     assert found == answers(5, 5, 5, 5) | {"d3": Answer("d3", None, 2.0)}
     assert list(refused) == ["d3"]
-    assert refused["d3"].name == "out-of-proportion"
+    assert refused["d3"].name == "update-too-large"
     assert "norms 251, 0" in str(refused["d3"])
     assert "at most 250" in str(refused["d3"])
 
@@ -54,28 +54,28 @@ def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> Non
 def test_the_first_updates_of_a_cluster_are_believed_beside_those_of_one_with_nothing_left_to_learn() -> None:
     """FedEPC's clusters, a quarter of 20 devices in a round: honest norms of 7 beside a median of 0.002."""
     told, measured = answers(5, 5, 5, 5), norms(0.001, 0.002, 0.002, 7.0)
-    assert in_proportion(told, measured, start=(0.7, 0.0)) == (told, {})
-    assert list(in_proportion(told, measured, start=(0.69, 0.0))[1]) == ["d3"]
-    assert list(in_proportion(told, norms(1, 1, 1, 1e16), start=(1e15, 0.0))[1]) == ["d3"]  # nonsense is nonsense
+    assert limited(told, measured, start=(0.7, 0.0)) == (told, {})
+    assert list(limited(told, measured, start=(0.69, 0.0))[1]) == ["d3"]
+    assert list(limited(told, norms(1, 1, 1, 1e16), start=(1e15, 0.0))[1]) == ["d3"]  # nonsense is nonsense
 
 
 def test_buffers_are_measured_by_themselves() -> None:
-    found, refused = in_proportion(answers(5, 5, 5), norms(1, 1, 1, buffers=7.0) | {"d1": (1.0, 701.0)})
+    found, refused = limited(answers(5, 5, 5), norms(1, 1, 1, buffers=7.0) | {"d1": (1.0, 701.0)})
     assert list(refused) == ["d1"]
     assert found["d1"].result is None
 
 
 def test_a_claim_counts_as_a_hundred_medians_at_most() -> None:
-    found, refused = in_proportion(answers(10, 30, 50, 2**53), norms(1, 1, 1, 1))
+    found, refused = limited(answers(10, 30, 50, 2**53), norms(1, 1, 1, 1))
     assert not refused
     assert [a.result.n_samples for a in found.values() if isinstance(a.result, Trained)] == [10, 30, 50, 4000]
 
 
 def test_two_say_nothing_of_each_other_but_nonsense_is_nonsense() -> None:
     two = answers(1, 2**53)
-    assert in_proportion(two, norms(1e-6, 1e6)) == (two, {})
-    assert list(in_proportion(two, norms(1.0, 1e30))[1]) == ["d1"]
-    assert in_proportion({}, {}) == ({}, {})
+    assert limited(two, norms(1e-6, 1e6)) == (two, {})
+    assert list(limited(two, norms(1.0, 1e30))[1]) == ["d1"]
+    assert limited({}, {}) == ({}, {})
 
 
 def test_one_by_one_each_is_measured_against_those_before_it() -> None:
@@ -90,7 +90,7 @@ def test_one_by_one_each_is_measured_against_those_before_it() -> None:
         for k, (ref, n) in enumerate(zip(refs, (5, 5, 5, 5, 10_000), strict=False))
     ]
     assert [answer.result is not None for answer, _ in found] == [True, True, True, False, True]
-    assert [error and error.name for _, error in found] == [None, None, None, "out-of-proportion", None]
+    assert [error and error.name for _, error in found] == [None, None, None, "update-too-large", None]
     last = found[4][0].result
     assert isinstance(last, Trained)
     assert last.n_samples == 500, "a claim counts as a hundred medians"
@@ -98,19 +98,19 @@ def test_one_by_one_each_is_measured_against_those_before_it() -> None:
 
 def test_updates_of_zero_and_other_answers_are_no_measure() -> None:
     others = {"x": Answer("x", Declined(reason="cold")), "y": Answer("y", None)}
-    found, refused = in_proportion(answers(5, 5, 5) | others, norms(0.0, 0.0, 1.0))
+    found, refused = limited(answers(5, 5, 5) | others, norms(0.0, 0.0, 1.0))
     assert (found, refused) == (answers(5, 5, 5) | others, {})
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.floats(1e-3, 1e-1)), max_size=9))
 def test_whoever_is_within_a_hundred_of_everybody_is_never_touched(reports: list[tuple[int, float]]) -> None:
     told = answers(*(n for n, _ in reports))
-    assert in_proportion(told, norms(*(norm for _, norm in reports))) == (told, {})
+    assert limited(told, norms(*(norm for _, norm in reports))) == (told, {})
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=3, max_size=9), st.integers(1, 2**53))
 def test_no_claim_weighs_more_than_a_hundred_medians(honest: list[int], claim: int) -> None:
-    found, _ = in_proportion(answers(*honest, claim), norms(*[1.0] * (len(honest) + 1)))
+    found, _ = limited(answers(*honest, claim), norms(*[1.0] * (len(honest) + 1)))
     assert found[f"d{len(honest)}"].result.n_samples <= FACTOR * np.median([*honest, claim])  # type: ignore[union-attr]
 
 
@@ -134,6 +134,6 @@ async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_o
     with caplog.at_level(logging.WARNING):
         state = await method.round(method.init(layout, first), fleet)
     assert state.history[0].answered == 5
-    assert "name=out-of-proportion device=d01" in caplog.text
+    assert "name=update-too-large device=d01" in caplog.text
     moved = fleet.get(state.model, layout).params - fleet.get(first, layout).params
     assert 0 < np.abs(moved).max() < 1
