@@ -12,9 +12,10 @@ rounds with a tenth of 200 devices of 60 samples each, for those of the settings
 Fashion-MNIST; others cannot be asked for there). `--model cnn` takes a small convolutional network instead of the
 perceptron.
 
-`--table ablation` (15.4: as `everybody`, nine settings) has a row for each part of `fedge` that an option changes:
-accuracy and macro F1 minus those of `fedge`, in points, and the specification's differences in brackets; in the last
-column means over the settings, with the standard error of the paired differences of accuracy over settings and seeds.
+`--table ablation` (15.4: as `everybody`, nine settings) has a row for each part of `fedge` that an option or a class of
+this file changes: accuracy and macro F1 minus those of `fedge`, in points, and the specification's differences in
+brackets; in the last column means over the settings, with the standard error of the paired differences of accuracy over
+settings and seeds.
 
 Below each table: in how many runs of each setting the trial of `fedge` split the devices; below the others before that
 `fedge` against the best baseline over all settings, and against each other method the mean difference and in how many
@@ -39,15 +40,26 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
+from coordinator.aggregation.trial import ETA_0, wants_split
+from coordinator.fleet import Device
+from coordinator.methods.fedge import SHARED, Fedge, FedgeState, Pool
 from coordinator.simulation.compare import Comparison, compare
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
+from fedge.messages import Role
+from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.fit_energy import EnergyFitted
+from fedge.steps.fit_gate import FitGate
+from fedge.steps.fit_weights import Calibration
+
+sys.path.append(str(Path(__file__).parents[1]))  # methods are named by path, such as benchmarks.default_method:NoGuard
 
 METHODS = (
     "local",
@@ -135,46 +147,47 @@ ABLATED = (
     *("MNIST, alpha 0.1", "MNIST, 4 rotations", "Fashion, alpha 0.5", "HAR, 60 windows each"),
 )
 """The settings of the ablation."""
+HERE = "benchmarks.default_method"
 ABLATION = {
     "fedge": ("",
         "96.8/93.5 97.6/93.4 94.2/88.8 87.8/76.2 92.5/82.2 96.1/83.3 88.3/80.6 86.6/74.3 93.5/87.4"),
-    "fedge:final_fit=false": ("norefit",
+    f"{HERE}:NoFinalFit": ("norefit",
         "-0.10/-0.0 -0.02/-0.3 -0.09/+0.1 -2.25/-3.0 -0.07/-0.1 -0.04/+0.3 -0.06/+0.1 -0.17/-0.6 +0.07/-0.3"),
-    "fedge:guard=false": ("noguard",
+    f"{HERE}:NoGuard": ("noguard",
         "+0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0"),
-    "fedge:local=never": ("noU",
+    f"{HERE}:NoLocal": ("noU",
         "+0.00/+0.0 +0.00/+0.0 +0.00/+0.0 -1.63/-2.8 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0"),
-    "fedge:prior=none": ("noprior",
+    f"{HERE}:NoPrior": ("noprior",
         "+0.06/-0.1 -0.30/-1.9 +0.07/-0.8 +0.37/+0.7 -1.32/-6.6 -0.75/-5.1 +0.06/-0.9 -2.26/-5.4 +0.00/+0.0"),
-    "fedge:temperature=false": ("notemp",
+    f"{HERE}:NoTemperature": ("notemp",
         "+0.00/+0.0 +0.10/+0.1 +0.03/+0.2 -0.76/-1.4 -0.21/-0.7 +0.07/-0.1 -0.39/-1.2 -0.56/-1.4 +0.15/+0.3"),
-    "fedge:prior=shared": ("nokv",
+    f"{HERE}:SharedPrior": ("nokv",
         "+0.00/+0.0 -0.05/-0.0 -0.12/-0.3 +0.00/+0.0 -0.00/+0.0 -0.04/-0.9 -0.14/-0.4 -0.01/+0.0 +0.00/+0.0"),
-    "fedge:prior=fixed": ("fixedprior",
+    f"{HERE}:FixedPrior": ("fixedprior",
         "+0.05/+0.0 +0.22/+0.1 -0.08/+0.1 -0.76/-1.4 -0.35/-1.5 -0.15/-2.5 -0.28/-0.9 -0.79/-2.2 -0.17/-0.1"),
-    "fedge:candidates=private+expert": ("noglobal",
+    f"{HERE}:NoGlobal": ("noglobal",
         "+0.00/+0.0 +0.00/+0.0 -0.10/-0.0 +0.00/+0.0 +0.00/+0.0 +0.00/+0.0 +0.51/+1.0 +0.00/+0.0 +0.00/+0.0"),
-    "fedge:candidates=private": ("privonly",
+    f"{HERE}:PrivateAlone": ("privonly",
         "-0.56/-0.7 -0.32/-1.2 -0.08/-0.2 -1.19/-2.0 -1.51/-2.5 -0.65/-3.8 +0.06/+0.0 -2.87/-5.3 -0.99/-0.9"),
-    "fedge:candidates=global": ("globonly",
+    f"{HERE}:GlobalAlone": ("globonly",
         "+0.19/+0.8 -0.28/-1.1 -9.17/-15.6 -54.64/-60.3 +0.10/+0.3 -0.31/-2.1 -17.37/-24.3 +0.60/+0.8 -3.20/-3.7"),
-    "fedge:candidates=expert": ("exponly",
+    f"{HERE}:ExpertAlone": ("exponly",
         "+0.19/+0.8 -0.28/-1.1 -0.39/-0.6 -54.64/-60.3 +0.10/+0.3 -0.31/-2.1 +0.08/-0.2 +0.60/+0.8 -3.20/-3.7"),
-    "fedge:shrinkage=0.001": ("noshrink",
+    f"{HERE}:NoShrinkage": ("noshrink",
         "+0.06/+0.0 -0.03/-0.1 -0.31/-0.5 -0.66/-0.8 -0.07/-0.2 -0.07/-1.1 +0.24/+0.3 -0.07/-0.1 -0.67/-0.8"),
-    "fedge:weights=uniform": ("uniform",
+    f"{HERE}:UniformWeights": ("uniform",
         "+0.00/+0.0 +0.00/+0.0 +0.13/+0.4 +0.27/+0.8 -0.03/+0.1 +0.01/+0.0 -0.12/-0.2 +0.04/+0.0 -0.03/-0.0"),
-    "fedge:shrinkage=1000000000": ("pooled",
+    f"{HERE}:PooledWeights": ("pooled",
         "+0.00/+0.0 +0.00/+0.0 +0.08/+0.3 +0.38/+0.8 -0.01/+0.2 +0.01/+0.0 -0.08/-0.1 +0.01/+0.0 +0.03/+0.0"),
-    "fedge:energy=false": ("noenergy",
+    f"{HERE}:NoEnergy": ("noenergy",
         "+0.08/+0.0 +0.00/+0.2 +0.00/+0.0 +0.24/+0.6 +0.00/-0.3 +0.04/+0.3 +0.11/+0.2 -0.08/-0.4 +0.53/+0.4"),
-    "fedge:gate=untrained": ("nogate",
+    f"{HERE}:UntrainedGate": ("nogate",
         "-0.01/+0.0 +0.00/+0.0 -0.02/-0.2 +0.46/+0.9 -0.04/-0.1 -0.00/+0.6 +0.14/+0.4 -0.07/-0.4 -0.56/-1.0"),
-    "fedge:local=always": ("always U",
+    f"{HERE}:AlwaysLocal": ("always U",
         "+0.07/+0.0 -0.25/-1.5 +0.23/+0.8 +0.00/+0.0 -0.01/+0.4 +0.15/+2.2 +0.10/+0.3 -0.36/-0.8 -0.38/+0.1"),
-    "fedge:private_steps=40": ("FT40 private",
+    f"{HERE}:Private40": ("FT40 private",
         "+0.08/+0.2 -0.06/-0.2 -0.05/-0.3 +0.43/+0.5 -0.22/-0.3 -0.03/+0.8 +0.04/+0.4 +0.12/-0.2 +0.23/+0.5"),
-    "fedge:private_start=initial": ("private from w0",
+    f"{HERE}:PrivateFromStart": ("private from w0",
         "+0.13/+0.6 -0.30/-1.6 -0.19/-0.3 -0.83/-2.1 +0.10/+0.5 -0.00/+1.2 +0.14/+0.3 -0.28/-0.7 -1.50/-1.9"),
     "fedge:gamma=0": ("nomom",
         "-0.16/-0.1 -0.37/-0.4 -0.33/+0.1 -0.45/-0.9 -0.44/-0.3 -0.26/-0.1 -0.24/-0.4 -0.68/-1.4 -0.49/-0.5"),
@@ -182,7 +195,7 @@ ABLATION = {
         "+0.23/+0.9 -0.03/-0.1 -2.74/-5.6 -0.16/+0.2 -0.21/+0.2 +0.15/+0.8 -4.10/-8.1 -0.19/-0.3 +0.08/+0.1"),
     "fedge:split=always": ("alwayssplit",
         "-0.78/-1.7 -0.32/-0.1 +0.20/+0.4 -1.23/-2.6 -0.67/-1.4 -0.61/-4.1 -0.08/-0.0 -1.49/-3.1 -1.23/-0.8"),
-    "fedge:split=statistic": ("tsplit",
+    f"{HERE}:ByStatistic": ("tsplit",
         "-0.22/-0.1 +0.21/+0.5 +0.44/+0.9 +0.25/-0.3 -0.29/-0.5 -0.00/-0.2 +0.11/+0.5 -0.17/-0.2 -0.33/-0.3"),
     "fedge:gamma=0.7": ("mom7",
         "-0.21/-0.0 -0.52/-1.4 -0.83/-1.4 +0.33/+0.4 -0.07/+0.7 +0.19/+0.3 +0.50/+1.3 -0.01/+0.2 +0.32/+1.2"),
@@ -193,6 +206,150 @@ ABLATION = {
 }  # fmt: skip
 """Of each row the specification's name, and its accuracy/F1 minus those of fedge in points, by setting; of fedge itself
 accuracy and F1 in %."""
+
+
+# ----------------------------------------------------------------------------------- the rows that no option makes
+
+
+class NoFinalFit(Fedge):
+    """Nothing learns from the validation samples (section 10)."""
+
+    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+        return msgspec.structs.replace(super().mixture(pool, fitted), final_fit=False)
+
+
+class NoGuard(Fedge):
+    """The mixture serves, whatever validation says (section 11)."""
+
+    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+        return msgspec.structs.replace(super().mixture(pool, fitted), guard=False)
+
+
+class UntrainedGate(Fedge):
+    """r = 0 (section 9)."""
+
+    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+        return msgspec.structs.replace(super().mixture(pool, fitted), gate="untrained")
+
+
+class NoLocal(Fedge):
+    """Without a local model."""
+
+    LOCAL = False
+
+
+class AlwaysLocal(Fedge):
+    """The local model comes in, whatever the pool says."""
+
+    def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
+        return Role.LOCAL in mixed
+
+
+class NoPrior(Fedge):
+    """kappa = 0 for all candidates."""
+
+    def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002
+        return point.kappa == 0
+
+
+class SharedPrior(Fedge):
+    """kappa = 0 for private and local models."""
+
+    def allows(self, role: Role, point: Calibration) -> bool:
+        return role in SHARED or point.kappa == 0
+
+
+class FixedPrior(Fedge):
+    """T = 1, and the whole prior for the models that are shared."""
+
+    def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:  # noqa: ARG002
+        return super().calibrate(role, fitted, pooling=False)
+
+
+class NoTemperature(Fedge):
+    """T = 1."""
+
+    def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002
+        return point.temperature == 1
+
+
+class NoGlobal(Fedge):
+    """Without the global model in the mixture, if there are experts."""
+
+    def mixed(self, roles: list[Role]) -> list[Role]:
+        return [role for role in roles if role is not Role.GLOBAL or Role.EXPERT not in roles]
+
+
+class PrivateAlone(Fedge):
+    """One model, without guard; where there is none the global one."""
+
+    LOCAL = False
+    ROLE: ClassVar[Role] = Role.PRIVATE
+
+    def mixed(self, roles: list[Role]) -> list[Role]:
+        return [self.ROLE if self.ROLE in roles else Role.GLOBAL]
+
+    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+        return msgspec.structs.replace(super().mixture(pool, fitted), guard=False)
+
+
+class GlobalAlone(PrivateAlone):
+    """The global model."""
+
+    ROLE = Role.GLOBAL
+
+
+class ExpertAlone(PrivateAlone):
+    """The primary expert."""
+
+    ROLE = Role.EXPERT
+
+
+class NoShrinkage(Fedge):
+    """Each device has its own weights."""
+
+    SHRINKAGE = 0.001
+
+
+class PooledWeights(Fedge):
+    """All devices have the pooled weights."""
+
+    SHRINKAGE = 1e9
+
+
+class UniformWeights(Fedge):
+    """All candidates weigh the same."""
+
+    WEIGHT_TURNS = ()
+    SHRINKAGE = 1e12
+
+
+class NoEnergy(Fedge):
+    """beta = 0."""
+
+    def beta(self, losses: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
+        return 0.0
+
+
+class Private40(Fedge):
+    """40 steps of the private model, whatever validation says."""
+
+    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        return msgspec.structs.replace(super().fit(state, device, local=local), private_steps=40)
+
+
+class PrivateFromStart(Fedge):
+    """The private model learns from the initial model."""
+
+    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        return msgspec.structs.replace(super().fit(state, device, local=local), private_start="initial")
+
+
+class ByStatistic(Fedge):
+    """Experts where t > 1, however separable the clusters are."""
+
+    def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:  # noqa: ARG002
+        return wants_split(statistic, ETA_0, n_devices)
 
 
 # ------------------------------------------------------------------------------------------------------- the data
@@ -354,7 +511,7 @@ def ablation(comparisons: Mapping[str, Comparison]) -> str:
             error = f" ± {np.std(pairs, ddof=1) / np.sqrt(len(pairs)):.2f}" if len(pairs) > 1 else ""
             spec = None if None in specs else tuple(np.mean(specs, axis=0))
             cells.append(shown(np.mean(ours, axis=0), spec, sign="+", error=error))
-        label = method.removeprefix(f"{OURS}:")
+        label = method.removeprefix(f"{OURS}:").removeprefix(f"{HERE}:")
         named = ABLATION.get(method, ("", ""))[0]
         lines.append(f"| {' | '.join([f'{label} ({named})' if named else f'**{label}**', *cells])} |")
     return "\n".join(lines)

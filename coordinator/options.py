@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from coordinator.methods import MethodSettings, Option, method_class, options_of
+from coordinator.methods import Option, method_class, options_of
 from fedge.config import section_of
 from fedge.errors import ConfigError
 
@@ -84,4 +84,4 @@ def check(name: str, options: Mapping[str, Option]) -> None:
     Raises:
         ConfigError: there is no such method, or it has no such option or value.
     """
-    options_of(MethodSettings(options=dict(options)), method_class(name).Options)
+    options_of(method_class(name), options)

@@ -169,11 +169,6 @@ class ReservedSet:
             optimiser.step()
         return {name: value.detach().numpy().copy() for name, value in gate.state_dict().items()}
 
-    def uniform_gate(self, n_experts: int, *, trunk: Trunk) -> Tensors:
-        """The gate that says 1 / K of every input: W_g = 0 in Eq. 3 (the ablation "no gate" of section 12)."""
-        gate = Gate(self.task.input_shape, n_experts, trunk)
-        return {name: np.zeros_like(value.detach().numpy()) for name, value in gate.state_dict().items()}
-
     def routing(self, gate: Tensors, x: NDArray[np.float32] | None = None) -> Array:
         """Eq. 6: p(x) = G(x), (n, K), for inputs, by default for D_s."""
         inputs = tensor(self.x if x is None else x)

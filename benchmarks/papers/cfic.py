@@ -24,26 +24,31 @@ Examples:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
 from torch import nn
 
+from coordinator.aggregation.correction import Vector, mean_direction
+from coordinator.methods.cfic import Cfic
 from coordinator.simulation.outcome import RunOutcome
 from fedge.task import TaskSpec
+from fedge.tensors import Layout
 
 LAST = 5  # rounds that the final accuracy is the mean of
 NOISE = 0.01  # differences below it mean nothing (section 8)
+HERE = "benchmarks.papers.cfic"
 METHODS = {
     "FedAvg": "fedavg",
     "cluster sampling only": "cfic:correction=false",
     "CFIC 0.9 / 0.2": "cfic",
     "CFIC 0.9 / 0.5": "cfic:beta=0.5",
-    "CFIC per tensor 0.9 / 0.2": "cfic:norm=tensor",
-    "CFIC relative 0.9 / 0.2": "cfic:scale=relative:beta=0.2",
-    "CFIC relative 0.9 / 0.5": "cfic:scale=relative",
-    "CFIC relative 0.9 / 0.2, no cluster sampling": "cfic:scale=relative:beta=0.2:selection=uniform",
+    "CFIC per tensor 0.9 / 0.2": f"{HERE}:PerTensor",
+    "CFIC relative 0.9 / 0.2": f"{HERE}:Relative:beta=0.2",
+    "CFIC relative 0.9 / 0.5": f"{HERE}:Relative:beta=0.5",
+    "CFIC relative 0.9 / 0.2, no cluster sampling": f"{HERE}:Relative:beta=0.2:selection=uniform",
     "FedAvg + server momentum 0.5": "fedavgm:gamma=0.5",
     "FedAvg + server momentum 0.9": "fedavgm:gamma=0.9",
 }
@@ -89,6 +94,24 @@ SPEC: dict[str, tuple[float | None, ...]] = {
     "CFIC relative 0.9 / 0.2, no cluster sampling": (None, None, 0.961, 0.928),
     "FedAvg + server momentum 0.5": (0.947, 0.915, 0.961, 0.931),
 }
+
+
+class PerTensor(Cfic):
+    """A norm of each tensor instead of one of the whole vector."""
+
+    def direction(self, changes: Sequence[Vector], sizes: Sequence[int], layout: Layout) -> Vector:
+        ends = np.cumsum([info.size for info in layout.of_kind("param")])[:-1]
+        parts = zip(*(np.split(change, ends) for change in changes), strict=True)
+        return np.concatenate([mean_direction(part, sizes) for part in parts])
+
+
+class Relative(Cfic):
+    """The correction's length is beta times the mean length of the clusters' changes."""
+
+    def direction(self, changes: Sequence[Vector], sizes: Sequence[int], layout: Layout) -> Vector:
+        n = sum(sizes)
+        length = sum(size / n * float(np.linalg.norm(change)) for change, size in zip(changes, sizes, strict=True))
+        return super().direction(changes, sizes, layout) * length
 
 
 def perceptron(task: TaskSpec) -> nn.Module:

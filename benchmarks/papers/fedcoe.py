@@ -55,7 +55,7 @@ from coordinator.aggregation import correlation
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, State, make
-from coordinator.methods.fedcoe import FedCoE, FedCoEState
+from coordinator.methods.fedcoe import FedCoE, FedCoEState, Preset
 from coordinator.reserved import ReservedSet
 from edge_agent.worker import Worker
 from fedge.messages import Codec, blobs_of
@@ -66,7 +66,7 @@ from fedge.sgd import Sgd
 from fedge.steps.train import Train, Trained
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import DeviceData, pool
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model, Tensors, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import cifar
@@ -80,13 +80,57 @@ RIVALS = (
     "FedAvg, start from a D_s model",
     "FedProx 0.1, start from a D_s model",
 )
-VARIANTS: dict[str, dict[str, Any]] = {
-    "FedCoE printed": {"preset": "printed"},
-    "FedCoE printed, no gate": {"preset": "printed", "gate": "uniform"},
-    "FedCoE printed, one expert": {"preset": "printed", "n_experts": 1},
-    "repaired, gate refresh every 10": {"refresh_every": 10},
-    "repaired": {},
-    "repaired, one expert, N_top = 10": {"n_experts": 1},
+
+
+class NoGate(FedCoE):
+    """A gate that says 1 / K of every input, W_g = 0 in Eq. 3; all experts have their say."""
+
+    TOP = 5
+
+    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:  # noqa: ARG002
+        gate = super().trained_gate(experts, None, epochs=0, seed=seed)
+        return {name: np.zeros_like(value) for name, value in gate.items()}
+
+
+class Refreshed(FedCoE):
+    """The gate is trained again every ten rounds."""
+
+    def parameters(self) -> Preset:
+        return msgspec.structs.replace(super().parameters(), refresh_every=10)
+
+
+class NoPrior(FedCoE):
+    """Without the profile prior."""
+
+    def parameters(self) -> Preset:
+        return msgspec.structs.replace(super().parameters(), profile_prior=False)
+
+
+class Vector(FedCoE):
+    """The gate sees flat inputs, images, too."""
+
+    TRUNK = "vector"
+
+
+class VectorNoGate(Vector, NoGate):
+    """Both."""
+
+
+class VectorRefreshed(Vector, Refreshed):
+    """Both."""
+
+
+class VectorNoPrior(Vector, NoPrior):
+    """Both."""
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # class without Vector, options
+    "FedCoE printed": ("", {"preset": "printed"}),
+    "FedCoE printed, no gate": ("NoGate", {"preset": "printed"}),
+    "FedCoE printed, one expert": ("", {"preset": "printed", "n_experts": 1}),
+    "repaired, gate refresh every 10": ("Refreshed", {}),
+    "repaired": ("", {}),
+    "repaired, one expert, N_top = 10": ("", {"n_experts": 1}),
 }
 PRIOR = "repaired, profile prior"
 MEASURED = ("fedavg", "fedprox:proximal_mu=0.1")  # with --metrics, beside VARIANTS
@@ -162,6 +206,11 @@ class Setting:
             model=self.model,
             preprocessing=Preprocessing(scale=self.scale),
         )
+
+    def method(self, variant: str) -> str:
+        """The path of a class of this module, or fedcoe."""
+        name = ("Vector" if self.trunk == "vector" else "") + variant
+        return f"benchmarks.papers.fedcoe:{name}" if name else "fedcoe"
 
     @property
     def sgd(self) -> Sgd:
@@ -313,9 +362,9 @@ class Trial:
         _, state, fleet = await self.run(name, start, options)
         return self.of_one_model(fleet.get(state.model, self.layout))
 
-    async def fedcoe(self, options: dict[str, Any]) -> tuple[Figures, Figures]:
+    async def fedcoe(self, variant: str, options: dict[str, Any]) -> tuple[Figures, Figures]:
         """Without and with the profile prior, of the same run."""
-        method, state, fleet = await self.run("fedcoe", self.first, {"trunk": self.setting.trunk} | options)
+        method, state, fleet = await self.run(self.setting.method(variant), self.first, options)
         x, y = self.split.test
         ids = sorted(fleet.workers)
         last = state.diagnostics[-1]
@@ -358,8 +407,8 @@ class Trial:
                 strict=True,
             )
         )
-        for name, options in VARIANTS.items():
-            found[name], with_prior = await self.fedcoe(options)
+        for name, (variant, options) in VARIANTS.items():
+            found[name], with_prior = await self.fedcoe(variant, options)
             if name == "repaired":
                 found[PRIOR] = with_prior
         return found
@@ -421,11 +470,13 @@ def of_compare(setting: Setting, alpha: float, rounds: int, arguments: argparse.
         "reserved": setting.n_reserved / n_server, "local_steps": setting.sgd.steps, "momentum": setting.sgd.momentum,
         "batch_size": setting.sgd.batch_size, "learning_rate": setting.learning_rate,
     }  # fmt: skip
-    variants = [
-        ":".join(f"{key}={value}" for key, value in ({"trunk": setting.trunk} | options).items())
-        for options in (*VARIANTS.values(), {"profile_prior": False})
+    methods = [
+        *MEASURED,
+        *(
+            ":".join([setting.method(variant), *(f"{key}={value}" for key, value in options.items())])
+            for variant, options in (*VARIANTS.values(), ("NoPrior", {}))
+        ),
     ]
-    methods = [*MEASURED, *(f"fedcoe:{text}" for text in variants)]
     label = f"{setting.name}, alpha {alpha:g}"
     return measured(label, compared(label, methods, fields, arguments))
 

@@ -51,7 +51,8 @@ from coordinator.extractor import trained
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, State, make
-from coordinator.methods.fedepc import Description, FedEpcState
+from coordinator.methods.fedepc import Description, FedEpc, FedEpcState
+from coordinator.selection import ccmab
 from edge_agent.sparsity import sparsity_profile
 from edge_agent.worker import Worker
 from fedge.messages import Codec, blobs_of
@@ -285,7 +286,11 @@ class Federation:
 
 
 async def learn(
-    federation: Federation, name: str, settings: MethodSettings, described: dict[str, Description] | None = None
+    federation: Federation,
+    name: str,
+    settings: MethodSettings,
+    described: dict[str, Description] | None = None,
+    unit: float | None = None,
 ) -> tuple[list[tuple[float, float]], State]:
     """(simulated seconds, personal accuracy) after each round, and the last state before the installation."""
     fleet = federation.fleet()
@@ -294,7 +299,7 @@ async def learn(
     state = method.init(layout, fleet.put(unflatten(first, layout)))
     if described is not None:
         assert isinstance(state, FedEpcState)
-        state = msgspec.structs.replace(state, described=described)
+        state = msgspec.structs.replace(state, described=described, unit=unit)
     curve = []
     while state.round < settings.rounds:
         fleet.round = state.round + 1
@@ -363,13 +368,13 @@ async def accuracies(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
         for setting, (how, rate) in SETTINGS.items():
             for row in ACCURACY:
                 name = row.split(", ")[0]
-                options = options_of(row, rounds) | ({"unit": digits.unit} if ", proxy" in row else {})
+                proxy = ", proxy" in row
                 start = time.perf_counter()
                 with tempfile.TemporaryDirectory() as home:
                     federation = Federation(digits, seed, how, Path(home))
-                    described = federation.descriptions() if "unit" in options else None
-                    settings = settings_of(seed, rounds, rate, **options)
-                    curve, state = await learn(federation, name, settings, described)
+                    described, unit = (federation.descriptions(), digits.unit) if proxy else (None, None)
+                    settings = settings_of(seed, rounds, rate, **options_of(row, rounds))
+                    curve, state = await learn(federation, name, settings, described, unit)
                 uploads = sum(state.participations.values())
                 n_clusters = len(getattr(state, "clusters", ())) if name == "fedepc" else 0
                 found.setdefault((row, setting), []).append((curve[-1][1], uploads, n_clusters))
@@ -391,14 +396,34 @@ async def accuracies(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------ 8.3: time to a target
 
-SELECTIONS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options, the specification's seconds
-    "random, no deadline": ({"selection": "uniform", "deadline": "none", "fairness": False}, (390, 687, 1063)),
-    "random + deadline": ({"selection": "uniform", "fairness": False}, (278, 371, 493)),
-    "random + deadline + no-starvation": ({"selection": "uniform"}, (289, 422, 608)),
-    "bandit (set) + deadline": ({"fairness": False}, (214, 267, 479)),
-    "bandit (batch) + deadline": ({"search": "batch", "fairness": False}, (218, 320, 495)),
-    "bandit (batch) + deadline + no-starvation": ({"search": "batch"}, (235, 429, 599)),
-    "fastest devices only": ({"selection": "fastest", "deadline": "none", "fairness": False}, (285, 457, 615)),
+
+class Unfair(FedEpc):
+    """Overdue devices are asked only if they are fast enough (5.5)."""
+
+    def bandit(self) -> ccmab.Settings:
+        return msgspec.structs.replace(super().bandit(), fairness=False)
+
+
+class Batch(FedEpc):
+    """The bandit searches devices one by one (5.4)."""
+
+    def bandit(self) -> ccmab.Settings:
+        return msgspec.structs.replace(super().bandit(), search="batch")
+
+
+class UnfairBatch(Unfair, Batch):
+    """Both."""
+
+
+HERE = "benchmarks.papers.fedepc"
+SELECTIONS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {  # method, options, the specification's seconds
+    "random, no deadline": (f"{HERE}:Unfair", {"selection": "uniform", "deadline": "none"}, (390, 687, 1063)),
+    "random + deadline": (f"{HERE}:Unfair", {"selection": "uniform"}, (278, 371, 493)),
+    "random + deadline + no-starvation": ("fedepc", {"selection": "uniform"}, (289, 422, 608)),
+    "bandit (set) + deadline": (f"{HERE}:Unfair", {}, (214, 267, 479)),
+    "bandit (batch) + deadline": (f"{HERE}:UnfairBatch", {}, (218, 320, 495)),
+    "bandit (batch) + deadline + no-starvation": (f"{HERE}:Batch", {}, (235, 429, 599)),
+    "fastest devices only": (f"{HERE}:Unfair", {"selection": "fastest", "deadline": "none"}, (285, 457, 615)),
 }
 GROUPED = {"how": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels"}
 
@@ -411,11 +436,11 @@ async def times(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
     found: dict[str, list[tuple[list[float | None], float, float]]] = {}
     for seed in seeds:
         digits = Digits(seed)
-        for row, (options, _) in SELECTIONS.items():
+        for row, (name, options, _) in SELECTIONS.items():
             with tempfile.TemporaryDirectory() as home:
                 federation = Federation(digits, seed, GROUPED, Path(home), between=(8, 70))
                 settings = settings_of(seed, rounds, 0.01, warm_up=0, clustering="labels", **options)
-                curve, state = await learn(federation, "fedepc", settings, federation.descriptions(labels=True))
+                curve, state = await learn(federation, name, settings, federation.descriptions(labels=True))
             never = 1 - len(state.participations) / N_DEVICES
             found.setdefault(row, []).append(([time_to(curve, t) for t in TARGETS], never, curve[-1][0]))
             say(f"8.3 seed {seed} {row}: {curve[-1][1]:.3f} after {1000 * curve[-1][0]:.0f} ms")
@@ -433,7 +458,7 @@ async def times(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
                     "seeds": len(runs),
                     "never used": float(np.mean([never for _, never, _ in runs])),
                     "total": float(np.mean([total for _, _, total in runs])),
-                    "spec": SELECTIONS[row][1][k],
+                    "spec": SELECTIONS[row][2][k],
                 }
             )
     return rows

@@ -22,8 +22,7 @@ default in nothing but the clustering.
 `--table gate` is that of section 17.3: what the private model learns from, where it starts, what the gate over it and
 the experts learns from, and whether energies count ("energy": with offsets only where a gate is untrained for want of
 samples); settings as in the first table. A cell is the accuracy and the mean weight of the private model, over the
-devices and seeds; in brackets the specification's. Its rows whose prior starts from validation losses are missing: no
-option does that.
+devices and seeds; in brackets the specification's. Its rows whose prior starts from validation losses are missing.
 
 Rows with "all data" have no sensitive samples; "local, also on validation samples" is missing: no option does that.
 
@@ -41,38 +40,69 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
 from torch import nn
 
+from coordinator.clustering import mctc
+from coordinator.methods.scmoe_pfl import Parameters, ScmoePfl, ScmoeState
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import Marks
+from fedge.steps.fit_mixture import FitMixture
 from fedge.task import TaskSpec
+from fedge.tensors import Floats
 
 PRINTED = "scmoe-pfl:preset=paper"
-PRINTED_GATE = "private_data=sensitive:private_start=initial:private_steps=300:gate=training:energy_offset=never"
-PRIVATE_ALONE = "scmoe-pfl:alone=private:private_data=sensitive:private_start=initial:private_steps=300"
+
+
+class Variant(ScmoePfl):
+    """A row that no option makes: other parameters of section 12, another order for the last round."""
+
+    PARAMETERS: ClassVar[dict[str, Any]] = {}
+    ORDER: ClassVar[dict[str, Any]] = {}
+
+    def parameters(self) -> Parameters:
+        return msgspec.structs.replace(super().parameters(), **self.PARAMETERS)
+
+    def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
+        return msgspec.structs.replace(super().mixture(state, device_id), **self.ORDER)
+
+
+def variant(name: str, parameters: Mapping[str, Any] = {}, **order: Any) -> str:
+    """The path of a class of this module that is made now; every process makes the same ones."""
+    globals()[name] = type(name, (Variant,), {"PARAMETERS": parameters, "ORDER": order})
+    return f"benchmarks.papers.scmoe_pfl:{name}"
+
+
+NO_ENERGY = variant("NoEnergy", energy=False)
+BEST = variant("BestExpert", alone="best")
+AVERAGE = variant("MeanOfExperts", alone="average")
+PRINTED_GATE = variant("PrintedGate", private_start="initial", gate="training", energy_offset="never")
+PRIVATE_ALONE = variant("PrivateFromStart", private_start="initial", alone="private")
+SENSITIVE = "private_data=sensitive:private_steps=300"
 METHODS = {
     "local": "local",
     "FedAvg": "fedavg",
     "FedAvg + FT": "fedavg+ft",
     "FedProx 0.1": "fedprox:proximal_mu=0.1",
     "Ditto 0.1": "ditto",
-    "PFMoE-style": f"{PRINTED}:n_clusters=1:energy=false",
-    "private model alone, sensitive samples": PRIVATE_ALONE,
-    "best expert, paper clusters": f"{PRINTED}:alone=best",
-    "best expert, default clusters": "scmoe-pfl:alone=best",
+    "PFMoE-style": f"{NO_ENERGY}:preset=paper:n_clusters=1",
+    "private model alone, sensitive samples": f"{PRIVATE_ALONE}:{SENSITIVE}",
+    "best expert, paper clusters": f"{BEST}:preset=paper",
+    "best expert, default clusters": BEST,
     "SCMoE paper": PRINTED,
-    "default clusters, paper private and gate": f"scmoe-pfl:{PRINTED_GATE}",
+    "default clusters, paper private and gate": f"{PRINTED_GATE}:{SENSITIVE}",
     "**SCMoE default**": "scmoe-pfl",
     "k-means each round, paper": f"{PRINTED}:clustering=k-means",
-    "mean of experts, paper": f"{PRINTED}:alone=average",
-    "mean of experts, default": "scmoe-pfl:alone=average",
-    "uniform mean of outputs, default": "scmoe-pfl:gate=uniform",
-    "no energy, default": "scmoe-pfl:energy=false",
+    "mean of experts, paper": f"{AVERAGE}:preset=paper",
+    "mean of experts, default": AVERAGE,
+    "uniform mean of outputs, default": variant("UniformMean", gate="uniform"),
+    "no energy, default": NO_ENERGY,
 }
 ON_ALL_DATA = {"FedAvg, all data": "fedavg", "FedAvg + FT, all data": "fedavg+ft"}
 """Section 14: baselines whose uploads may learn from every training sample."""
@@ -123,20 +153,28 @@ CLUSTERED = {"**SCMoE default**": "0.14-0.20", "SCMoE paper": "0.00-0.09", "k-me
 NOISE = 1.0  # point, section 17.1
 
 
-ALONE = "scmoe-pfl:alone=best"
+class Centred(Variant):
+    """Updates less their mean (section 5)."""
+
+    ORDER: ClassVar[dict[str, Any]] = {"alone": "best"}
+
+    def embedding(self, directions: Floats) -> NDArray[np.float64]:
+        return mctc.embedding(directions, centred=True)
+
+
 CLUSTERINGS = {
     "one cluster (FedAvg)": "fedavg",
-    "printed rule, tau 0.2, updates of each round": f"{PRINTED}:alone=best",
-    "k-means, 4, first round only": f"{ALONE}:clustering=k-means:n_clusters=4:freeze_after=1",
+    "printed rule, tau 0.2, updates of each round": f"{BEST}:preset=paper",
+    "k-means, 4, first round only": f"{BEST}:clustering=k-means:n_clusters=4:freeze_after=1",
     "printed rule, Otsu, from the initial model, 3 rounds, at most 4": (
-        f"{ALONE}:distinct=false:centres_join=false:n_clusters=4"
+        variant("PrintedRule", {"distinct": False, "centres_join": False}, alone="best") + ":n_clusters=4"
     ),
-    "**default** (distinct, Otsu, from the initial model, 3 rounds, at most 8)": ALONE,
-    "default without centres_join": f"{ALONE}:centres_join=false",
-    "default, centred": f"{ALONE}:centred=true",
-    "k-means, 4, from the initial model, 3 rounds": f"{ALONE}:clustering=k-means:n_clusters=4",
-    "k-means, as many as MCTC finds, 3 rounds": f"{ALONE}:clustering=k-means",
-    "agglomerative, as many as MCTC finds, 3 rounds": f"{ALONE}:clustering=agglomerative",
+    "**default** (distinct, Otsu, from the initial model, 3 rounds, at most 8)": BEST,
+    "default without centres_join": variant("NoJoin", {"centres_join": False}, alone="best"),
+    "default, centred": "benchmarks.papers.scmoe_pfl:Centred",
+    "k-means, 4, from the initial model, 3 rounds": f"{BEST}:clustering=k-means:n_clusters=4",
+    "k-means, as many as MCTC finds, 3 rounds": f"{BEST}:clustering=k-means",
+    "agglomerative, as many as MCTC finds, 3 rounds": f"{BEST}:clustering=agglomerative",
 }
 """Section 17.2; the last three rows are ours."""
 CLUSTERED_MNIST = MNIST | {"devices": 16, "rounds": 12}
@@ -155,27 +193,27 @@ CLUSTERING_SPEC = (
     (87.3, 84.7, 83.6),
 )
 
-PRIVATE = {
-    "D_H, from w0": "private_data=sensitive:private_start=initial:private_steps=300",
-    "D_H, from best expert": "private_data=sensitive",
-    "all train, from w0": "private_start=initial:private_steps=300",
-    "all train, from best expert": "",
+PRIVATE: dict[str, tuple[dict[str, str], str]] = {
+    "D_H, from w0": ({"private_start": "initial"}, f":{SENSITIVE}"),
+    "D_H, from best expert": ({}, ":private_data=sensitive"),
+    "all train, from w0": ({"private_start": "initial"}, ":private_steps=300"),
+    "all train, from best expert": ({}, ""),
 }
 """Section 17.3: the samples that the private model learns from (D_H: the sensitive ones), and its start."""
-GATE = {
-    "private alone": "alone=private",
-    "uniform mean": "gate=uniform",
-    "gate on train, energy": "gate=training",
-    "gate on train, no energy": "gate=training:energy=false",
-    "gate on train, offset": "gate=training:energy_offset=always",
-    "gate on train, energy, logit fusion": "gate=training:space=logit",
-    "gate on val, energy": "",
-    "gate on val, no energy": "energy=false",
-    "gate on val, offset": "energy_offset=always",
-    "gate on val, offset, logit fusion": "energy_offset=always:space=logit",
-    "gate on train+val, offset": "gate=training+validation:energy_offset=always",
-    "untrained gate, energy": "gate=untrained:energy_offset=never",
-    "untrained gate, offset": "gate=untrained",
+GATE: dict[str, dict[str, Any]] = {
+    "private alone": {"alone": "private"},
+    "uniform mean": {"gate": "uniform"},
+    "gate on train, energy": {"gate": "training"},
+    "gate on train, no energy": {"gate": "training", "energy": False},
+    "gate on train, offset": {"gate": "training", "energy_offset": "always"},
+    "gate on train, energy, logit fusion": {"gate": "training", "space": "logit"},
+    "gate on val, energy": {},
+    "gate on val, no energy": {"energy": False},
+    "gate on val, offset": {"energy_offset": "always"},
+    "gate on val, offset, logit fusion": {"energy_offset": "always", "space": "logit"},
+    "gate on train+val, offset": {"gate": "training+validation", "energy_offset": "always"},
+    "untrained gate, energy": {"gate": "untrained", "energy_offset": "never"},
+    "untrained gate, offset": {"gate": "untrained"},
 }
 GATE_SPEC = {
     "D_H, from w0": {
@@ -215,6 +253,11 @@ GATE_SPEC = {
     },
 }
 """Rows of the table: the specification's accuracy / mean weight of the private model, by column."""
+GATE_METHODS = {
+    (private, gate): variant(f"Gate{n}{k}", **start, **GATE[gate]) + options
+    for n, (private, (start, options)) in enumerate(PRIVATE.items())
+    for k, gate in enumerate(GATE_SPEC[private])
+}
 GATE_SETTINGS = {column: SETTINGS[column] for column in list(SETTINGS)[:7]}
 GateFigures = dict[tuple[tuple[str, str], str], NDArray[np.float64]]
 """Of each row and column a figure for each seed."""
@@ -336,7 +379,7 @@ def clustering_table(arguments: argparse.Namespace) -> None:
         for k, column in enumerate(CLUSTERING_SETTINGS)
     }
     ahead = {
-        (row, column): over_seeds(runs[ALONE], points) - over_seeds(runs[method], points)
+        (row, column): over_seeds(runs[BEST], points) - over_seeds(runs[method], points)
         for column, runs in found.items()
         for row, method in CLUSTERINGS.items()
     }
@@ -360,7 +403,7 @@ def clustering_table(arguments: argparse.Namespace) -> None:
     show(
         "By how many points the default is ahead (mean and standard deviation over the seeds)",
         columns,
-        {row: [difference(row, c) for c in columns] for row, method in CLUSTERINGS.items() if method != ALONE},
+        {row: [difference(row, c) for c in columns] for row, method in CLUSTERINGS.items() if method != BEST},
     )
     claims = []
     for row in (row for row in CLUSTERINGS if row.startswith("k-means")):
@@ -386,10 +429,6 @@ def clustering_table(arguments: argparse.Namespace) -> None:
     write(arguments, figures, claims)
 
 
-def gate_method(private: str, gate: str) -> str:
-    return ":".join(["scmoe-pfl", *filter(None, (PRIVATE[private], GATE[gate]))])
-
-
 def private_weight(run: RunOutcome) -> float:
     """Of the private model, mean over the devices; NaN of a run from before outcomes had it."""
     return float(
@@ -400,8 +439,7 @@ def private_weight(run: RunOutcome) -> float:
 def gate_table(arguments: argparse.Namespace) -> None:
     """Section 17.3, and what it says about its rows."""
     columns = chosen(GATE_SETTINGS, arguments)
-    rows = [(private, gate) for private, gates in GATE_SPEC.items() for gate in gates]
-    methods = {row: gate_method(*row) for row in rows}
+    rows, methods = list(GATE_METHODS), GATE_METHODS
     found = {column: measure(column, list(methods.values()), GATE_SETTINGS[column], arguments) for column in columns}
     accuracy = {(row, c): over_seeds(found[c][methods[row]], points) for row in rows for c in columns}
     weight = {(row, c): over_seeds(found[c][methods[row]], private_weight) for row in rows for c in columns}

@@ -23,7 +23,7 @@ from coordinator.simulation.settings import CompareSettings, Hardware
 from fedge.messages import Codec
 from fedge.processor import Processor
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parents[1]))
 from default_method import source_of
 
 Runs = dict[str, list[RunOutcome]]

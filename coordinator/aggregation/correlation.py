@@ -91,18 +91,17 @@ def select(ranking: Array, n_top: int, eligible: Sequence[int] | None = None) ->
     return tuple(tuple(int(i) for i in allowed[np.argsort(-row[allowed], kind="stable")[:n_top]]) for row in ranking)
 
 
-def expert_weights(m: Array, selected: Sequence[Indices], sizes: Sequence[int] | None = None) -> Array:
+def expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
     """Eq. 10: W (K, N), the share of each selected client in the next expert; other clients have 0.
 
     Args:
         m: M, (K, N), >= 0.
         selected: S_j for each expert; an empty one has a row of zeros: the expert stays as it is.
-        sizes: N_i; given, M_E[j, i] is multiplied by it (section 10.9).
 
     Returns:
         W, whose rows sum to 1; uniform over S_j where the row of M is all zero.
     """
-    shares = by_expert(m) * (1.0 if sizes is None else np.asarray(sizes, np.float64))
+    shares = by_expert(m)
     weights = np.zeros_like(m)
     for j, clients in enumerate(selected):
         if clients:

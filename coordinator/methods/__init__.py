@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
+from coordinator.selection import Selection
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Codec
@@ -132,11 +133,16 @@ class Method(Generic[S]):
     """One way to learn: the server half, over the steps that it composes.
 
     A method of your own says its `name`, its `Options` if it has any, and three functions: `init`, `round`, `serves`.
-    By default R rounds of training are followed by one in which every device installs what it is served.
+    By default R rounds of training are followed by one in which every device installs what it is served. A variant of
+    a method is a subclass that overrides what differs.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[Struct]] = NoOptions
+    SELECTIONS: ClassVar[tuple[Selection, ...]] = ()
+    """Who may choose the cohorts (`coordinator.selection`), the default first; empty: nobody does."""
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Of an option, by NAME, or of a word, by NAME=VALUE: why there is none, or what replaces it."""
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
@@ -147,7 +153,8 @@ class Method(Generic[S]):
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
         self.server = server
-        self.options: Any = options_of(settings, self.Options)
+        self.options: Any
+        self.options, self.selection = options_of(type(self), settings.options)
         if settings.fine_tune and self.NO_FINE_TUNING:
             raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
 
@@ -233,70 +240,33 @@ def make(name: str, settings: MethodSettings, server: Server = NO_DATA) -> Metho
     return kind(msgspec.structs.replace(settings, fine_tune=settings.fine_tune or name.endswith(FINE_TUNED)), server)
 
 
-OwnOptions = TypeVar("OwnOptions", bound=Struct)
-
-
-class Idle(NamedTuple):
-    """Options that change nothing where each option of `where` has one of its values, and why."""
-
-    names: tuple[str, ...]
-    where: Mapping[str, tuple[Option, ...]]
-    why: str
-
-
-def options_of(settings: MethodSettings, kind: type[OwnOptions]) -> OwnOptions:
-    """The method's own options, checked.
-
-    A class of options may say in `REFUSED`, by `NAME` or `NAME=VALUE`, why a part that other methods have is missing;
-    in `PRESETS` what each value of its option `preset` stands for; in `IDLE` what has no effect when.
+def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[Struct, Selection | None]:
+    """The method's own options, checked, and its selection, which all methods with cohorts share.
 
     Raises:
-        ConfigError: an unknown name or word (the nearest right one is named), one that is refused (with the reason), a
-            value out of range, or one other than the default that changes nothing.
+        ConfigError: an unknown name or word (the nearest right one is named), one that is refused (with the reason), or
+            a value out of range.
     """
-    known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind)}
-    refused: Mapping[str, str] = getattr(kind, "REFUSED", {})
-    for name, value in settings.options.items():
+    known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind.Options)}
+    if kind.SELECTIONS:
+        known["selection"] = list(kind.SELECTIONS)
+    for name, value in given.items():
         if name not in known:
-            why = refused.get(name) or nearest(name, list(known), "it has")
+            why = kind.REFUSED.get(name) or nearest(name, list(known), "it has")
             raise ConfigError(f"the method has no option {name!r}; {why}")
-        if isinstance(value, str) and known[name] and value not in known[name]:
-            if why := refused.get(f"{name}={value}", ""):
-                offered = ", ".join(known[name])
-                raise ConfigError(f"option of the method: {name} cannot be {value!r}: {why}; it is one of {offered}")
-            raise ConfigError(f"option of the method: {name} cannot be {value!r}; {nearest(value, known[name])}")
+        if (isinstance(value, str) or name == "selection") and known[name] and value not in known[name]:
+            why = kind.REFUSED.get(f"{name}={value}", "")
+            why = f"{why}; it is one of {', '.join(known[name])}" if why else nearest(str(value), known[name])
+            raise ConfigError(f"option of the method: {name} cannot be {value!r}; {why}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
-    defaults = kind()
-    presets: Mapping[str, Mapping[str, object]] = getattr(kind, "PRESETS", {})
-    preset = presets.get(str(settings.options.get("preset", getattr(defaults, "preset", ""))), {})
+    own = {name: value for name, value in given.items() if name != "selection"}
     try:
-        options = msgspec.convert({**preset, **settings.options}, type=kind, strict=False)
+        options = msgspec.convert(own, type=kind.Options, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"option of the method: {error}") from error
-    refuse_idle([n for n in settings.options if getattr(options, n) != getattr(defaults, n)], options)
-    return options
-
-
-def refuse_idle(given: Sequence[str], options: Struct) -> None:
-    """Refuse what was set and would be ignored: a number that was asked for and changes nothing misleads.
-
-    Raises:
-        ConfigError: an option of those names is idle; the text names those that make it so.
-    """
-    rules: Sequence[Idle] = getattr(options, "IDLE", ())
-    for names, where, why in rules:
-        idle = [name for name in given if name in names]
-        if idle and all(getattr(options, name) in values for name, values in where.items()):
-            so = " and ".join(f"{name}={as_typed(getattr(options, name))}" for name in where)
-            raise ConfigError(
-                f"option of the method: {idle[0]} changes nothing with {so}: {why}; leave one of them out"
-            )
-
-
-def as_typed(value: object) -> str:
-    """A value as it is written in an option: true, not True."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    selection = given.get("selection", kind.SELECTIONS[0] if kind.SELECTIONS else None)
+    return options, cast("Selection | None", selection)
 
 
 def words_of(hint: object) -> list[str]:
@@ -441,12 +411,19 @@ def declined(answer: Answer) -> bool:
     return isinstance(answer.result, Declined)
 
 
-def counted(participations: dict[str, int], updates: dict[str, Trained]) -> dict[str, int]:
-    """Participations with this round's updates added."""
-    return participations | {i: participations.get(i, 0) + 1 for i in updates}
+def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
+    """The state after a round of training, with what else it changed."""
+    r = state.round + 1
+    return msgspec.structs.replace(
+        state,
+        round=r,
+        participations=state.participations | {i: state.participations.get(i, 0) + 1 for i in updates},
+        history=(*state.history, summarise(r, n_asked, updates)),
+        **changes,
+    )
 
 
-def summarise(round_number: int, asked: int, updates: dict[str, Trained]) -> RoundSummary:
+def summarise(round_number: int, asked: int, updates: Mapping[str, Trained]) -> RoundSummary:
     """The history's line of a round of training."""
     accuracies = [u.val_accuracy for u in updates.values() if u.val_accuracy is not None]
     return RoundSummary(

@@ -1,10 +1,9 @@
 """CFIC: clustered sampling by label feature, with a momentum correction of the one global model.
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction", CMC 2025, doi 10.32604/cmc.2025.064103,
-Algorithm 1; specification docs/methods/cfic.md. Departures (section 9): the label feature is that of the
-signed deviation (`psi="abs"` is the printed form) and is told before training (`registration="lazy"`: with the first
-model, as printed). Local work is counted in SGD steps unless `--local-epochs` is given (section 8: 5 epochs); integer
-buffers are averaged by maximum as everywhere.
+Algorithm 1; specification docs/methods/cfic.md. Departures (section 9): the label feature is that of the signed
+deviation, not of the absolute one, and is told before training, not with the first model. Local work is counted in SGD
+steps unless `--local-epochs` is given (section 8: 5 epochs); integer buffers are averaged by maximum as everywhere.
 The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
 off. Clusters of profiles, or of the directions of updates of the then common model, instead of label features are made
 after a third of the rounds, when the model can tell data apart (FedEPC section 9.10); until then no device has one.
@@ -13,44 +12,44 @@ after a third of the rounds, when the model can tell data apart (FedEPC section 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.aggregation import cluster_averages
-from coordinator.aggregation.correction import correction_step
+from coordinator.aggregation.correction import Vector, correction_step, mean_direction
 from coordinator.clustering import Clustering, aidc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     NO_DATA,
-    Idle,
     Method,
     MethodSettings,
     Server,
     accepted,
-    counted,
     results,
+    round_done,
     round_rng,
     sizes,
-    summarise,
 )
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
+    Choices,
     arm,
+    bandits_after,
+    chosen,
     describing,
     newly_profiled,
-    observed,
     of_directions,
     of_one_length,
     of_profiles,
     told_directions,
 )
 from coordinator.methods.unresponsive import AskingState, ask, awake
-from coordinator.selection import Selection, ccmab, choose, cohort_size, stratified, uniform
+from coordinator.selection import ccmab, choose, cohort_size, stratified, uniform
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.profile import Profiled
@@ -65,45 +64,25 @@ LONG = 5.0  # |h| beyond so many times |avg - w| ...
 LONG_ROUNDS = 10  # ... for so many rounds in a row means that beta is too large, section 7
 
 
-class CficOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section 7. `beta` None: 0.2, or 0.5 with scale="relative". `psi`, `epsilon`: of labels; the latter, section 10.
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`alpha`, `beta`: memory and length of the correction (section 7); `correction` false: without it.
 
-    `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates (`n_clusters` as in FedEPC).
-    `selection` stratified: section 5; uniform: without clusters; ccmab, fastest: the quota of each cluster under
-    FedEPC's deadline.
+    `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates. `epsilon`: of label features that
+    are told under differential privacy (section 10). Selection stratified: section 5; uniform: without clusters;
+    ccmab, fastest: the quota of each cluster under FedEPC's deadline.
     """
 
-    IDLE: ClassVar[tuple[Idle, ...]] = (
-        Idle(("alpha", "beta", "norm", "scale"), {"correction": (False,)}, "they make the correction"),
-        Idle(("alpha", "norm", "scale"), {"beta": (0,)}, "the correction has no length"),
-        Idle(
-            ("psi", "epsilon"),
-            {"clustering": ("aidc", "mctc", "k-means", "agglomerative")},
-            "nobody is asked for a label feature",
-        ),
-        Idle(("n_clusters",), {"clustering": ("labels", "aidc")}, "it finds their number by itself"),
-        Idle(
-            ("psi", "epsilon", "clustering", "n_clusters", "registration"),
-            {"selection": ("uniform",), "correction": (False,)},
-            "nothing needs a cluster",
-        ),
-    )
     alpha: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    beta: Annotated[float, Meta(ge=0)] | None = None
-    psi: Literal["signed", "abs"] = "signed"
-    registration: Literal["eager", "lazy"] = "eager"
-    norm: Literal["flat", "tensor"] = "flat"
-    scale: Literal["absolute", "relative"] = "absolute"
-    clustering: Clustering = "labels"
-    n_clusters: Annotated[int, Meta(ge=1)] | None = None
-    selection: Selection = "stratified"
+    beta: Annotated[float, Meta(ge=0)] = 0.2
     correction: bool = True
+    clustering: Clustering = "labels"
     epsilon: Annotated[float, Meta(gt=0)] | None = None
 
-    @property
-    def length(self) -> float:
-        """Beta, or its default."""
-        return self.beta if self.beta is not None else 0.5 if self.scale == "relative" else 0.2
+    def __post_init__(self) -> None:
+        if not self.correction and (self.alpha, self.beta) != (0.9, 0.2):
+            raise ValueError("alpha and beta change nothing with correction=false: they make the correction")
+        if self.epsilon is not None and self.clustering != "labels":
+            raise ValueError(f"epsilon hides label features, and clustering={self.clustering} asks nobody for one")
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -139,7 +118,17 @@ class Cfic(Method[CficState]):
     """Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "cfic"
-    Options: ClassVar[type[CficOptions]] = CficOptions
+    Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("norm", "scale"),
+            "it only remade a row of cfic.md section 8: benchmarks/papers/cfic.py has it as a class",
+        ),
+        "psi": "the label feature is that of the signed deviation (cfic.md section 9)",
+        "registration": "label features are told before training (cfic.md section 9)",
+        "n_clusters": "k-means and agglomerative make as many clusters as AIDC would; fedepc has n_clusters",
+    }
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
@@ -154,39 +143,27 @@ class Cfic(Method[CficState]):
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
         """One round of Algorithm 1."""
         r = state.round + 1
-        if self.options.registration == "eager":
-            state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
+        state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
         devices = awake(state, fleet, r)
         choices = self._choose(state, devices, r)
-        cohort = sorted(i for selection, _ in choices.values() for i in selection.ids) or self._draw(state, devices, r)
-        order = Train(
-            starts=(Start(model=state.model),),
-            sgd=self.settings.sgd,
-            codec=self.settings.codec,
-            measure=bool(choices),
-        )
+        cohort = chosen(choices) or self._draw(state, devices, r)
+        start, sgd, codec = Start(model=state.model), self.settings.sgd, self.settings.codec
+        order = Train(starts=(start,), sgd=sgd, codec=codec, measure=bool(choices))
         state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
-        learned = {
-            str(k - 1): observed(bandit, selection, answers, self._bandit) for k, (selection, bandit) in choices.items()
-        }
-        state = msgspec.structs.replace(state, bandits=state.bandits | learned)
+        bandits = {str(k - 1): bandit for k, bandit in bandits_after(choices, answers, self._bandit).items()}
+        state = msgspec.structs.replace(state, bandits=state.bandits | bandits)
         updates = accepted(answers)
         trained = {device.id: device for device in fleet.devices() if device.id in updates}
         state = await self._describe(state, fleet, "describe-trained", trained)
         if len(updates) >= self.settings.min_reports:
             state = self._step(state, updates, fleet)
-        return msgspec.structs.replace(
-            state,
-            round=r,
-            visits=state.visits | dict.fromkeys(map(str, clusters(state, cohort)), r),
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(r, len(cohort), updates)),
-        )
+        visits = state.visits | dict.fromkeys(map(str, clusters(state, cohort)), r)
+        return round_done(state, len(cohort), updates, visits=visits)
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
         """Section 4: those of the devices whose label feature is unknown, or of other data, tell it."""
         asked = {i: device for i, device in devices.items() if is_news(state, device)}
-        needed = self.options.selection != "uniform" or self.options.correction
+        needed = self.selection != "uniform" or self.options.correction
         if not asked or not needed or state.round < self._unknown:
             return state
         if not self._by_label:
@@ -196,7 +173,7 @@ class Cfic(Method[CficState]):
             state.extractor or state.model,
             sgd=self.settings.sgd,
             codec=self.settings.codec,
-            labels=DescribeLabels(mode=self.options.psi, epsilon=self.options.epsilon),
+            labels=DescribeLabels(epsilon=self.options.epsilon),
         )
         state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
         if not self._by_label:
@@ -220,11 +197,10 @@ class Cfic(Method[CficState]):
 
     def _found(self, state: CficState, fleet: Fleet) -> Clusters:
         """Clusters of positions among the ids of those that told."""
-        k = self.options.n_clusters
         if state.directions:
-            return of_directions(list(state.directions.values()), fleet, n_clusters=k)
+            return of_directions(list(state.directions.values()), fleet)
         rng = np.random.default_rng(self.settings.seed)
-        return of_profiles(self.options.clustering, list(state.profiles.values()), rng=rng, n_clusters=k)
+        return of_profiles(self.options.clustering, list(state.profiles.values()), rng=rng)
 
     def _clustered(
         self, state: CficState, new: Collection[str], asked: Mapping[str, Device], fleet: Fleet
@@ -253,17 +229,16 @@ class Cfic(Method[CficState]):
         ids = available(state, devices)
         n = cohort_size(len(ids), self.settings.participation)
         rng = round_rng(self.settings, r)
-        if r == 1 or self.options.selection != "stratified":
+        if r == 1 or self.selection != "stratified":
             return uniform(ids, n, rng)
         unlabelled = [i for i in ids if feature_of(state, i) is None]
         visits = {int(key): last for key, last in state.visits.items()}
         return stratified(clusters(state, ids), n, rng, others=unlabelled, last_visit=visits)
 
-    def _choose(
-        self, state: CficState, devices: Mapping[str, Device], r: int
-    ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+    def _choose(self, state: CficState, devices: Mapping[str, Device], r: int) -> Choices:
         """FedEPC section 5 in each cluster k, under k + 1, from round 2 on; nothing where the clusters alone decide."""
-        if r == 1 or self.options.selection in {"uniform", "stratified"}:
+        assert self.selection is not None
+        if r == 1 or self.selection in {"uniform", "stratified"}:
             return {}
         ids = available(state, devices)
         members = clusters(state, ids) | {NO_FEATURE: [i for i in ids if feature_of(state, i) is None]}
@@ -271,11 +246,11 @@ class Cfic(Method[CficState]):
         arms = {k + 1: [arm(devices[i], sgd, state.model) for i in of_cluster] for k, of_cluster in members.items()}
         bandits = {k + 1: state.bandits.get(str(k), ccmab.State()) for k in members}
         seed = (self.settings.seed, r)
-        return choose(self.options.selection, arms, bandits, self._bandit, seed=seed, last_visit={})
+        return choose(self.selection, arms, bandits, self._bandit, seed=seed, last_visit={})
 
     def _step(self, state: CficState, updates: Mapping[str, Trained], fleet: Fleet) -> CficState:
         """Section 6 on the answers of the round."""
-        options, layout = self.options, state.layout
+        layout = state.layout
         ids = list(updates)
         features = [feature_of(state, i) for i in ids]
         keys = [NO_FEATURE if feature is None else feature for feature in features]
@@ -287,17 +262,10 @@ class Cfic(Method[CficState]):
             return state
         w = fleet.get(state.model, layout)
         h = fleet.get_tensors(state.memory)["h"].astype(np.float32) if state.memory else None
-        step = correction_step(
-            w.params,
-            h,
-            mean.params,
-            [average.params for average in moving],
-            [average.n_samples for average in moving],
-            alpha=options.alpha if options.correction else 0.0,
-            beta=options.length if options.correction else 0.0,
-            relative=options.scale == "relative",
-            tensors=[t.size for t in layout.of_kind("param")] if options.norm == "tensor" else None,
-        )
+        o = self.options
+        alpha, beta = (o.alpha, o.beta) if o.correction else (0.0, 0.0)
+        direction = self.direction([d.params for d in moving], [d.n_samples for d in moving], layout)
+        step = correction_step(w.params, h, mean.params, direction, alpha=alpha, beta=beta)
         if step.diverged:
             log.error("event=diverged the model would become non-finite; the old one is kept, h = 0")
             return msgspec.structs.replace(state, memory=None, long_rounds=0)
@@ -309,9 +277,13 @@ class Cfic(Method[CficState]):
         return msgspec.structs.replace(
             state,
             model=fleet.put(unflatten(model, layout)),
-            memory=fleet.put({"h": step.h}) if options.correction else None,
+            memory=fleet.put({"h": step.h}) if o.correction else None,
             long_rounds=long_rounds,
         )
+
+    def direction(self, changes: Sequence[Vector], sizes: Sequence[int], layout: Layout) -> Vector:  # noqa: ARG002
+        """Where the clusters go, dir (section 6); `layout`: of the changes, for variants."""
+        return mean_direction(changes, sizes)
 
     def serves(self, state: CficState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The global model."""

@@ -8,20 +8,26 @@ signature for methods whose devices lie in clusters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from coordinator.fleet import Answer, Device
-from coordinator.methods import MethodSettings, State, accepted, declined, round_rng
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.methods import Method, MethodSettings, State, accepted, declined, round_rng
 from coordinator.methods.grouping import arm, observed
-from coordinator.selection import ccmab, cohort_size, fastest, uniform
+from coordinator.selection import Selection, ccmab, cohort_size, fastest, uniform
 from fedge.messages import BlobRef
+from fedge.steps.train import Train, Trained
 
-Choice: TypeAlias = Literal["uniform", "fastest", "ccmab"]
-NOT_STRATIFIED: Final = "it draws about as many devices from each cluster, and here are none"
+SELECTIONS: Final[tuple[Selection, ...]] = ("uniform", "fastest", "ccmab")
+NO_CLUSTERS: Final = {
+    "clustering": "all devices share one model, or a part of one; cfic, fedepc, fedge and scmoe-pfl make clusters",
+    "selection=stratified": "it draws about as many devices from each cluster, and here are none; "
+    "cfic:correction=false is fedavg with it",
+}
+"""What methods without clusters refuse."""
 
 
 class ChoosingState(State, frozen=True, kw_only=True):
@@ -41,10 +47,22 @@ class Cohort:
     ids: list[str]
     held: tuple[ccmab.Selection, ccmab.State] | None = None
 
-    @property
-    def measured(self) -> bool:
-        """Whether losses and gradient norms are wanted of those that train."""
-        return self.held is not None
+
+async def train_cohort(
+    method: Method[Any], state: C, fleet: Fleet, model: BlobRef, order: Callable[[str], Train]
+) -> tuple[C, int, dict[str, Trained]]:
+    """Have a cohort train `model`, or ones as large, each device by its order.
+
+    Losses and gradient norms are wanted where the bandit learns from them.
+
+    Returns:
+        The state with what the round told about the devices; how many were asked; what they learned.
+    """
+    cohort = drawn(method.selection, state, fleet.devices(), method.settings, model)
+    measure = cohort.held is not None
+    orders = {i: msgspec.structs.replace(order(i), measure=measure) for i in cohort.ids}
+    answers = await fleet.run("train", orders)
+    return learned(method.selection, state, cohort, answers, method.settings), len(orders), accepted(answers)
 
 
 def bandit_of(settings: MethodSettings) -> ccmab.Settings:
@@ -54,7 +72,7 @@ def bandit_of(settings: MethodSettings) -> ccmab.Settings:
 
 
 def drawn(
-    how: Choice, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
+    how: Selection | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
 ) -> Cohort:
     """Who trains `model`, or one as large, in round `state.round + 1`."""
     if how == "ccmab":
@@ -69,7 +87,9 @@ def drawn(
     return Cohort(fastest(ids, n, state.seconds, clocks))
 
 
-def learned(how: Choice, state: C, cohort: Cohort, answers: Mapping[str, Answer], settings: MethodSettings) -> C:
+def learned(
+    how: Selection | None, state: C, cohort: Cohort, answers: Mapping[str, Answer], settings: MethodSettings
+) -> C:
     """What a round tells about the devices."""
     if cohort.held is not None:
         bandit = observed(cohort.held[1], cohort.held[0], answers, bandit_of(settings))

@@ -12,11 +12,10 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet
-from coordinator.methods import Idle, results
-from coordinator.methods.fedavg import FedAvgOptions
+from coordinator.methods import results
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -26,10 +25,9 @@ from fedge.steps.train_dbe import TrainDbe
 from fedge.tensors import HEAD, Layout
 
 
-class DbeOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`feature_momentum`: m, of the running mean of the features; `kappa`: weight of the regulariser."""
 
-    IDLE: ClassVar[tuple[Idle, ...]] = (Idle(("feature_momentum",), {"kappa": (0,)}, "there is no regulariser"),)
     feature_momentum: Annotated[float, Meta(gt=0, le=1)] = 1.0
     kappa: Annotated[float, Meta(ge=0)] = 1.0
 
@@ -45,7 +43,7 @@ class Dbe(PersonalLayers[DbeState]):
 
     name = "dbe"
     State: ClassVar[type[DbeState]] = DbeState
-    Options: ClassVar[type[FedAvgOptions]] = DbeOptions
+    Options: ClassVar[type[Struct]] = Options
     needs_head = True
 
     def init(self, layout: Layout, model: BlobRef) -> DbeState:

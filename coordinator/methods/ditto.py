@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from coordinator.methods.fedavg import FedAvgOptions
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from fedge.steps.train_ditto import TrainDitto
 
 
-class DittoOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`proximal_lambda`: lambda, strength of the pull to the global model; 0 is training alone."""
 
     proximal_lambda: Annotated[float, Meta(ge=0)] = 0.1
@@ -25,7 +24,7 @@ class Ditto(PersonalLayers[PersonalState]):
     """The global model is FedAvg's; v_i predicts on device i and stays there."""
 
     name = "ditto"
-    Options: ClassVar[type[FedAvgOptions]] = DittoOptions
+    Options: ClassVar[type[Struct]] = Options
 
     def step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
         """Both models learn."""

@@ -7,30 +7,18 @@ the same.
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
-
-import msgspec
-from msgspec import Struct
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 from coordinator.aggregation import averaged
 from coordinator.fleet import Fleet
-from coordinator.methods import Method, MethodSettings, accepted, counted, sizes, summarise
-from coordinator.methods.cohort import NOT_STRATIFIED, Choice, ChoosingState, drawn, learned
+from coordinator.methods import Method, round_done, sizes
+from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
 from fedge.tensors import Layout
-
-
-class FedAvgOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`selection`: who trains in a round; ccmab: FedEPC's bandit and deadline, all devices as one cluster."""
-
-    REFUSED: ClassVar[dict[str, str]] = {
-        "clustering": "all devices share one model, or a part of one; cfic, fedepc, fedge and scmoe-pfl make clusters",
-        "selection=stratified": f"{NOT_STRATIFIED}; cfic:correction=false is fedavg with it",
-    }
-    selection: Choice = "uniform"
 
 
 class FedAvgState(ChoosingState, frozen=True, kw_only=True):
@@ -47,7 +35,8 @@ class FedAvg(Method[FedAvgState]):
     """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "fedavg"
-    Options: ClassVar[type[FedAvgOptions]] = FedAvgOptions
+    SELECTIONS = SELECTIONS
+    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS
 
     def init(self, layout: Layout, model: BlobRef) -> FedAvgState:
         """The state before round 1."""
@@ -64,38 +53,19 @@ class FedAvg(Method[FedAvgState]):
     async def round(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
         """One round of Algorithm 1."""
         order = Train(starts=(Start(model=state.model),), sgd=self.sgd(), codec=self.settings.codec)
-        return await train(state, fleet, order, state.layout, self.settings, self.options, gamma=self.gamma())
+        return await train(self, state, fleet, order, state.layout, gamma=self.gamma())
 
     def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The global model."""
         return state.model
 
 
-async def train(
-    state: F,
-    fleet: Fleet,
-    order: Train,
-    layout: Layout,
-    settings: MethodSettings,
-    options: FedAvgOptions,
-    *,
-    gamma: float = 0.0,
-) -> F:
+async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layout: Layout, *, gamma: float = 0.0) -> F:
     """Have a cohort carry out the order, then move the model by the mean change. `layout`: of both."""
-    cohort = drawn(options.selection, state, fleet.devices(), settings, state.model)
-    order = msgspec.structs.replace(order, measure=cohort.measured)
-    answers = await fleet.run("train", dict.fromkeys(cohort.ids, order))
-    updates = accepted(answers)
+    state, asked, updates = await train_cohort(method, state, fleet, state.model, lambda _: order)
     shared = ServerModel(model=state.model, velocity=state.velocity)
-    if len(updates) >= settings.min_reports:
+    if len(updates) >= method.settings.min_reports:
         # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
         changes = (fleet.get(u.update, layout) for u in updates.values())
         shared = stepped(shared, averaged(changes, sizes(updates), layout), layout, fleet, gamma=gamma)
-    return msgspec.structs.replace(
-        learned(options.selection, state, cohort, answers, settings),
-        round=state.round + 1,
-        model=shared.model,
-        velocity=shared.velocity,
-        participations=counted(state.participations, updates),
-        history=(*state.history, summarise(state.round + 1, len(cohort.ids), updates)),
-    )
+    return round_done(state, asked, updates, model=shared.model, velocity=shared.velocity)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from coordinator.methods.fedavg import FedAvg, FedAvgOptions
+from coordinator.methods.fedavg import FedAvg
 
 
-class FedAvgMOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`gamma`: momentum of the server; 0 is FedAvg."""
 
     gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
@@ -23,7 +23,7 @@ class FedAvgM(FedAvg):
     """FedAvg with gamma > 0."""
 
     name = "fedavgm"
-    Options: ClassVar[type[FedAvgOptions]] = FedAvgMOptions
+    Options: ClassVar[type[Struct]] = Options
 
     def gamma(self) -> float:
         """Momentum of the server."""

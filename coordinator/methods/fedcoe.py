@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -22,23 +22,18 @@ from coordinator.aggregation import correlation
 from coordinator.fleet import Fleet
 from coordinator.methods import (
     NO_DATA,
-    Idle,
     Method,
     MethodSettings,
-    Option,
     Server,
-    accepted,
-    counted,
     insist,
     install,
     next_release,
     results,
+    round_done,
     round_rng,
-    sizes,
-    summarise,
 )
-from coordinator.methods.cohort import NOT_STRATIFIED, Choice, ChoosingState, drawn, learned
-from coordinator.reserved import ReservedSet
+from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
+from coordinator.reserved import ReservedSet, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Share
@@ -47,64 +42,55 @@ from fedge.steps.install import Installed
 from fedge.steps.install_bundle import InstallBundle
 from fedge.steps.route import Route, Routed
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
 
 COLLAPSED_SPREAD: Final = 1e-3  # with overlap 1: all experts are one, section 13
 UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10.1
-PRINTED: Final[dict[str, Option]] = {
-    "suitability_temperature": 1.0,
-    "ranking": "raw",
-    "tau_e": 0.5,
-    "tau_c": 0.5,
-    "refresh_every": 10,
-    "profile_prior": False,
-}
-"""What the preset "printed" changes (section 5)."""
+PRETRAINING_EPOCHS: Final = 30  # section 3
+REFRESH_EPOCHS: Final = 5  # section 5
+WEIGHT_DECAY: Final = 5e-4  # of the SGD of clients and experts, section 5, unless the settings have another
+DELTA: Final = 0.02  # of the profile prior, section 7
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
+
+class Preset(Struct, frozen=True, kw_only=True):
+    """Sections 3 to 7. `refresh_every`: R_g, rounds; 0: the gate is never trained again."""
+
+    suitability_temperature: float = 0.1
+    ranking: Literal["affinity", "raw"] = "affinity"
+    tau: float = 0.9
+    refresh_every: int = 0
+    profile_prior: bool = True
+
+
+PRESETS: Final = {
+    "repaired": Preset(),
+    "printed": Preset(suitability_temperature=1.0, ranking="raw", tau=0.5, refresh_every=10, profile_prior=False),
+}
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sections 3 to 7; the defaults are those of "repaired". `selection`: who trains in a round, as with fedavg."""
+    """`preset`: as section 5 repairs it, or as printed. `tau`: tau_E = tau_C, of experts and clients.
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "clustering": "experts come from classes of the reserved set, and every device mixes all of them; n_experts "
-        "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
-        "selection=stratified": NOT_STRATIFIED,
-    }
-    PRESETS: ClassVar[dict[str, dict[str, Option]]] = {"printed": PRINTED}
-    IDLE: ClassVar[tuple[Idle, ...]] = (
-        Idle(("refresh_epochs",), {"refresh_every": (0,)}, "the gate is never trained again"),
-        Idle(
-            ("suitability_temperature", "refresh_every", "refresh_epochs"),
-            {"gate": ("uniform",)},
-            "there is no gate to train",
-        ),
-        Idle(("n_top", "ranking"), {"n_experts": (1,)}, "all clients feed the one expert"),
-        Idle(("delta",), {"profile_prior": (False,)}, "it is a part of the prior"),
-        Idle(("top",), {"gate": ("uniform",), "assemble": ("parameters",)}, "all experts count"),
-    )
+    `n_experts`: K. `n_top`: N_top; 0: half of the clients of a round, rounded up. `assemble`: what new clients get, one
+    model of mixed parameters or the best two experts.
+    """
+
     preset: Literal["repaired", "printed"] = "repaired"
-    n_experts: AtLeastOne = 5  # K
-    n_top: Annotated[int, Meta(ge=0)] = 0  # N_top; 0: half of the clients of a round, rounded up
-    tau_e: Share = 0.9
-    tau_c: Share = 0.9
-    suitability_temperature: Annotated[float, Meta(gt=0)] = 0.1  # T_s
-    ranking: Literal["affinity", "raw"] = "affinity"
-    refresh_every: Annotated[int, Meta(ge=0)] = 0  # R_g, rounds; 0: the gate is never trained again
-    refresh_epochs: AtLeastOne = 5
-    pretraining_epochs: AtLeastOne = 30
-    size_weighting: bool = False
-    profile_prior: bool = True
-    delta: Annotated[float, Meta(gt=0)] = 0.02
-    top: AtLeastOne = 2  # k, experts of a sample in the global model, and with "functions" of a new client
+    n_experts: Annotated[int, Meta(ge=1)] = 5
+    n_top: Annotated[int, Meta(ge=0)] = 0
+    tau: Share | None = None
     assemble: Literal["parameters", "functions"] = "parameters"
-    gate: Literal["trained", "uniform"] = "trained"  # uniform: the ablation without a gate, section 12
-    trunk: Literal["auto", "vector"] = "auto"  # of the gate
-    weight_decay: Share = 5e-4  # of the SGD of clients and experts, section 5
-    selection: Choice = "uniform"
+
+    def __post_init__(self) -> None:
+        if self.n_experts == 1 and self.n_top:
+            raise ValueError("n_top changes nothing with n_experts=1: all clients feed the one expert")
+
+
+ABLATION: Final = "it only remade a row of fedcoe.md section 12: benchmarks/papers/fedcoe.py has it as a class"
+PRESET: Final = "preset=printed or preset=repaired sets it"
+DEFAULT_STANDS: Final = "its default stands"
 
 
 class Diagnostics(Struct, frozen=True, kw_only=True):
@@ -138,7 +124,21 @@ class FedCoE(Method[FedCoEState]):
 
     name = "fedcoe"
     Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = SELECTIONS
+    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS | {
+        "clustering": "experts come from classes of the reserved set, and every device mixes all of them; n_experts "
+        "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
+        **dict.fromkeys(("suitability_temperature", "ranking"), PRESET),
+        **dict.fromkeys(("gate", "profile_prior", "refresh_every", "trunk"), ABLATION),
+        **dict.fromkeys(("tau_e", "tau_c"), "tau sets both"),
+        "weight_decay": "--weight-decay sets it for every method",
+        **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
+    }
     WELCOMES = True
+    TOP: ClassVar[int] = 2
+    """k, experts of a sample in the global model, and with "functions" of a new client."""
+    TRUNK: ClassVar[Trunk] = "auto"
+    """Of the gate."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
@@ -149,10 +149,15 @@ class FedCoE(Method[FedCoEState]):
                 "images; in a simulation a share of the global test set; a small public set of the same task will do, "
                 "40 samples a class; never the devices' test data). Without any, use fedavg, fedper or fedge"
             )
-        decay = settings.sgd.weight_decay or self.options.weight_decay
-        self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=decay)
+        self.preset = self.parameters()
+        self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=settings.sgd.weight_decay or WEIGHT_DECAY)
         self.reserved = ReservedSet(task, *reserved, torch_device(settings.train_on))
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
+
+    def parameters(self) -> Preset:
+        """The preset's, but for `tau` where it is given."""
+        preset, tau = PRESETS[self.options.preset], self.options.tau
+        return preset if tau is None else msgspec.structs.replace(preset, tau=tau)
 
     def init(self, layout: Layout, model: BlobRef) -> FedCoEState:
         """The state before round 1; experts come from `model` when it begins."""
@@ -162,17 +167,11 @@ class FedCoE(Method[FedCoEState]):
         """Section 5, after section 3 the first time."""
         if not state.experts:
             state = await self._pretrained(state, fleet)
-        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings, state.common)
-        answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
-        updates = accepted(answers)
+        before = state
+        state, asked, updates = await train_cohort(self, state, fleet, state.common, lambda i: self._order(before, i))
         if len(updates) >= self.settings.min_reports:
             state = await self._aggregated(state, fleet, updates)
-        return msgspec.structs.replace(
-            learned(self.options.selection, state, cohort, answers, self.settings),
-            round=state.round + 1,
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(state.round + 1, len(cohort.ids), updates)),
-        )
+        return round_done(state, asked, updates)
 
     async def finish(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """Clients install their own models; all other devices start cold."""
@@ -180,24 +179,24 @@ class FedCoE(Method[FedCoEState]):
             state = await self._pretrained(state, fleet)
         return await self.welcome(await install(self, state, fleet, among=state.clients), fleet)
 
-    def _order(self, state: FedCoEState, device_id: str, *, measure: bool = False) -> Train:
-        start = Start(model=self.serves(state, device_id))
-        return Train(starts=(start,), sgd=self.sgd, codec=self.settings.codec, measure=measure)
+    def _order(self, state: FedCoEState, device_id: str) -> Train:
+        return Train(starts=(Start(model=self.serves(state, device_id)),), sgd=self.sgd, codec=self.settings.codec)
 
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 
     async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """Experts from one start, each on its own classes; the gate learns which one is sure about which input."""
-        start, epochs = fleet.get(state.common, state.layout), self.options.pretraining_epochs
-        sgd, seed = self.sgd, self.settings.seed
-
-        def pretrain() -> list[Model]:
-            k = self.options.n_experts
-            return self.reserved.pretrained(start, self._groups, k, epochs=epochs, sgd=sgd, seed=seed)
-
-        experts = await asyncio.to_thread(pretrain)
+        experts = await asyncio.to_thread(
+            self.reserved.pretrained,
+            fleet.get(state.common, state.layout),
+            self._groups,
+            self.options.n_experts,
+            epochs=PRETRAINING_EPOCHS,
+            sgd=self.sgd,
+            seed=self.settings.seed,
+        )
         state = self._with_experts(state, fleet, experts)
-        return await self._with_gate(state, fleet, experts, epochs)
+        return await self._with_gate(state, fleet, experts, PRETRAINING_EPOCHS)
 
     def _with_experts(self, state: FedCoEState, fleet: Fleet, experts: list[Model]) -> FedCoEState:
         (common,) = correlation.mixed(experts, np.full((1, len(experts)), 1 / len(experts)))
@@ -210,25 +209,21 @@ class FedCoE(Method[FedCoEState]):
 
     async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
         """Eq. 1 and 2, from the present gate if there is one."""
-        reserved, options = self.reserved, self.options
         start = None if state.gate is None else fleet.get_tensors(state.gate)
         seed = int(round_rng(self.settings, state.round).integers(2**31))
-
-        def train() -> dict[str, NDArray[np.generic]]:
-            s = correlation.suitability(reserved.scores(experts), options.suitability_temperature)  # Eq. 1
-            if options.gate == "uniform":
-                return reserved.uniform_gate(len(experts), trunk=options.trunk)
-            return reserved.trained_gate(s, start, trunk=options.trunk, epochs=epochs, seed=seed)
-
-        gate = await asyncio.to_thread(train)
-        file = gate_onnx(gate, reserved.task.input_shape)
+        gate = await asyncio.to_thread(self.trained_gate, experts, start, epochs=epochs, seed=seed)
+        file = gate_onnx(gate, self.reserved.task.input_shape)
         return msgspec.structs.replace(state, gate=fleet.put(gate), gate_file=fleet.put_bytes(file))
+
+    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
+        """Eq. 1 and 2: a gate that learns which experts are sure of a sample. `start`: where it goes on."""
+        s = correlation.suitability(self.reserved.scores(experts), self.preset.suitability_temperature)
+        return self.reserved.trained_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
 
     # --------------------------------------------------------------------------------------- section 5: one round
 
     async def _aggregated(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
         """Scores, correlation, experts (Eq. 9), gate, clients (Eq. 11)."""
-        options = self.options
         valid = {i: u for i, u in updates.items() if self._is_finite(state, fleet, i, u)}
         refused = tuple(i for i in updates if i not in valid)
         if not valid:
@@ -243,21 +238,22 @@ class FedCoE(Method[FedCoEState]):
         p = self._routing(state, fleet)  # Eq. 6
         m = correlation.correlation(p, a)  # Eq. 7
         m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
-        selected = correlation.select(m_c if options.ranking == "affinity" else m_e, self._n_top(len(valid)))
-        w = correlation.expert_weights(m, selected, sizes(valid) if options.size_weighting else None)  # Eq. 10
+        selected = correlation.select(m_c if self.preset.ranking == "affinity" else m_e, self._n_top(len(valid)))
+        w = correlation.expert_weights(m, selected)  # Eq. 10
         old = self._experts(state, fleet)
         towards = correlation.mixed(clients(), w)
         experts = [
-            correlation.moved(expert, new, options.tau_e) for expert, new in zip(old, towards, strict=True)
+            correlation.moved(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
         ]  # Eq. 9
         own = {}
         for k, (i, client) in enumerate(zip(valid, clients(), strict=True)):
             (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
-            own[i] = _put(fleet, correlation.moved(client, mix, options.tau_c), state.layout)  # Eq. 11
+            own[i] = _put(fleet, correlation.moved(client, mix, self.preset.tau), state.layout)  # Eq. 11
         diagnostics = self._diagnose(state.round + 1, selected, experts, p, refused)
         state = self._with_experts(state, fleet, experts)
-        if options.refresh_every and (state.round + 1) % options.refresh_every == 0:
-            state = await self._with_gate(state, fleet, experts, options.refresh_epochs)
+        every = self.preset.refresh_every
+        if every and (state.round + 1) % every == 0:
+            state = await self._with_gate(state, fleet, experts, REFRESH_EPOCHS)
         return msgspec.structs.replace(
             state,
             clients=dict(sorted((state.clients | own).items())),
@@ -340,17 +336,17 @@ class FedCoE(Method[FedCoEState]):
 
     async def _assembled(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
         """Eq. 13 with the profile prior, as a bundle for ONNX Runtime."""
-        options, release = self.options, next_release(fleet)
+        release = next_release(fleet)
         rho = rho / rho.sum()
         experts = self._experts(state, fleet)
         prior = None
-        if options.profile_prior:
+        if self.preset.profile_prior:
             typical = self._routing(state, fleet).mean(axis=0)
-            prior = correlation.profile_prior(rho, typical, self._groups, options.delta)
-        if options.assemble == "parameters":
+            prior = correlation.profile_prior(rho, typical, self._groups, DELTA)
+        if self.options.assemble == "parameters":
             models, shares = [self.assembled(experts, rho)], [1.0]
         else:
-            best = sorted(np.argsort(-rho, kind="stable")[: options.top].tolist())
+            best = sorted(np.argsort(-rho, kind="stable")[: self.TOP].tolist())
             models, shares = [experts[j] for j in best], (rho[best] / rho[best].sum()).tolist()
 
         def write() -> dict[str, bytes]:
@@ -375,15 +371,11 @@ class FedCoE(Method[FedCoEState]):
         return state.clients.get(device_id, state.common)
 
     def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
-        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model.
-
-        Without a gate all experts have their say.
-        """
+        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model."""
         if not state.experts:
             return self.reserved.probabilities(fleet.get(state.common, state.layout), x)
         probabilities = np.stack([self.reserved.probabilities(e, x) for e in self._experts(state, fleet)])
-        top = self.options.n_experts if self.options.gate == "uniform" else self.options.top
-        return correlation.routed(self._routing(state, fleet, x), probabilities, top)
+        return correlation.routed(self._routing(state, fleet, x), probabilities, self.TOP)
 
     def summary(self, state: FedCoEState) -> dict[str, Any]:
         """History, diagnostics of the experts, profiles of devices that started cold, bundles."""

@@ -11,9 +11,10 @@ is without it (uploads there are clusters times rounds). Cohorts of one or two m
 stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points
 lower and 6.4 higher: no clear winner, with fewer uploads.
 
-The parts can be exchanged by options: as printed the method is warm_up=0, fairness=false; with selection=uniform and
-deadline=none its clusters alone are seen. With clustering=mctc every device trains once more from the warm-up's model,
-and where that update points is its description; it stays in the one cluster that it is nearest to.
+The parts can be exchanged by options: as printed the method is warm_up=0, without the rule that overdue devices are
+asked (5.5); with selection=uniform and deadline=none its clusters alone are seen. With clustering=mctc every device
+trains once more from the warm-up's model, and where that update points is its description; it stays in the one cluster
+that it is nearest to.
 """
 
 from __future__ import annotations
@@ -36,21 +37,20 @@ from coordinator.clustering.aidc import Clusters, Place
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     NO_DATA,
-    Idle,
     Method,
     MethodSettings,
     Samples,
     Server,
     accepted,
-    counted,
     install,
     mean_loss,
     results,
+    round_done,
     round_rng,
     sizes,
-    summarise,
 )
 from coordinator.methods.grouping import (
+    Choices,
     arm,
     describing,
     embedded,
@@ -62,7 +62,7 @@ from coordinator.methods.grouping import (
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.proxy import check_samples, trained_extractor
-from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
+from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import LabelsDescribed
@@ -77,42 +77,36 @@ Vectors = NDArray[np.float64]
 
 WINDOW: Final = 5  # rounds with participants that are compared with as many before them, section 6
 LEAST_GAIN: Final = 0.001  # relative, section 6
+PROXIMAL_MU: Final = 0.01  # mu of the local step, (13)
 GONE_AFTER: Final = 10  # rounds without being there after which a device has left (ours; 4.6 does not say when)
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What can be exchanged or set (section 7). `participation` of the settings is the quota rho_c."""
+    """Section 7. `participation` of the settings is the quota rho_c.
 
-    IDLE: ClassVar[tuple[Idle, ...]] = (
-        Idle(
-            ("search", "budget"), {"selection": ("uniform", "fastest", "stratified")}, "they are of the bandit, ccmab"
-        ),
-        Idle(("n_clusters",), {"clustering": ("aidc", "labels")}, "it finds their number by itself"),
-        Idle(("eta",), {"clustering": ("agglomerative",)}, "AIDC alone looks at densities"),
-        Idle(
-            ("extractor", "sigma_dp", "unit", "gamma", "eta", "theta_merge", "theta_split"),
-            {"clustering": ("labels", "mctc")},
-            "it is of profiles, and nobody is asked for one",
-        ),
-    )
-    warm_up: Annotated[int, Meta(ge=0)] | None = None  # R_w, shared rounds before the clusters; None: a third of all
-    clustering: Clustering = "aidc"  # of profiles; labels: of label features; mctc: of updates of the common model
-    extractor: Literal["shared", "proxy"] = "shared"  # W_ext: the warm-up's model, or trained on the server's samples
-    sigma_dp: Annotated[float, Meta(ge=0)] = 0.0  # of the noise on a profile (3)
-    n_clusters: Annotated[int, Meta(ge=1)] | None = None  # of k-means; agglomerative, not theta_merge; mctc: at most
-    selection: Selection = "ccmab"
-    search: Literal["set", "batch"] = "set"  # how ccmab searches (5.4)
-    deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"  # T_max, seconds
-    budget: Annotated[float, Meta(gt=0)] | None = None  # device-seconds of a cluster's round (5.2), of ccmab
-    fairness: bool = True  # overdue devices are asked whatever their time (5.5)
-    weighted: bool = False  # means by n_i instead of (15)
-    stop: bool = False  # a cluster whose loss falls no more is left as it is (6)
-    proximal_mu: Annotated[float, Meta(ge=0)] = 0.01  # mu of the local step, (13)
-    unit: Annotated[float, Meta(gt=0)] | None = None  # D_ref; None: from the proxy set's classes, or split halves
-    gamma: Annotated[float, Meta(ge=0)] = 1.0
-    eta: Annotated[float, Meta(ge=0)] = 2.0
-    theta_merge: Annotated[float, Meta(gt=0)] = 0.15
-    theta_split: Annotated[float, Meta(gt=0)] = 0.18
+    `warm_up`: R_w, shared rounds before the clusters; a third of all unless given. `clustering`: of profiles; labels:
+    of label features; mctc: of updates of the common model. `n_clusters`: of k-means and agglomerative; of mctc at
+    most. `extractor`: W_ext is the warm-up's model, or one that is trained on the server's samples. `sigma_dp`: of the
+    noise on a profile (3). `deadline`: T_max, seconds. `budget`: device-seconds of a cluster's round (5.2), of ccmab.
+    `stop`: a cluster whose loss falls no more is left as it is (6).
+    """
+
+    warm_up: Annotated[int, Meta(ge=0)] | None = None
+    clustering: Clustering = "aidc"
+    n_clusters: Annotated[int, Meta(ge=1)] | None = None
+    extractor: Literal["shared", "proxy"] = "shared"
+    sigma_dp: Annotated[float, Meta(ge=0)] = 0.0
+    deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"
+    budget: Annotated[float, Meta(gt=0)] | None = None
+    stop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sigma_dp and self.clustering in {"labels", "mctc"}:
+            raise ValueError(f"sigma_dp hides profiles, and clustering={self.clustering} asks nobody for one")
+        if self.sigma_dp and self.extractor == "shared":
+            raise ValueError("with sigma_dp nobody tells halves: set extractor=proxy")
+        if self.n_clusters is not None and self.clustering in {"aidc", "labels"}:
+            raise ValueError(f"n_clusters changes nothing with clustering={self.clustering}, which finds it by itself")
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -165,26 +159,35 @@ class FedEpc(Method[FedEpcState]):
 
     name = "fedepc"
     Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("eta", "gamma", "proximal_mu", "theta_merge", "theta_split", "unit", "weighted"), "its default stands"
+        ),
+        **dict.fromkeys(
+            ("fairness", "search"),
+            "it only remade a row of fedepc.md section 8.3: benchmarks/papers/fedepc.py has it as a class",
+        ),
+    }
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
         options = self.options
         self._proxy = proxy_of(options, *server)
-        if options.sigma_dp and self._proxy is None and options.unit is None:
-            raise ConfigError("option of the method: with sigma_dp nobody tells halves: set extractor=proxy, or unit")
-        try:
-            self._thresholds = aidc.Thresholds(merge=options.theta_merge, split=options.theta_split)
-        except ValueError as error:
-            raise ConfigError(f"option of the method: {error}") from error
+        if options.budget is not None and self.selection != "ccmab":
+            raise ConfigError("option of the method: budget is of the bandit: leave it out, or take selection=ccmab")
         self._by_label = options.clustering == "labels"
         self._warm_up = settings.rounds // 3 if options.warm_up is None else min(options.warm_up, settings.rounds)
-        self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=options.proximal_mu)
-        self._bandit = ccmab.Settings(
-            quota=settings.participation,
-            deadline_s=deadline_s(options, everybody=settings.participation == 1),
-            search=options.search,
-            budget_s=options.budget,
-            fairness=options.fairness,
+        self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=PROXIMAL_MU)
+        self._bandit = self.bandit()
+
+    def bandit(self) -> ccmab.Settings:
+        """Of the clusters' bandits."""
+        everybody = self.settings.participation == 1
+        return ccmab.Settings(
+            quota=self.settings.participation,
+            deadline_s=deadline_s(self.options, everybody=everybody),
+            budget_s=self.options.budget,
         )
 
     def init(self, layout: Layout, model: BlobRef) -> FedEpcState:
@@ -226,20 +229,11 @@ class FedEpc(Method[FedEpcState]):
             changes = (fleet.get(u.update, state.layout) for u in updates.values())
             mean = averaged(changes, sizes(updates), state.layout)
             shared = stepped(ServerModel(model=shared), mean, state.layout, fleet, gamma=0.0).model
-        return self._after(msgspec.structs.replace(state, shared=shared), len(cohort), updates)
+        return round_done(state, len(cohort), updates, shared=shared)
 
     def _order(self, model: BlobRef, cluster: int = -1) -> Train:
         start = Start(model=model, cluster=cluster)
         return Train(starts=(start,), sgd=self._sgd, codec=self.settings.codec, measure=cluster >= 0)
-
-    def _after(self, state: FedEpcState, asked: int, updates: dict[str, Trained]) -> FedEpcState:
-        r = state.round + 1
-        return msgspec.structs.replace(
-            state,
-            round=r,
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(r, asked, updates)),
-        )
 
     # ------------------------------------------------------------------ sections 3 and 4: descriptions and clusters
 
@@ -282,7 +276,7 @@ class FedEpc(Method[FedEpcState]):
         task, (x, y) = self._proxy
         found = await asyncio.to_thread(trained_extractor, task, x, y, seed=self.settings.seed)
         try:
-            unit = aidc.class_unit(found.class_profiles, gamma=self.options.gamma)
+            unit = aidc.class_unit(found.class_profiles)
         except ValueError as error:
             raise ConfigError(f"the labelled samples of the server make no useful extractor: {error}") from error
         extractor = fleet.put(unflatten(found.model, state.layout))
@@ -307,9 +301,8 @@ class FedEpc(Method[FedEpcState]):
 
     def _unit(self, state: FedEpcState, described: Iterable[Description]) -> float | None:
         """D_ref (4.1); None where the extractor tells no devices apart, so that all form one cluster."""
-        given = self.options.unit or state.unit
-        if given is not None:
-            return given
+        if state.unit is not None:
+            return state.unit
         try:
             return aidc.split_half_unit([d.halves for d in described if d.halves is not None])
         except ValueError:
@@ -322,9 +315,7 @@ class FedEpc(Method[FedEpcState]):
         if now.direction is not None:  # of other data: it may point anywhere
             return now.direction != before.direction
         old, new = np.array(before.profile), np.array(now.profile)
-        return unit is not None and aidc.has_changed(
-            old, new, unit=unit, gamma=self.options.gamma, thresholds=self._thresholds
-        )
+        return unit is not None and aidc.has_changed(old, new, unit=unit)
 
     def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
         """4.6, point 4: all clusters anew; each inherits models, and the bandit of the cluster it overlaps most."""
@@ -353,10 +344,7 @@ class FedEpc(Method[FedEpcState]):
         elif unit is None or len(described) < 2:
             return aidc.numbered([range(len(described))])
         else:
-            profiles = profiles_of(described)
-            features = Profiles(
-                vectors=profiles, unit=unit, gamma=options.gamma, eta=options.eta, thresholds=self._thresholds
-            )
+            features = Profiles(vectors=profiles_of(described), unit=unit)
         rng = np.random.default_rng(self.settings.seed)
         return find_clusters(options.clustering, features, rng=rng, n_clusters=options.n_clusters).clusters
 
@@ -391,8 +379,6 @@ class FedEpc(Method[FedEpcState]):
             profiles_of([state.described[i] for i in ids]),
             [[ids.index(i) for i in cluster.members] for cluster in state.clusters],
             unit=unit,
-            gamma=self.options.gamma,
-            thresholds=self._thresholds,
         )
 
     # ------------------------------------------------------------- sections 5 and 6: selection, training, the mean
@@ -407,7 +393,7 @@ class FedEpc(Method[FedEpcState]):
         ids = list(updates)
         means = cluster_averages(
             (fleet.get(u.update, state.layout) for u in updates.values()),
-            sizes(updates) if self.options.weighted else [1] * len(ids),  # (15)
+            [1] * len(ids),  # (15)
             [[ids.index(i) for i in selection.ids if i in updates] for selection, _ in chosen.values()],
             state.layout,
         )
@@ -425,19 +411,18 @@ class FedEpc(Method[FedEpcState]):
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)
             clusters[k] = cluster
-        return self._after(msgspec.structs.replace(state, clusters=tuple(clusters)), len(orders), updates)
+        return round_done(state, len(orders), updates, clusters=tuple(clusters))
 
-    def _select(
-        self, state: FedEpcState, present: Mapping[str, Device], r: int
-    ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+    def _select(self, state: FedEpcState, present: Mapping[str, Device], r: int) -> Choices:
         """Section 5 in each open cluster, by its number; every cluster has random numbers of its own."""
         arms = {
             k: [arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }
+        assert self.selection is not None
         return choose(
-            self.options.selection,
+            self.selection,
             arms,
             dict(enumerate(cluster.bandit for cluster in state.clusters)),
             self._bandit,

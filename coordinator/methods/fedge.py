@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -22,31 +22,29 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
-from coordinator.aggregation.trial import ETA_0, trial_statistic, wants_split
-from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
-from coordinator.fleet import Answer, Device, Fleet
+from coordinator.aggregation.trial import trial_statistic, wants_split
+from coordinator.clustering import Clustering, Directions, aidc, find_clusters, labels, mctc
+from coordinator.fleet import Device, Fleet
 from coordinator.methods import (
     NO_DATA,
-    Idle,
     Method,
     MethodSettings,
     Server,
     accepted,
-    counted,
     equip,
     grouping,
     install,
     results,
+    round_done,
     round_rng,
     sizes,
     steps_alone,
-    summarise,
 )
 from coordinator.methods.cohort import bandit_of
-from coordinator.methods.grouping import arm, newly_profiled, observed, of_one_length
+from coordinator.methods.grouping import Choices, arm, bandits_after, chosen, newly_profiled, of_one_length
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
-from coordinator.selection import Selection, ccmab, choose, cohort_size, uniform
+from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.calibration import BETAS, grid
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Role
@@ -66,97 +64,33 @@ log = logging.getLogger("fedge.method")
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
 MAX_CLUSTERS = 8  # K, section 5
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
-MIXED = {  # what the option `candidates` leaves in the mixture
-    "all": set(Role),
-    "private+expert": {Role.PRIVATE, Role.EXPERT, Role.LOCAL},
-    "private": {Role.PRIVATE},
-    "global": {Role.GLOBAL},
-    "expert": {Role.EXPERT},
-}
-ALONE = ("private", "global", "expert")  # values of it with which one model is all that a device gets
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
 A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
-IMMOVABLE = 1e12  # shrinkage with which no device's weights move
 ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What can be exchanged or switched off. `mode` shift: for devices whose class shares move (section 15.6).
+    """`mode` shift: for devices whose class shares move (section 15.6); they all install a model, and no mixture.
 
-    `selection` within the AIDC groups: ccmab, fastest, stratified under the bandit's deadline; uniform without.
+    `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster.
     `clustering` makes the experts: of the updates; aidc: the groups; labels: of label features (CFIC section 3).
-    `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster;
-    statistic: t > 1 alone, however separable the clusters are.
-    `local_pilot`: a tenth of the devices, at least
-    ten, fit a local model and decide whether it comes in; others only if it does (section 14).
-    Parameters of section 13: `gamma`: server momentum; `rho`: share of the rounds before the trial; `shrinkage`: a of
-    the weights, in samples; a large one leaves every device the pooled weights.
-    Ablations of section 15.4: `prior` fixed: T = 1 and the whole prior, of private and local models none; shared: of
-    private and local models none, else as it is pooled; none: without prior, T as it is pooled; `temperature` false:
-    T = 1; `local` never, always: in the mixture, whatever the pool says; `candidates`: what is mixed; expert: without
-    a split the global model; one alone: without the guard, too; `weights` uniform: all candidates weigh the same;
-    `energy` false: beta = 0; `gate` untrained: r = 0; `private_steps`: of the private model, whatever validation says;
-    `private_start` initial: it learns from the initial model.
+    `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
+    least ten, fit a local model and decide whether it comes in; others only if it does (section 14).
     """
 
-    IDLE: ClassVar[tuple[Idle, ...]] = (
-        Idle(
-            (
-                *("final_fit", "guard", "local_pilot", "shrinkage", "prior", "temperature", "local"),
-                *("candidates", "weights", "energy", "gate", "private_steps", "private_start"),
-            ),
-            {"mode": ("shift",)},
-            "no mixture is made",
-        ),
-        Idle(("local_pilot",), {"local": ("never",)}, "there is no local model to try"),
-        Idle(("temperature",), {"prior": ("fixed",)}, "T = 1 is a part of it"),
-        Idle(("shrinkage",), {"weights": ("uniform",)}, "no device has weights of its own"),
-        Idle(
-            ("guard", "local_pilot", "shrinkage", "local", "weights", "energy", "gate"),
-            {"candidates": ALONE},
-            "one model is all that there is",
-        ),
-        Idle(
-            ("final_fit", "private_steps", "private_start"),
-            {"candidates": ("global", "expert")},
-            "there is no private model",
-        ),
-        Idle(("prior",), {"prior": ("shared",), "candidates": ("global", "expert")}, "there is no private model"),
-        Idle(
-            ("candidates",),
-            {"candidates": ("private+expert",), "split": ("never",)},
-            "the global model is the only expert",
-        ),
-    )
-    selection: Selection = "ccmab"
-    clustering: Clustering = "mctc"
-    split: Literal["trial", "statistic", "never", "always"] = "trial"
     mode: Literal["mixture", "shift"] = "mixture"
-    final_fit: bool = True
-    guard: bool = True
-    local_pilot: bool = False
+    split: Literal["trial", "never", "always"] = "trial"
+    clustering: Clustering = "mctc"
     gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
     rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
-    shrinkage: Annotated[float, Meta(gt=0)] = 20.0
-    prior: Literal["pooled", "fixed", "shared", "none"] = "pooled"
-    temperature: bool = True
-    local: Literal["pooled", "never", "always"] = "pooled"
-    candidates: Literal["all", "private+expert", "private", "global", "expert"] = "all"
-    weights: Literal["learned", "uniform"] = "learned"
-    energy: bool = True
-    gate: Literal["validation", "untrained"] = "validation"
-    private_steps: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    private_start: Literal["best", "initial"] = "best"
+    local_pilot: bool = False
 
-    @property
-    def alone(self) -> bool:
-        """Whether one model is all that a device gets."""
-        return self.candidates in ALONE
+    def __post_init__(self) -> None:
+        if self.mode == "shift" and self.local_pilot:
+            raise ValueError("local_pilot changes nothing with mode=shift: no mixture is made")
 
-    @property
-    def a(self) -> float:
-        """Shrinkage of the devices' own weights, in samples (section 8)."""
-        return self.shrinkage if self.weights == "learned" else IMMOVABLE
+
+ABLATION: Final = "it only remade a row of fedge.md section 15.4: benchmarks/default_method.py has it as a class"
 
 
 class LastUpdate(Struct, frozen=True, kw_only=True):
@@ -219,7 +153,21 @@ class Fedge(Method[FedgeState]):
 
     name = "fedge"
     Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
+    REFUSED: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            *("candidates", "energy", "final_fit", "gate", "guard", "local", "prior", "private_start", "private_steps"),
+            *("shrinkage", "split=statistic", "temperature", "weights"),
+        ),
+        ABLATION,
+    )
     WELCOMES = True
+    SHRINKAGE: ClassVar[float] = 20.0
+    """a of the devices' own weights, in samples (section 8)."""
+    WEIGHT_TURNS: ClassVar[tuple[str, ...]] = ("weights-1", "weights-2")
+    """How often the pooled weights move to the mean of the devices' (section 8)."""
+    LOCAL: ClassVar[bool] = True
+    """Whether there is a local model to try."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
@@ -243,7 +191,8 @@ class Fedge(Method[FedgeState]):
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
-        state = self._observe(state, choices, answers)
+        bandits = dict(enumerate(state.bandits)) | bandits_after(choices, answers, self._bandit)
+        state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
         if len(updates) >= self.settings.min_reports:
             if state.experts:
                 state = train_experts(state, updates, fleet, gamma=self.options.gamma)
@@ -251,21 +200,15 @@ class Fedge(Method[FedgeState]):
                 everybody = len(cohort) == len(present)
                 state = train_shared(state, updates, fleet, gamma=self.options.gamma, everybody=everybody)
         if tries:
-            state = await split(state, fleet, r, self.options, round_rng(self.settings, r))
-        return msgspec.structs.replace(
-            state,
-            round=r,
-            primary=state.primary | looked_up(state, updates, r),
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(r, len(cohort), updates)),
-        )
+            state = await self._split(state, fleet, r)
+        return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
 
     async def finish(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Steps 4 to 8."""
         if self.options.mode == "shift":
             return await install(self, state, fleet)
         r = state.round + 1
-        state = await personalise(state, fleet, self.settings, self.options, r)
+        state = await self._personalised(state, fleet, r)
         state = await equip(self, state, fleet, for_inference(state, fleet))
         return msgspec.structs.replace(state, round=r)
 
@@ -273,14 +216,13 @@ class Fedge(Method[FedgeState]):
         """Whether the trial is held after this round (section 5)."""
         return not state.experts and r == round(self.options.rho * self.settings.rounds)
 
-    def _select(
-        self, state: FedgeState, present: Mapping[str, Device], r: int
-    ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+    def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
         """FedEPC section 5, in each group; nothing before there are groups, or without the bandit's deadline."""
-        if self.options.selection == "uniform":
+        assert self.selection is not None
+        if self.selection == "uniform":
             return {}
         return choose(
-            self.options.selection,
+            self.selection,
             {
                 k: [arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
                 for k, group in enumerate(state.groups)
@@ -291,43 +233,194 @@ class Fedge(Method[FedgeState]):
             last_visit={k: bandit.selections for k, bandit in enumerate(state.bandits)},
         )
 
-    def _cohort(
-        self,
-        state: FedgeState,
-        choices: Mapping[int, tuple[ccmab.Selection, ccmab.State]],
-        present: Mapping[str, Device],
-        r: int,
-    ) -> list[str]:
+    def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
         """Whom `choose` chose; without it a draw within each group; everybody before there are groups."""
-        if self.options.selection != "uniform":
-            return sorted(i for s, _ in choices.values() for i in s.ids) if choices else list(present)
+        if choices or not state.groups:
+            return chosen(choices) if choices else list(present)
         rng, share = round_rng(self.settings, r), self.settings.participation
-        groups = [[i for i in group if i in present] for group in state.groups] or [list(present)]
-        size = (lambda n: cohort_size(n, share)) if state.groups else (lambda n: n)
-        return sorted(i for group in groups for i in uniform(group, size(len(group)), rng))
-
-    def _observe(
-        self,
-        state: FedgeState,
-        choices: Mapping[int, tuple[ccmab.Selection, ccmab.State]],
-        answers: Mapping[str, Answer],
-    ) -> FedgeState:
-        """What each bandit learns of those that were chosen in its group."""
-        bandits = list(state.bandits)
-        for k, (selection, bandit) in choices.items():
-            bandits[k] = observed(bandit, selection, answers, self._bandit)
-        return msgspec.structs.replace(state, bandits=tuple(bandits))
+        groups = [[i for i in group if i in present] for group in state.groups]
+        return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
         """`measure`: for the bandits alone."""
         sgd, codec = self.settings.sgd, self.settings.codec
         return Train(starts=starts(state, device_id, r), sgd=sgd, codec=codec, measure=measure)
 
+    async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""
+        if state.directions is None:
+            return state
+        directions = dict(sorted(fleet.get_tensors(state.directions).items()))
+        ids, z = tuple(directions), mctc.embedding(np.stack(list(directions.values())))
+        how: Clustering = "mctc" if self.options.clustering in {"aidc", "labels"} else self.options.clustering
+        seen = Directions(vectors=z, n_clusters=MAX_CLUSTERS)
+        found = find_clusters(how, seen, rng=round_rng(self.settings, r))
+        tau, separability = found.tau or 0.0, found.separability or 0.0
+        clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
+        if self.options.clustering == "aidc":
+            state, clusters = await by_group(state, fleet, ids, r)
+        elif self.options.clustering == "labels":
+            state, clusters = await by_label(state, fleet, ids, r)
+        deltas: dict[str, float] = {}
+        if len(clusters) > 1:
+            state, deltas = await try_clusters(state, fleet, clusters, r)
+        statistic = trial_statistic(list(deltas.values()))
+        splits = len(clusters) > 1 and self.splits(statistic, separability, len(ids))
+        trial = TrialOutcome(
+            ids=ids,
+            clusters=clusters,
+            tau=tau,
+            separability=separability,
+            statistic=statistic,
+            deltas=deltas,
+            split=splits,
+            places=tuple((x, y) for x, y in np.round(mctc.plane(z), 4).tolist()),
+        )
+        experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
+        return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
+
+    def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:
+        """Section 5, step 5, or what the option `split` says."""
+        if self.options.split == "trial":
+            return wants_split(statistic, separability, n_devices)
+        return bool(self.options.split == "always")
+
     async def welcome(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """For each device that comes after the last round: a mixture, or where it does not train the global model."""
         if state.pool is not None:
-            state = await welcome(state, fleet, self.settings, self.options, state.round + 1)
+            state = await self._welcomed(state, fleet, state.pool, state.round + 1)
         return await equip(self, state, fleet, for_inference(state, fleet))
+
+    # --------------------------------------------------------------------------------- steps 4 to 8: the mixtures
+
+    async def _personalised(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
+
+        Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its
+        work was for nothing.
+        """
+        asked = awake(state, fleet, r).keys() | state.participations.keys()
+        devices = {device.id: device for device in fleet.devices() if device.id in asked}
+        pilots = self._pilots(list(devices), r)
+        fits = {i: self.fit(state, device, local=i in pilots) for i, device in devices.items()}
+        state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
+        fitted = results(answers, CandidatesFitted)
+        if not fitted:
+            return state
+        roles: list[Role] = sorted({role for fit in fitted.values() for role in fit.losses}, key=list(Role).index)
+        n_validation = sum(fit.n_validation for fit in fitted.values())
+        pooling = n_validation >= ENOUGH_VALIDATION
+        calibration = {role: self.calibrate(role, fitted.values(), pooling=pooling) for role in roles}
+        mixed = self.mixed(roles)
+        weighing = pooling and len(mixed) > 1
+
+        # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
+        # Only who has a local model has a say where it is about the variant with it.
+        variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
+        pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
+        for turn in self.WEIGHT_TURNS if weighing else ():
+            order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
+            state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.unresponsive})
+            weighed = results(answers, WeightsFitted)
+            pooled = tuple(
+                pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
+                for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
+            )
+
+        # Sections 8 and 9: is the local model worth having; how much does the energy count.
+        measured: dict[str, EnergyFitted] = {}
+        if weighing:
+            energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
+            present = {i: energy for i in fitted if i not in state.unresponsive}
+            state, answers = await ask(state, fleet, r, "energy", present)
+            measured = results(answers, EnergyFitted)
+        piloted = [m for i, m in measured.items() if i in pilots]
+        local = self.takes_local(mixed, piloted)
+        beta = self.beta([m.beta_losses[local] for m in (piloted if local else measured.values())])
+
+        pool = Pool(calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation)
+        if pool.local and (late := [i for i in fitted if i not in pilots]):
+            state, _ = await ask(state, fleet, r, "local", {i: self.fit(state, devices[i], local=True) for i in late})
+        finish = {i: self.mixture(pool, fit) for i, fit in fitted.items()}
+        state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
+        return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
+
+    async def _welcomed(self, state: FedgeState, fleet: Fleet, pool: Pool, r: int) -> FedgeState:
+        """Section 12: who comes after the end fits its candidates with what was pooled, without any round.
+
+        So does who has a bundle and sees other data now, after it was profiled and placed anew; the new bundle's
+        release is higher, so that it replaces the old.
+        """
+        state = await seen_anew(state, fleet, r)
+        new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
+        local = pool.local or (self.LOCAL and not self.options.local_pilot)
+        fits = {device.id: self.fit(state, device, local=local) for device in new}
+        state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
+        finish = {i: self.mixture(pool, fit) for i, fit in results(answers, CandidatesFitted).items()}
+        state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
+        installed = state.installed | results(answers, Installed)
+        return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+    def _pilots(self, ids: Sequence[str], r: int) -> Sequence[str]:
+        """The devices that fit a local model first: with `local_pilot` a random tenth, at least ten (section 14)."""
+        if not self.LOCAL:
+            return ()
+        if not self.options.local_pilot:
+            return ids
+        return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), round_rng(self.settings, r))
+
+    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        """What a device fits its candidates from; one that never trained fits as long as is typical.
+
+        `local`: whether it fits a local model, too.
+        """
+        typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
+        rounds = state.participations.get(device.id, typical)
+        return FitCandidates(
+            global_model=state.shared.model,
+            experts=offered(state, device.id) if state.experts else (),
+            initial_model=state.initial_model,
+            sgd=self.settings.sgd,
+            local_steps=steps_alone(device, self.settings.sgd) * rounds if local else 0,
+        )
+
+    def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
+        """Section 7: the (T, kappa) with the smallest pooled loss; section 12's where too few samples speak."""
+        if not pooling:
+            return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
+        points = grid(role)
+        allowed = [n for n, point in enumerate(points) if self.allows(role, point)]
+        losses = [result.losses[role] for result in fitted if role in result.losses]
+        return points[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]
+
+    def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002 - for variants
+        """Whether a point of the grid may be chosen."""
+        return True
+
+    def mixed(self, roles: list[Role]) -> list[Role]:
+        """Those of the devices' candidates that the mixture is made of, at least one."""
+        return roles
+
+    def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
+        """Section 8: whether the local model comes in."""
+        return bool(piloted) and bool(pooled_choice([m.pooled_losses for m in piloted]))
+
+    def beta(self, losses: Sequence[Sequence[float]]) -> float:
+        """Section 9: how much the energy counts, by the devices' losses for each beta of the grid."""
+        return BETAS[pooled_choice(losses)] if losses else 0.0
+
+    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+        """The last step on a device, with what was pooled; who has none of the candidates takes the global model."""
+        weights = pool.weights if pool.weights.keys() & fitted.losses.keys() else {Role.GLOBAL: 1.0}
+        return FitGate(
+            calibration={role: pool.calibration[role] for role in weights},
+            pooled=weights,
+            shrinkage=self.SHRINKAGE,
+            beta=pool.beta,
+            sgd=self.settings.sgd,
+        )
+
+    # ------------------------------------------------------------------------------------------------ what is seen
 
     def serves(self, state: FedgeState, device_id: str) -> BlobRef:
         """The device's primary expert, or the global model."""
@@ -469,46 +562,23 @@ def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
 # -------------------------------------------------------------------------------------- step 3: trial and split
 
 
-async def split(state: FedgeState, fleet: Fleet, r: int, options: Options, rng: np.random.Generator) -> FedgeState:
-    """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""
-    if state.directions is None:
-        return state
-    directions = dict(sorted(fleet.get_tensors(state.directions).items()))
-    ids = tuple(directions)
-    z = mctc.embedding(np.stack(list(directions.values())))
-    how: Clustering = "mctc" if options.clustering in {"aidc", "labels"} else options.clustering
-    found = find_clusters(how, Directions(vectors=z, n_clusters=MAX_CLUSTERS), rng=rng)
-    tau, separability = found.tau or 0.0, found.separability or 0.0
-    clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
-    if options.clustering == "aidc":
-        state = state if state.groups else await profile(state, fleet, r)
-        groups = (tuple(i for i in group if i in directions) for group in state.groups)
-        clusters = tuple(group for group in groups if group)
-    elif options.clustering == "labels":
-        asked = dict.fromkeys((i for i in awake(state, fleet, r) if i in directions), DescribeLabels())
-        state, answers = await ask(state, fleet, r, "labels", asked)
-        psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
-        of_labels = find_clusters("labels", Labels(tuple(psi.get(i, -1) for i in ids)), rng=rng)
-        clusters = tuple(tuple(ids[i] for i in members) for members in of_labels.clusters)
-    deltas: dict[str, float] = {}
-    if len(clusters) > 1:
-        state, deltas = await try_clusters(state, fleet, clusters, r)
-    statistic = trial_statistic(list(deltas.values()))
-    by_trial = wants_split(statistic, separability if options.split == "trial" else ETA_0, len(ids))
-    wanted = {"always": True, "never": False}.get(options.split, by_trial)
-    splits = len(clusters) > 1 and wanted
-    trial = TrialOutcome(
-        ids=ids,
-        clusters=clusters,
-        tau=tau,
-        separability=separability,
-        statistic=statistic,
-        deltas=deltas,
-        split=splits,
-        places=tuple((x, y) for x, y in np.round(mctc.plane(z), 4).tolist()),
-    )
-    experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
-    return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
+Members = tuple[tuple[str, ...], ...]
+
+
+async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str], r: int) -> tuple[FedgeState, Members]:
+    """The AIDC groups as clusters of the devices `ids`; profiles are asked for where there are none yet."""
+    state = state if state.groups else await profile(state, fleet, r)
+    clusters = (tuple(i for i in group if i in ids) for group in state.groups)
+    return state, tuple(cluster for cluster in clusters if cluster)
+
+
+async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) -> tuple[FedgeState, Members]:
+    """Devices of equal label feature as clusters (CFIC section 3)."""
+    asked = dict.fromkeys((i for i in awake(state, fleet, r) if i in ids), DescribeLabels())
+    state, answers = await ask(state, fleet, r, "labels", asked)
+    psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
+    found = labels.by_label([psi.get(i, -1) for i in ids])
+    return state, tuple(tuple(ids[i] for i in members) for members in found)
 
 
 async def try_clusters(
@@ -576,96 +646,7 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
     return found
 
 
-# ------------------------------------------------------------------------------------- steps 4 to 8: the mixtures
-
-
-async def personalise(
-    state: FedgeState, fleet: Fleet, settings: MethodSettings, options: Options, r: int
-) -> FedgeState:
-    """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
-
-    Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its
-    work was for nothing.
-    """
-    asked = awake(state, fleet, r).keys() | state.participations.keys()
-    devices = {device.id: device for device in fleet.devices() if device.id in asked}
-    present = list(devices)
-    pilots = drawn(present, round_rng(settings, r)) if options.local_pilot else present
-    if options.local == "never" or options.alone:
-        pilots = []
-    fits = {i: candidates(state, device, settings, options, local=i in pilots) for i, device in devices.items()}
-    state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
-    fitted = results(answers, CandidatesFitted)
-    if not fitted:
-        return state
-    roles: list[Role] = sorted({role for result in fitted.values() for role in result.losses}, key=list(Role).index)
-    n_validation = sum(result.n_validation for result in fitted.values())
-    pooling = n_validation >= ENOUGH_VALIDATION
-    calibration = {
-        role: calibrate(role, fitted.values(), pooling=pooling, prior=options.prior, temperature=options.temperature)
-        for role in roles
-    }
-    mixed = roles_mixed(roles, options)
-    weighing = pooling and len(mixed) > 1
-
-    # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
-    # Only who has a local model has a say where it is about the variant with it.
-    variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
-    pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
-    for turn in ("weights-1", "weights-2") if weighing and options.weights == "learned" else ():
-        order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
-        state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.unresponsive})
-        weighed = results(answers, WeightsFitted)
-        pooled = tuple(
-            pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
-            for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
-        )
-
-    # Sections 8 and 9: is the local model worth having; how much does the energy count.
-    chosen, beta = int(options.local == "always" and Role.LOCAL in mixed), 0.0
-    if weighing:
-        energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=options.a)
-        state, answers = await ask(
-            state, fleet, r, "energy", {i: energy for i in fitted if i not in state.unresponsive}
-        )
-        measured = results(answers, EnergyFitted)
-        piloted = [m for i, m in measured.items() if i in pilots]
-        if piloted and options.local == "pooled":
-            chosen = pooled_choice([m.pooled_losses for m in piloted])
-        voters = piloted if chosen else list(measured.values())
-        if voters and options.energy:
-            beta = BETAS[pooled_choice([m.beta_losses[chosen] for m in voters])]
-
-    pool = Pool(
-        calibration=calibration, weights=pooled[chosen], beta=beta, local=bool(chosen), n_validation=n_validation
-    )
-    if pool.local and (late := [i for i in fitted if i not in pilots]):
-        fits = {i: candidates(state, devices[i], settings, options, local=True) for i in late}
-        state, _ = await ask(state, fleet, r, "local", fits)
-    finish = {i: mixture_of(pool, result, settings, options) for i, result in fitted.items()}
-    state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
-    return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
-
-
-async def welcome(state: FedgeState, fleet: Fleet, settings: MethodSettings, options: Options, r: int) -> FedgeState:
-    """Section 12: who comes after the end fits its candidates with what was pooled, without any round.
-
-    So does who has a bundle and sees other data now, after it was profiled and placed anew; the new bundle's release is
-    higher, so that it replaces the old.
-    """
-    pool = state.pool
-    assert pool is not None
-    state = await seen_anew(state, fleet, r)
-    new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
-    local = pool.local or (options.local == "pooled" and not (options.local_pilot or options.alone))
-    fits = {device.id: candidates(state, device, settings, options, local=local) for device in new}
-    state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
-    finish = {
-        i: mixture_of(pool, result, settings, options) for i, result in results(answers, CandidatesFitted).items()
-    }
-    state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
-    installed = state.installed | results(answers, Installed)
-    return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+# ------------------------------------------------------------------------------------------ devices that come late
 
 
 async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
@@ -686,73 +667,3 @@ async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
 def for_inference(state: FedgeState, fleet: Fleet) -> dict[str, BlobRef]:
     """Section 12: the global model for each device that does not train, and so has no labels to choose by."""
     return dict.fromkeys((device.id for device in fleet.inference_only()), state.shared.model)
-
-
-def drawn(ids: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """The devices that fit a local model first: a random tenth, at least ten (section 14)."""
-    return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), rng)
-
-
-def candidates(
-    state: FedgeState, device: Device, settings: MethodSettings, options: Options, *, local: bool
-) -> FitCandidates:
-    """What a device fits its candidates from; one that never trained fits as long as is typical.
-
-    `local`: whether it fits a local model, too.
-    """
-    typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
-    rounds = state.participations.get(device.id, typical)
-    return FitCandidates(
-        global_model=state.shared.model,
-        experts=offered(state, device.id) if state.experts else (),
-        initial_model=state.initial_model,
-        sgd=settings.sgd,
-        private_start=options.private_start,
-        private_steps=options.private_steps,
-        local_steps=steps_alone(device, settings.sgd) * rounds if local else 0,
-    )
-
-
-def roles_mixed(roles: Sequence[Role], options: Options) -> list[Role]:
-    """Those of the devices' candidates that the option `candidates` leaves in the mixture, at least one."""
-    wanted = MIXED[options.candidates]
-    if Role.EXPERT in wanted and Role.EXPERT not in roles:  # no split
-        wanted = wanted | {Role.GLOBAL}
-    return [role for role in roles if role in wanted] or [Role.GLOBAL]
-
-
-def mixture_of(pool: Pool, fitted: CandidatesFitted, settings: MethodSettings, options: Options) -> FitGate:
-    """The last step on a device, with what was pooled; who has none of the candidates takes the global model."""
-    weights = pool.weights if pool.weights.keys() & fitted.losses.keys() else {Role.GLOBAL: 1.0}
-    return FitGate(
-        calibration={role: pool.calibration[role] for role in weights},
-        pooled=weights,
-        shrinkage=options.a,
-        beta=pool.beta,
-        sgd=settings.sgd,
-        gate=options.gate,
-        final_fit=options.final_fit,
-        guard=options.guard and not options.alone,
-    )
-
-
-def calibrate(
-    role: Role,
-    fitted: Iterable[CandidatesFitted],
-    *,
-    pooling: bool,
-    prior: Literal["pooled", "fixed", "shared", "none"] = "pooled",
-    temperature: bool = True,
-) -> Calibration:
-    """Section 7: the (T, kappa) with the smallest pooled loss; section 12's defaults where too few samples speak.
-
-    `temperature`, `prior`: what there is to choose, as the options of the method say.
-    """
-    shared = role.is_shared
-    if not pooling or prior == "fixed":
-        return Calibration(temperature=1.0, kappa=1.0 if shared and prior != "none" else 0.0)
-    corrects = prior == "pooled" or (prior == "shared" and shared)
-    points = grid(role)
-    allowed = [n for n, p in enumerate(points) if (temperature or p.temperature == 1) and (corrects or p.kappa == 0)]
-    losses = [result.losses[role] for result in fitted if role in result.losses]
-    return points[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]

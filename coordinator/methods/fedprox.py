@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from coordinator.methods.fedavg import FedAvg, FedAvgOptions
+from coordinator.methods.fedavg import FedAvg
 from fedge.sgd import Sgd
 
 
-class FedProxOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`proximal_mu`: mu, strength of the pull; 0 is FedAvg."""
 
     proximal_mu: Annotated[float, Meta(ge=0)] = 0.01
@@ -26,7 +26,7 @@ class FedProx(FedAvg):
     """FedAvg with a proximal term in the clients' loss."""
 
     name = "fedprox"
-    Options: ClassVar[type[FedAvgOptions]] = FedProxOptions
+    Options: ClassVar[type[Struct]] = Options
 
     def sgd(self) -> Sgd:
         """With the proximal term."""

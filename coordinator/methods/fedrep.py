@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from coordinator.methods.fedavg import FedAvgOptions
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from fedge.steps.train import Train
 from fedge.tensors import HEAD
 
 
-class FedRepOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`head_steps`: steps of the head before those of the base, also with `--local-epochs` (E_h, there in epochs)."""
 
     head_steps: Annotated[int, Meta(ge=1)] = 10
@@ -27,7 +26,7 @@ class FedRep(PersonalLayers[PersonalState]):
 
     name = "fedrep"
     personal = HEAD
-    Options: ClassVar[type[FedAvgOptions]] = FedRepOptions
+    Options: ClassVar[type[Struct]] = Options
 
     def step(self, state: PersonalState, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
         """The head is trained alone at first."""

@@ -119,6 +119,20 @@ def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, 
     return tuple(sorted(largest[:MAX_STARTS]))
 
 
+Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
+"""By cluster what was chosen in a round, and its bandit in which this round was held (`coordinator.selection`)."""
+
+
+def chosen(choices: Choices) -> list[str]:
+    """All devices that were chosen, by ascending id."""
+    return sorted(i for selection, _ in choices.values() for i in selection.ids)
+
+
+def bandits_after(choices: Choices, answers: Mapping[str, Answer], settings: ccmab.Settings) -> dict[int, ccmab.State]:
+    """By cluster what its bandit learned of those that were chosen in it."""
+    return {k: observed(bandit, selection, answers, settings) for k, (selection, bandit) in choices.items()}
+
+
 def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
     """A device as it is now; its work is that of one order, to train `model`."""
     context = device.context or Context(device_id=device.id)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
-from msgspec import Struct
 
 from coordinator.fleet import Fleet
 from coordinator.methods import Method, State, insist, results, steps_alone
@@ -18,15 +17,6 @@ from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.install import FineTune, Install, Installed
 from fedge.tensors import Layout
-
-
-class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """There are none."""
-
-    REFUSED: ClassVar[dict[str, str]] = {
-        "clustering": "every device learns alone",
-        "selection": "every device learns alone, once, and none is left out",
-    }
 
 
 class LocalState(State, frozen=True, kw_only=True):
@@ -39,7 +29,10 @@ class Local(Method[LocalState]):
     """One round: each device trains and installs what it has learned."""
 
     name = "local"
-    Options: ClassVar[type[Struct]] = Options
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "clustering": "every device learns alone",
+        "selection": "every device learns alone, once, and none is left out",
+    }
     NO_FINE_TUNING = "local models have nothing to be fine-tuned from"
 
     def init(self, layout: Layout, model: BlobRef) -> LocalState:

@@ -6,13 +6,15 @@ training every device installs what is shared with what it kept; one that never 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from coordinator.fleet import Fleet
 from coordinator.methods import Method, install
-from coordinator.methods.fedavg import FedAvgOptions, FedAvgState, train
+from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
+from coordinator.methods.fedavg import FedAvgState, train
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
 from fedge.tensors import HEAD, Layout, Selector, overlaid, unflatten
@@ -35,7 +37,8 @@ class PersonalLayers(Method[P], Generic[P]):
     own network makes them, and not a byte of them is ever on the wire.
     """
 
-    Options: ClassVar[type[FedAvgOptions]] = FedAvgOptions
+    SELECTIONS = SELECTIONS
+    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS
     State: ClassVar[type[Any]] = PersonalState
     personal: ClassVar[Selector] = ()
     needs_head: ClassVar[bool] = False
@@ -82,7 +85,7 @@ class PersonalLayers(Method[P], Generic[P]):
         layout = state.layout.without(self.personal)
         if state.round == 0:
             state = self._cut(state, fleet, layout)
-        state = await train(state, fleet, self.order(state), layout, self.settings, self.options)
+        state = await train(self, state, fleet, self.order(state), layout)
         trained = unflatten(fleet.get(state.model, layout), layout)
         whole = overlaid(fleet.get(state.initial, state.layout), trained, state.layout)
         return msgspec.structs.replace(state, whole=fleet.put(unflatten(whole, state.layout)))

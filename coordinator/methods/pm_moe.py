@@ -8,6 +8,7 @@ other device, under a number that is drawn anew for the run (section 9, docs/pri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -16,7 +17,6 @@ from msgspec import Meta, Struct
 from coordinator.fleet import Fleet
 from coordinator.methods import (
     NO_DATA,
-    Idle,
     Method,
     MethodSettings,
     Server,
@@ -27,8 +27,7 @@ from coordinator.methods import (
     results,
     round_rng,
 )
-from coordinator.methods.dbe import DbeOptions
-from coordinator.methods.fedrep import FedRepOptions
+from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError
@@ -39,29 +38,23 @@ from fedge.steps.share_private import PrivateShared, SharePrivate
 from fedge.tensors import Layout
 
 
-class Options(DbeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`base`: the first stage; the options of the bases (`selection`, fedrep's, dbe's) are passed on to it.
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`base`: the first stage, with its defaults. `top`: experts of a sample; by default half of the pool, rounded up.
 
-    `top` None: half of the pool, rounded up. `denoise` 0: all of the pool. `clip`, `noise`: of a module that is sent.
+    `denoise`: share of the pool that is left out; 0: none. `guard`: the own module serves where it does better on
+    validation samples. `clip`, `noise`: of a module that is sent; noise is measured in clips.
     """
 
-    IDLE: ClassVar[tuple[Idle, ...]] = (
-        Idle(("temperature",), {"denoise": (0,)}, "all of the pool stays"),
-        Idle(("gate_batch_size", "gate_learning_rate", "dropout"), {"gate_epochs": (0,)}, "the gate is not trained"),
-    )
     base: Literal["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"] = "fedper"
-    head_steps: Annotated[int, Meta(ge=1)] = 10
-    preset: Literal["anchored", "paper"] = "anchored"
     top: Annotated[int, Meta(ge=1)] | None = None
     denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
-    gate_epochs: Annotated[int, Meta(ge=0)] = 50
-    gate_batch_size: Annotated[int, Meta(ge=1)] = 32
-    gate_learning_rate: Annotated[float, Meta(gt=0)] = 0.1
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     guard: bool = True
     clip: Annotated[float, Meta(gt=0)] | None = None
     noise: Annotated[float, Meta(ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.noise and self.clip is None:
+            raise ValueError("noise is measured in clips: give clip, too")
 
 
 class PmMoe(Method[PersonalState]):
@@ -69,20 +62,25 @@ class PmMoe(Method[PersonalState]):
 
     name = "pm-moe"
     Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = SELECTIONS
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **NO_CLUSTERS,
+        **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),
+        **dict.fromkeys(
+            ("dropout", "gate_batch_size", "gate_epochs", "gate_learning_rate", "temperature"), "its default stands"
+        ),
+        "preset": "benchmarks/papers/pm_moe.py has the paper's gate as a class",
+    }
     NO_FINE_TUNING = "pm-moe ends in a gate over what the devices kept"
+    PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"
+    """Of the gate (section 5)."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
-        if self.options.top == 1 and self.options.preset == "anchored":
-            raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more, or preset = paper")
-        if self.options.noise and self.options.clip is None:
-            raise ConfigError("option of the method: noise is measured in clips: give clip, too")
-        of_bases = {field.name for field in msgspec.structs.fields(FedRepOptions) + msgspec.structs.fields(DbeOptions)}
-        passed = {name: value for name, value in settings.options.items() if name in of_bases}
-        try:
-            base = make(self.options.base, msgspec.structs.replace(settings, options=passed), server)
-        except ConfigError as error:
-            raise ConfigError(f"base {self.options.base} of pm-moe: {error}") from error
+        if self.options.top == 1 and self.PRESET == "anchored":
+            raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more")
+        assert self.selection is not None
+        base = make(self.options.base, msgspec.structs.replace(settings, options={"selection": self.selection}), server)
         assert isinstance(base, PersonalLayers)
         self._base: PersonalLayers[Any] = base
 
@@ -116,14 +114,9 @@ class PmMoe(Method[PersonalState]):
                 initial=state.initial,
                 pool=tuple(None if other == i else modules[other] for other in members),  # the own one is there
                 own=own,
-                preset=o.preset,
+                preset=self.PRESET,
                 top=o.top,
                 denoise=o.denoise,
-                temperature=o.temperature,
-                epochs=o.gate_epochs,
-                batch_size=o.gate_batch_size,
-                learning_rate=o.gate_learning_rate,
-                dropout=o.dropout,
                 guard=o.guard,
             )
             for members in pools

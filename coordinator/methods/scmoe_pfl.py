@@ -22,26 +22,23 @@ from coordinator.clustering import Directions, Features, Labels, find_clusters, 
 from coordinator.fleet import Fleet
 from coordinator.methods import (
     NO_DATA,
-    Idle,
     Method,
     MethodSettings,
     Server,
-    accepted,
-    counted,
     insist,
     results,
+    round_done,
     round_rng,
     sizes,
-    summarise,
 )
-from coordinator.methods.cohort import Choice, ChoosingState, drawn, learned
+from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.grouping import offered
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
-from fedge.steps.fit_mixture import Alone, FitMixture, GateData
+from fedge.steps.fit_mixture import FitMixture, GateData
 from fedge.steps.install import Installed
 from fedge.steps.train import MAX_STARTS, Start, Train, Trained
-from fedge.tensors import Layout, Model, Tensors, unflatten
+from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 
 log = logging.getLogger("fedge.method")
 
@@ -50,104 +47,64 @@ PATIENCE = 10  # rounds without progress, section 8
 PROGRESS = 1e-3  # of the mean validation accuracy, section 8
 
 
-PRESETS: Final[dict[str, dict[str, object]]] = {
-    "default": {
-        "n_clusters": 8,
-        "tau": "otsu",
-        "distinct": True,
-        "centres_join": True,
-        "update": "sequential",
-        "reference": "initial",
-        "freeze_after": 3,
-        "private_data": "all",
-        "private_start": "best",
-        "private_steps": 40,
-        "gate": "validation",
-        "energy_offset": "untrained",
-    },
-    "paper": {
-        "n_clusters": 4,
-        "tau": 0.2,
-        "distinct": False,
-        "centres_join": False,
-        "update": "sequential",
-        "reference": "round",
-        "freeze_after": 0,
-        "private_data": "sensitive",
-        "private_start": "initial",
-        "private_steps": 300,
-        "gate": "training",
-        "energy_offset": "never",
-    },
+class Parameters(Struct, frozen=True, kw_only=True):
+    """Section 12. `tau` None: Otsu's cut. `reference`: what updates are measured from."""
+
+    n_clusters: int = 8
+    tau: float | None = None
+    distinct: bool = True
+    centres_join: bool = True
+    reference: Literal["initial", "round"] = "initial"
+    freeze_after: int = 3
+    private_data: Literal["all", "sensitive"] = "all"
+    private_start: Literal["best", "initial"] = "best"
+    private_steps: int = 40
+    gate: GateData = "validation"
+    energy_offset: Literal["never", "untrained", "always"] = "untrained"
+
+
+PRESETS: Final = {
+    "default": Parameters(),
+    "paper": Parameters(
+        n_clusters=4,
+        tau=0.2,
+        distinct=False,
+        centres_join=False,
+        reference="round",
+        freeze_after=0,
+        private_data="sensitive",
+        private_start="initial",
+        private_steps=300,
+        gate="training",
+        energy_offset="never",
+    ),
 }
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section 12; None: what the preset says. `freeze_after` 0: cluster in every round.
+    """`preset`: the parameters of section 12, repaired or as printed; those that are given stand above it.
 
-    Ablations (section 14): `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one,
-    or `n_clusters`, which of MCTC is the most there may be;
-    labels: devices of equal label feature (CFIC section 3), in one cluster each; `selection`: who trains in a round;
-    `alone`: without gate and private model, the experts averaged, or the best on validation samples; or without gate
-    and experts, the private model, where a device has one;
-    `gate`: the samples it learns from; untrained: equal priors, energies alone decide; uniform: the mean of all
-    outputs; `energy` false: without energy; `energy_offset` always: with offsets; `top` 1 or 64: top-1, top-all;
-    n_clusters=1 with energy=false: PFMoE-style.
-    `n_components`, `component_energy`, `centred`: of the embedding (section 5: m, rho, centring); `theta`: largest mean
-    cosine of valid clusters (7); `temperature`: T of the energies (11.2); `space`: what is mixed (11.3).
+    `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one, or `n_clusters`, which of
+    MCTC is the most there may be; labels: devices of equal label feature (CFIC section 3), in one cluster each.
+    `freeze_after` 0: cluster in every round. `private_data`, `private_steps`: what the private model learns from, and
+    for how long. `top`: how many experts count for a sample.
     """
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
-        "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
-        "selection=stratified": "clusters overlap, so a device would be drawn for several; "
-        "fedepc:clustering=mctc:selection=stratified draws from clusters of updates that do not",
-    }
-    PRESETS: ClassVar[dict[str, dict[str, object]]] = PRESETS
-    IDLE: ClassVar[tuple[Idle, ...]] = (
-        Idle(
-            ("n_clusters", "tau", "distinct", "centres_join", "update", "theta"),
-            {"clustering": ("labels",)},
-            "label features alone make the clusters",
-        ),
-        Idle(
-            ("gate", "top", "energy", "energy_offset", "temperature", "space"),
-            {"alone": ("average", "best", "private")},
-            "one model is all that there is",
-        ),
-        Idle(
-            ("private_data", "private_start", "private_steps"),
-            {"alone": ("average", "best")},
-            "there is no private model",
-        ),
-        Idle(("energy", "energy_offset", "temperature"), {"gate": ("uniform",)}, "all outputs count the same"),
-        Idle(("energy_offset", "temperature"), {"energy": (False,)}, "there are no energies"),
-        Idle(("private_data",), {"private_steps": (0,)}, "nothing is learnt from them"),
-    )
     preset: Literal["default", "paper"] = "default"
     clustering: Literal["mctc", "k-means", "agglomerative", "labels"] = "mctc"
-    selection: Choice = "uniform"
     n_clusters: Annotated[int, Meta(ge=1, le=MAX_STARTS)] | None = None
-    tau: Annotated[float, Meta(ge=-1, le=1)] | Literal["otsu"] | None = None
-    distinct: bool | None = None
-    centres_join: bool | None = None
-    update: Literal["sequential", "batch"] | None = None
-    reference: Literal["initial", "round"] | None = None
     freeze_after: Annotated[int, Meta(ge=0)] | None = None
     private_data: Literal["all", "sensitive"] | None = None
-    private_start: Literal["best", "initial"] | None = None
     private_steps: Annotated[int, Meta(ge=0)] | None = None
-    gate: GateData | None = None
-    n_components: Annotated[int, Meta(ge=1)] | None = None
-    component_energy: Annotated[float, Meta(gt=0, le=1)] | None = None
-    centred: bool = False
-    theta: Annotated[float, Meta(ge=-1, le=1)] = 0.9
-    energy: bool = True
-    energy_offset: Literal["never", "untrained", "always"] | None = None
-    alone: Alone | None = None
     top: Annotated[int, Meta(ge=1, le=64)] = 2
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
-    space: Literal["prob", "logit"] = "prob"
+
+    def __post_init__(self) -> None:
+        if self.clustering == "labels" and self.n_clusters is not None:
+            raise ValueError("n_clusters changes nothing with clustering=labels: label features say how many")
+
+
+ABLATION: Final = "it only remade a row of scmoe_pfl.md section 17: benchmarks/papers/scmoe_pfl.py has it as a class"
+PRESET: Final = "preset=paper or preset=default sets it"
 
 
 class Clusters(Struct, frozen=True, kw_only=True):
@@ -185,12 +142,28 @@ class ScmoePfl(Method[ScmoeState]):
 
     name = "scmoe-pfl"
     Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = SELECTIONS
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
+        "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
+        "selection=stratified": "clusters overlap, so a device would be drawn for several; "
+        "fedepc:clustering=mctc:selection=stratified draws from clusters of updates that do not",
+        **dict.fromkeys(("tau", "distinct", "centres_join", "reference", "private_start"), PRESET),
+        **dict.fromkeys(("alone", "centred", "energy", "energy_offset", "gate", "space"), ABLATION),
+        **dict.fromkeys(("update", "n_components", "component_energy", "theta", "temperature"), "its default stands"),
+    }
     NO_FINE_TUNING = "scmoe-pfl ends in mixtures with a fine-tuned private model"
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
-        own = "n_clusters" in settings.options  # a preset's number is of MCTC
-        self._rivals_clusters = self.options.n_clusters if own else None
+        self._p = self.parameters()
+
+    def parameters(self) -> Parameters:
+        """The preset's, but for those that are given as options."""
+        o = self.options
+        names = ("n_clusters", "freeze_after", "private_data", "private_steps")
+        given = {name: value for name in names if (value := getattr(o, name)) is not None}
+        return msgspec.structs.replace(PRESETS[o.preset], **given)
 
     def init(self, layout: Layout, model: BlobRef) -> ScmoeState:
         """The state before round 1."""
@@ -198,34 +171,22 @@ class ScmoePfl(Method[ScmoeState]):
 
     async def round(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Train, cluster, aggregate."""
-        r = state.round + 1
-        cohort = drawn(self.options.selection, state, fleet.devices(), self.settings, state.initial_model)
-        answers = await fleet.run("train", {i: self._order(state, i, measure=cohort.measured) for i in cohort.ids})
-        updates = accepted(answers)
-        before = state
+        r, before = state.round + 1, state
+        state, asked, updates = await train_cohort(
+            self, state, fleet, state.initial_model, lambda i: self._order(before, i)
+        )
         if len(updates) >= self.settings.min_reports:
             state = self._remember(state, updates, fleet, r)
             state = await self._labelled(state, updates, fleet)
-            if self.options.freeze_after == 0 or r <= (self.options.freeze_after or 0):
+            if self._p.freeze_after == 0 or r <= self._p.freeze_after:
                 state = self._cluster(state, list(updates), fleet, r)
             state = self._attach(state, fleet)
             state = aggregate(state, before, updates, fleet)
-        state = msgspec.structs.replace(
-            learned(self.options.selection, state, cohort, answers, self.settings),
-            round=r,
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(r, len(cohort.ids), updates)),
-        )
-        return self._converged(state, before)
+        return self._converged(round_done(state, asked, updates), before)
 
-    def _order(self, state: ScmoeState, device_id: str, *, measure: bool) -> Train:
-        return Train(
-            starts=starts(state, device_id),
-            sgd=self.settings.sgd,
-            codec=self.settings.codec,
-            choose="accuracy",
-            measure=measure,
-        )
+    def _order(self, state: ScmoeState, device_id: str) -> Train:
+        sgd, codec = self.settings.sgd, self.settings.codec
+        return Train(starts=starts(state, device_id), sgd=sgd, codec=codec, choose="accuracy")
 
     def _remember(self, state: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet, r: int) -> ScmoeState:
         """Sections 4 and 5: the direction of each update, from the initial model or from the round's start."""
@@ -233,7 +194,7 @@ class ScmoePfl(Method[ScmoeState]):
         w0 = fleet.get(state.initial_model, state.layout).params
         for i, update in updates.items():
             change = fleet.get(update.update, state.layout).params
-            if self.options.reference == "initial":
+            if self._p.reference == "initial":
                 change = change + (start_of(state, update, fleet).params - w0)
             unit = mctc.direction(change)
             if unit is not None:
@@ -253,25 +214,19 @@ class ScmoePfl(Method[ScmoeState]):
     def _cluster(self, state: ScmoeState, ids: Sequence[str], fleet: Fleet, r: int) -> ScmoeState:
         """Sections 5 to 7: overlapping clusters of this round's directions."""
         directions = fleet.get_tensors(state.directions) if state.directions else {}
-        o = self.options
+        o, p = self.options, self._p
         by_label = o.clustering == "labels"
         ids = [i for i in ids if i in directions and (not by_label or state.labels.get(i, -1) >= 0)]
         if not ids:
             return state
-        z = self._embedding(directions, ids)
+        z = self.embedding(np.stack([directions[i] for i in ids]))
         seen: Features = Directions(
-            vectors=z,
-            n_clusters=o.n_clusters or len(ids),
-            tau=o.tau if isinstance(o.tau, float | int) else None,
-            theta=o.theta,
-            distinct=bool(o.distinct),
-            centres_join=bool(o.centres_join),
-            update=o.update or "sequential",
+            vectors=z, n_clusters=p.n_clusters, tau=p.tau, distinct=p.distinct, centres_join=p.centres_join
         )
         if by_label:
             seen = Labels(tuple(state.labels[i] for i in ids))
         rng = round_rng(self.settings, r)
-        found = find_clusters(o.clustering, seen, rng=rng, n_clusters=self._rivals_clusters)
+        found = find_clusters(o.clustering, seen, rng=rng, n_clusters=o.n_clusters)  # a preset's is of MCTC
         if found.separability is not None and found.separability < 0.7:
             log.info("event=weak_groups separability=%.2f: the clusters may be arbitrary", found.separability)
         made = Clusters(
@@ -283,15 +238,9 @@ class ScmoePfl(Method[ScmoeState]):
         )
         return msgspec.structs.replace(state, clusters=made, attached={})
 
-    def _embedding(self, directions: Tensors, ids: Sequence[str]) -> NDArray[np.float64]:
-        """Section 5, (N, m)."""
-        o = self.options
-        return mctc.embedding(
-            np.stack([directions[i] for i in ids]),
-            n_components=o.n_components,
-            energy=o.component_energy,
-            centred=o.centred,
-        )
+    def embedding(self, directions: Floats) -> NDArray[np.float64]:
+        """Section 5, (N, m), of N directions (N, d)."""
+        return mctc.embedding(directions)
 
     def _attach(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Section 9: devices that did not make the clusters, by their last direction, if it is fresh enough.
@@ -308,7 +257,7 @@ class ScmoePfl(Method[ScmoeState]):
         if not late:
             return state
         ids = [*sorted(inside), *late]
-        z = self._embedding(directions, ids)
+        z = self.embedding(np.stack([directions[i] for i in ids]))
         means = np.stack([z[[ids.index(i) for i in members]].mean(axis=0) for members in state.clusters.members])
         joined = mctc.attach(z[len(inside) :], means, state.clusters.tau)
         if state.labels:
@@ -345,28 +294,24 @@ class ScmoePfl(Method[ScmoeState]):
 
     async def finish(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Sections 10 and 11, on every device."""
-        o, sgd = self.options, self.settings.sgd
-        sgd = msgspec.structs.replace(sgd, steps=o.private_steps or 0, epochs=0)
-        orders = {
-            device.id: FitMixture(
-                experts=starts(state, device.id),
-                initial_model=state.initial_model,
-                sgd=sgd,
-                private_data=o.private_data or "all",
-                private_start=o.private_start or "best",
-                gate=o.gate or "validation",
-                energy=o.energy,
-                energy_offset=o.energy_offset or "never",
-                alone=o.alone,
-                near_best=bool(state.experts) and not clusters_of(state, device.id),
-                top=o.top,
-                space=o.space,
-                temperature=o.temperature,
-            )
-            for device in fleet.devices()
-        }
+        orders = {device.id: self.mixture(state, device.id) for device in fleet.devices()}
         installed = results(await insist(fleet, "mixture", orders), Installed)
         return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
+
+    def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
+        """The order of the last round."""
+        p = self._p
+        return FitMixture(
+            experts=starts(state, device_id),
+            initial_model=state.initial_model,
+            sgd=msgspec.structs.replace(self.settings.sgd, steps=p.private_steps, epochs=0),
+            private_data=p.private_data,
+            private_start=p.private_start,
+            gate=p.gate,
+            energy_offset=p.energy_offset,
+            near_best=bool(state.experts) and not clusters_of(state, device_id),
+            top=self.options.top,
+        )
 
     def serves(self, state: ScmoeState, device_id: str) -> BlobRef:
         """The first of the device's experts."""

