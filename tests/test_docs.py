@@ -50,9 +50,9 @@ def test_the_reference_of_the_commands_is_up_to_date() -> None:
 
 
 def test_the_reference_of_the_methods_is_up_to_date() -> None:
-    written = (ROOT / "docs/methods.md").read_text()
+    written = (ROOT / "docs/methods/README.md").read_text()
     assert written == method_reference.reference(), (
-        "make it anew: python -m tests.support.method_reference > docs/methods.md"
+        "make it anew: python -m tests.support.method_reference > docs/methods/README.md"
     )
 
 

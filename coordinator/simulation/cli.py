@@ -29,7 +29,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
 
     Samples are dealt out to devices that train with the code of real ones. The accuracy is that of each device's
     installed bundle, run by ONNX Runtime on its own unseen test samples. The options of a method are written after
-    colons in its name, or with --option; docs/methods.md lists them.
+    colons in its name, or with --option; docs/methods lists them.
 
     \b
     Examples:

@@ -1,17 +1,31 @@
-"""docs/methods.md, made from the methods themselves: python -m tests.support.method_reference > docs/methods.md."""
+"""docs/methods/README.md, made from the methods themselves:
+
+python -m tests.support.method_reference > docs/methods/README.md
+"""
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 import sys
 import types
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 import msgspec
 
-from coordinator.methods import Idle, installed_methods, method_class
+from coordinator.methods import Method, installed_methods, method_class
+from coordinator.simulation.settings import SimulationSettings
+
+PAGES = Path(__file__).parents[2] / "docs" / "methods"
+SHARED = (
+    *("rounds", "participation", "min_reports", "local_steps", "local_epochs", "batch_size", "learning_rate"),
+    *("momentum", "weight_decay", "codec", "train_on", "seed"),
+)
+"""Settings of the commands that reach every method."""
 
 HEAD = """# The methods
 
@@ -19,72 +33,93 @@ Made from the methods themselves by `python -m tests.support.method_reference`; 
 
 Every method is one file in `coordinator/methods/` that runs unchanged on simulated devices (`fedge simulate`,
 `fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`), and ends with a bundle on every device that
-`fedge infer` runs. Its options are set with `--option NAME=VALUE`, after colons in the name of a method
-(`fedge compare --methods fedepc:clustering=k-means:n_clusters=4`), or in the table `[method]` of a TOML file; an
-unknown name or value is an error that names the nearest right one. A default of `-` means: as the method's text says.
-`NAME+ft` is the method followed by fine-tuning on each device, its length chosen on validation samples; `local`,
-`fedge`, `pm-moe` and `scmoe-pfl` refuse it, since what they end in is already fitted on each device.
+`fedge infer` runs. How each works and what it measured is on its own page; which one to take, in
+[results.md](../results.md); what each lets out of a device, in [privacy.md](../privacy.md).
 
 ```console
 fedge compare --methods local,fedavg,fedavg+ft,fedge --task digits --partition groups --seeds 0,1,2
 fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1883 --federation shop --home shop
 ```
 
-The parts that papers exchange are options with the same words everywhere. `clustering`: `aidc` (FedEPC) of profiles,
-`mctc` (SCMoE-PFL) of update directions, `labels` (CFIC) of label features, `k-means` and `agglomerative` of what the
-method clusters by itself. `selection`: `ccmab` (FedEPC), `stratified` (CFIC), `uniform`, `fastest`. A method that lacks
-one of them says below why, and where to find it; asked for it, it says so and nothing runs.
+## What all methods share
 
-The other two parts are options of their methods. What is made of the updates: `gamma` (server momentum: `fedavgm`,
-`fedge`), `correction`, `norm` and `scale` (`cfic`), `weighted` (`fedepc`), `ranking` (`fedcoe`). What makes a model
-personal: `+ft`; `ditto`; a part that stays on the device (`fedper` and its kin), and a pool of all of them (`pm-moe`);
-a model for each cluster (`fedepc`); a mixture (`scmoe-pfl`, from which `alone` and `gate` take parts away, and `fedge`,
-from which `split`, `candidates`, `local`, `prior`, `temperature`, `weights`, `energy`, `gate`, `final_fit`, `guard` and
-`mode` do); assembled experts (`fedcoe`).
+| setting | values | default | |
+|---|---|---|---|
+"""
 
-What each of them lets out of a device: [privacy.md](privacy.md).
+AFTER = """
+`selection` is set like an option of the method: `uniform` draws; `ccmab` is FedEPC's bandit with its deadline, in each
+cluster, or with all devices as one; `stratified` draws about equally many from each cluster (CFIC); `fastest` takes
+those that were fastest so far. Each method says which it has, its default first. `local`, `fedge`, `pm-moe` and `scmoe-pfl`
+refuse `+ft`, since what they end in is already fitted on each device.
+
+## Options of a method
+
+They are set with `--option NAME=VALUE`, after colons in the name of a method
+(`fedge compare --methods fedepc:clustering=k-means:n_clusters=4`), or in the table `[method]` of a TOML file. An
+unknown name or value is an error that names the nearest right one; one that is refused says why, or what replaces it.
+A default of `-` means: as the method's text says.
+
+`clustering` has the same words everywhere: `aidc` (FedEPC) of profiles, `mctc` (SCMoE-PFL) of update directions,
+`labels` (CFIC) of label features, `k-means` and `agglomerative` of what the method clusters by itself. What only
+remakes a row of a paper's table is a class in the benchmark that prints it, named by its path: `package.module:Class`.
 """
 
 
 def reference() -> str:
     """The whole file."""
-    return "\n".join([HEAD, *(section(name) for name in installed_methods())])
+    return "\n".join([HEAD + "\n".join(shared()), AFTER, *(section(name) for name in installed_methods())])
+
+
+def shared() -> list[str]:
+    """Rows of the table of what all methods share."""
+    hints = typing.get_type_hints(SimulationSettings, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(SimulationSettings)}
+    rows = [
+        f"| `--{name.replace('_', '-')}` | {values(hints[name])} | `{shown(defaults[name])}` | {text_of(hints[name])} |"
+        for name in SHARED
+    ]
+    return [
+        *rows,
+        "| `selection` | `uniform`, `ccmab`, `stratified`, `fastest` | the method's | Who trains in a round. |",
+        "| `NAME+ft` | | | The method, then fine-tuning on each device, its length chosen on validation samples. |",
+    ]
+
+
+def text_of(hint: object) -> str:
+    """The description of a setting."""
+    return next((meta.description for meta in typing.get_args(hint)[1:] if getattr(meta, "description", None)), "")
 
 
 def section(name: str) -> str:
-    """One method: what its file says, and a table of its options."""
+    """One method: what its file says, its page, and a table of its options."""
     kind = method_class(name)
     module = inspect.getdoc(sys.modules[kind.__module__]) or ""
-    parts = [f"## {name}", module, *options(kind.Options)]
+    page = kind.__module__.rsplit(".", 1)[1]
+    page = page if (PAGES / f"{page}.md").exists() else "baselines"
+    selection = f"`selection`: {', '.join(f'`{how}`' for how in kind.SELECTIONS)}." if kind.SELECTIONS else ""
+    parts = [f"## {name}", module, f"How it works: [{page}.md]({page}.md). {selection}".strip(), *options(kind)]
     return "\n\n".join(parts) + "\n"
 
 
-def options(kind: type[msgspec.Struct]) -> list[str]:
+def options(kind: type[Method[typing.Any]]) -> list[str]:
     """What the docstring says of the options, the table, and what is refused; no table where there are none."""
-    fields = msgspec.structs.fields(kind)
+    fields = msgspec.structs.fields(kind.Options)
     if not fields:
-        return [*refused(kind), *idle(kind)]
+        return refused(kind.REFUSED)
     rows = ["| option | values | default |", "|---|---|---|"]
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind.Options, include_extras=True)
     rows += [f"| `{f.name}` | {values(hints[f.name])} | `{shown(f.default)}` |" for f in fields]
-    return [inspect.getdoc(kind) or "", "\n".join(rows), *refused(kind), *idle(kind)]
+    return [inspect.getdoc(kind.Options) or "", "\n".join(rows), *refused(kind.REFUSED)]
 
 
-def refused(kind: type[msgspec.Struct]) -> list[str]:
-    """Parts that other methods have and this one has not, with the reason."""
-    reasons: dict[str, str] = getattr(kind, "REFUSED", {})
-    return ["\n".join(["Refused:", "", *(f"- `{name}`: {why}." for name, why in reasons.items())])] if reasons else []
-
-
-def idle(kind: type[msgspec.Struct]) -> list[str]:
-    """Options that are refused beside others, since they would change nothing."""
-    rules: tuple[Idle, ...] = getattr(kind, "IDLE", ())
-    found = [
-        f"- {', '.join(f'`{name}`' for name in names)} with "
-        f"{' and '.join(' or '.join(f'`{o}={shown(v)}`' for v in of) for o, of in where.items())}: {why}."
-        for names, where, why in rules
-    ]
-    return ["\n".join(["Refused, since it would change nothing:", "", *found])] if found else []
+def refused(reasons: Mapping[str, str]) -> list[str]:
+    """What the method has not, or no more, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(f"`{name}`")
+    lines = [f"- {', '.join(names)}: {why}." for why, names in by_reason.items()]
+    return ["\n".join(["Refused:", "", *lines])] if lines else []
 
 
 def values(hint: object) -> str:
@@ -97,6 +132,8 @@ def values(hint: object) -> str:
         return " ".join([values(inner), ", ".join(bounds)]).strip()
     if origin is typing.Literal:
         return ", ".join(f"`{shown(value)}`" for value in typing.get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
+        return ", ".join(f"`{value}`" for value in hint)
     if origin in {typing.Union, types.UnionType}:
         return " or ".join(values(part) for part in typing.get_args(hint) if part is not types.NoneType)
     names = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}

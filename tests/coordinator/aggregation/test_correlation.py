@@ -118,9 +118,6 @@ def test_weights_of_a_row_of_zeros_are_uniform_and_those_of_nobody_are_zero() ->
     np.testing.assert_allclose(c.expert_weights(m, [(0, 2), ()]), [[0.5, 0, 0.5], [0, 0, 0]])
 
 
-def test_sizes_count_where_they_are_given() -> None:
-
-
 def test_mixed_is_the_weighted_sum_and_counters_are_of_the_heaviest() -> None:
     models = [model([1, 2], (5,)), model([3, 6], (7,)), model([5, 0], (9,))]
     first, none, tie = c.mixed(models, np.array([[0.25, 0.75, 0], [0, 0, 0], [0.5, 0, 0.5]]))
