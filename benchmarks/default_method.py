@@ -248,6 +248,10 @@ class AlwaysLocal(Fedge):
 class NoPrior(Fedge):
     """kappa = 0 for all candidates."""
 
+    def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
+        found = super().calibrate(role, fitted, pooling=pooling)
+        return found if pooling else msgspec.structs.replace(found, kappa=0.0)
+
     def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002
         return point.kappa == 0
 

@@ -48,7 +48,6 @@ log = logging.getLogger("fedge.method")
 
 COLLAPSED_SPREAD: Final = 1e-3  # with overlap 1: all experts are one, section 13
 UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10.1
-PRETRAINING_EPOCHS: Final = 30  # section 3
 REFRESH_EPOCHS: Final = 5  # section 5
 WEIGHT_DECAY: Final = 5e-4  # of the SGD of clients and experts, section 5, unless the settings have another
 DELTA: Final = 0.02  # of the profile prior, section 7
@@ -135,6 +134,8 @@ class FedCoE(Method[FedCoEState]):
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
     }
     WELCOMES = True
+    PRETRAINING_EPOCHS: ClassVar[int] = 30
+    """Of experts and gate, section 3."""
     TOP: ClassVar[int] = 2
     """k, experts of a sample in the global model, and with "functions" of a new client."""
     TRUNK: ClassVar[Trunk] = "auto"
@@ -191,12 +192,12 @@ class FedCoE(Method[FedCoEState]):
             fleet.get(state.common, state.layout),
             self._groups,
             self.options.n_experts,
-            epochs=PRETRAINING_EPOCHS,
+            epochs=self.PRETRAINING_EPOCHS,
             sgd=self.sgd,
             seed=self.settings.seed,
         )
         state = self._with_experts(state, fleet, experts)
-        return await self._with_gate(state, fleet, experts, PRETRAINING_EPOCHS)
+        return await self._with_gate(state, fleet, experts, self.PRETRAINING_EPOCHS)
 
     def _with_experts(self, state: FedCoEState, fleet: Fleet, experts: list[Model]) -> FedCoEState:
         (common,) = correlation.mixed(experts, np.full((1, len(experts)), 1 / len(experts)))

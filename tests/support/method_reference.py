@@ -50,8 +50,8 @@ fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1
 AFTER = """
 `selection` is set like an option of the method: `uniform` draws; `ccmab` is FedEPC's bandit with its deadline, in each
 cluster, or with all devices as one; `stratified` draws about equally many from each cluster (CFIC); `fastest` takes
-those that were fastest so far. Each method says which it has, its default first. `local`, `fedge`, `pm-moe` and `scmoe-pfl`
-refuse `+ft`, since what they end in is already fitted on each device.
+those that were fastest so far. Each method says which it has, its default first. `local`, `fedge`, `pm-moe` and
+`scmoe-pfl` refuse `+ft`, since what they end in is already fitted on each device.
 
 ## Options of a method
 

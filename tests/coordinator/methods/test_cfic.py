@@ -25,7 +25,7 @@ def skewed(home, n: int = 6, seed: int = 0):
 async def rounds(method, state, fleet, n: int):
     for _ in range(n):
         fleet.round = state.round + 1
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
     return state
 
 
@@ -36,7 +36,7 @@ def majority(worker) -> int:
 async def test_eager_devices_tell_their_majority_label_once_and_before_training(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=3, participation=0.5, **EXACT))
-    state = await rounds(method, method.initial(layout, first), fleet, 3)
+    state = await rounds(method, method.init(layout, first), fleet, 3)
     assert {i: d.feature for i, d in state.described.items()} == {i: majority(w) for i, w in fleet.workers.items()}
     asked = [(r, step) for r, step, _ in fleet.asked]
     assert asked.count((1, "describe")) == 6
@@ -45,24 +45,12 @@ async def test_eager_devices_tell_their_majority_label_once_and_before_training(
     assert sorted(i for members in found.values() for i in members) == sorted(fleet.workers)
 
 
-async def test_lazy_devices_tell_it_with_their_first_model(tmp_path) -> None:
-    fleet, layout, first = skewed(tmp_path)
-    method = make("cfic", MethodSettings(rounds=3, participation=0.5, **EXACT, options={"registration": "lazy"}))
-    state = await rounds(method, method.initial(layout, first), fleet, 1)
-    trained = {i for r, step, i in fleet.asked if step == "train"}
-    assert set(state.described) == trained
-    assert len(trained) == 3
-    assert set(state.visits) == {str(majority(fleet.workers[i])) for i in trained}
-    state = await rounds(method, state, fleet, 2)
-    assert set(state.described) == set(state.participations)
-
-
 async def test_without_correction_and_clusters_it_is_fedavg_bit_for_bit(tmp_path) -> None:
     models = []
     for name, options in (("cfic", {"selection": "uniform", "correction": False}), ("fedavg", {})):
         fleet, layout, first = skewed(tmp_path / name)
         method = make(name, MethodSettings(rounds=3, participation=0.5, **EXACT, options=options))
-        models.append((await run(method, method.initial(layout, first), fleet)).model)
+        models.append((await run(method, method.init(layout, first), fleet)).model)
         assert not any(step.startswith("describe") for _, step, _ in fleet.asked)
     assert models[0] == models[1]
 
@@ -73,7 +61,7 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
     options = {"alpha": 0.5, "beta": 0.3}
     method = make("cfic", MethodSettings(rounds=2, **EXACT, options=options))
     plain = make("fedavg", MethodSettings(rounds=2, **EXACT))
-    state, h = method.initial(layout, first), 0.0
+    state, h = method.init(layout, first), 0.0
     for r in (1, 2):
         w = fleet.get(state.model, layout).params.astype(np.float64)
         after = await rounds(method, state, fleet, 1)
@@ -81,7 +69,7 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
         alone = {}
         for i in fleet.workers:
             fleet.silent = frozenset(fleet.workers) - {i}
-            one = await plain.round(msgspec.structs.replace(plain.initial(layout, state.model), round=r - 1), fleet)
+            one = await plain.round(msgspec.structs.replace(plain.init(layout, state.model), round=r - 1), fleet)
             alone[i] = fleet.get(one.model, layout).params.astype(np.float64)
         fleet.silent = frozenset()
         n = {i: worker.data.n_shared for i, worker in fleet.workers.items()}
@@ -101,7 +89,7 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
 async def test_a_silent_round_changes_neither_model_nor_memory(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=3, **EXACT))
-    before = await rounds(method, method.initial(layout, first), fleet, 1)
+    before = await rounds(method, method.init(layout, first), fleet, 1)
     fleet.silent = frozenset(fleet.workers)
     after = await rounds(method, before, fleet, 1)
     assert (after.model, after.memory) == (before.model, before.memory)
@@ -112,7 +100,7 @@ async def test_a_silent_device_costs_one_deadline_and_rests(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, **EXACT))
     fleet.silent = frozenset(["d02"])
-    state = await rounds(method, method.initial(layout, first), fleet, 2)
+    state = await rounds(method, method.init(layout, first), fleet, 2)
     assert [(r, step) for r, step, i in fleet.asked if i == "d02"] == [(1, "describe")]
     assert "d02" not in state.described
     fleet.silent = frozenset()
@@ -125,21 +113,21 @@ async def test_newcomers_and_changed_devices_are_asked_and_nobody_else_moves(tmp
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, participation=0.5, **EXACT))
     late = fleet.workers.pop("d05")
-    before = await rounds(method, method.initial(layout, first), fleet, 1)
+    before = await rounds(method, method.init(layout, first), fleet, 1)
     fleet.workers["d05"] = late
     fleet.incarnations = {"d01": "2"}
     after = await rounds(method, before, fleet, 1)
     assert {i for r, step, i in fleet.asked if (r, step) == (2, "describe")} == {"d01", "d05"}
-    moved = clusters(after, after.described)
+    stepped = clusters(after, after.described)
     for key, members in clusters(before, before.described).items():
-        assert set(members) <= set(moved[key])
+        assert set(members) <= set(stepped[key])
     assert after.described["d01"].incarnation == "2"
 
 
 async def test_every_round_asks_exactly_its_quota_with_the_base_from_each_cluster(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path, n=12, seed=3)
     method = make("cfic", MethodSettings(rounds=6, participation=0.8, **EXACT))
-    state = await rounds(method, method.initial(layout, first), fleet, 6)
+    state = await rounds(method, method.init(layout, first), fleet, 6)
     found = clusters(state, state.described)
     base = {key: min(len(members), 10 // len(found)) for key, members in found.items()}
     for r in range(2, 7):
@@ -153,21 +141,21 @@ async def test_devices_without_samples_are_never_asked(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path, n=3)
     fleet.workers["d01"].data.sensitive[:] = True
     method = make("cfic", MethodSettings(rounds=2, **EXACT))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert {i for r, step, i in fleet.asked if step != "install"} == {"d00", "d02"}
     assert sorted(state.installed) == ["d00", "d01", "d02"]
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "tensor"}, {"scale": "relative"}, {"psi": "abs"}, {"epsilon": 3.0}])
+@pytest.mark.parametrize("options", [{}, {"correction": False}, {"epsilon": 3.0}])
 async def test_to_the_end_with_a_bundle_of_the_global_model_on_each_device(tmp_path, options) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, participation=0.5, options=options, sgd=Sgd(steps=10)))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert sorted(state.installed) == sorted(fleet.workers)
     assert load(dump(state), CficState) == state
     for worker in fleet.workers.values():
         x = worker.data.x_train
-        logits = worker.logits(fleet.get(state.model, layout), x)
+        logits = worker.network.logits(fleet.get(state.model, layout), x)
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
         np.testing.assert_allclose(predicted(worker, x), p / p.sum(axis=1, keepdims=True), atol=1e-4)
 
@@ -177,7 +165,7 @@ async def test_equal_seeds_give_equal_states_and_fine_tuning_ends_it(tmp_path) -
     for name in "ab":
         fleet, layout, first = skewed(tmp_path / name)
         method = make("cfic+ft", MethodSettings(rounds=3, participation=0.5, seed=7))
-        states.append(await run(method, method.initial(layout, first), fleet))
+        states.append(await run(method, method.init(layout, first), fleet))
     assert dump(states[0]) == dump(states[1])
     assert len({result.bundle_digest for result in states[0].installed.values()}) == 6
 
@@ -187,16 +175,16 @@ async def test_a_correction_that_outweighs_training_is_said_once(tmp_path, caplo
     settings = MethodSettings(rounds=12, sgd=Sgd(steps=1, learning_rate=1e-4), options={"beta": 1.0})
     method = make("cfic", settings)
     with caplog.at_level(logging.WARNING):
-        await rounds(method, method.initial(layout, first), fleet, 9)
+        await rounds(method, method.init(layout, first), fleet, 9)
         assert "event=long_correction" not in caplog.text
-        await rounds(method, method.initial(layout, first), fleet, 12)
+        await rounds(method, method.init(layout, first), fleet, 12)
     assert caplog.text.count("event=long_correction") == 1
 
 
 async def test_a_step_that_is_not_finite_forgets_the_memory(tmp_path, caplog) -> None:
     fleet, layout, first = skewed(tmp_path, n=2)
     method = make("cfic", MethodSettings(rounds=3, **EXACT))
-    state = await rounds(method, method.initial(layout, first), fleet, 1)
+    state = await rounds(method, method.init(layout, first), fleet, 1)
     huge = fleet.put({"h": np.full(layout.n_params, -3.4e38, np.float32)})
     state = msgspec.structs.replace(state, memory=huge)
     loud = make("cfic", MethodSettings(rounds=3, **EXACT, options={"alpha": 0.99, "beta": 3e38}))
@@ -205,13 +193,7 @@ async def test_a_step_that_is_not_finite_forgets_the_memory(tmp_path, caplog) ->
     assert "event=diverged" in caplog.text
 
 
-def test_the_default_length_depends_on_the_scale() -> None:
-    assert make("cfic", MethodSettings()).options.length == 0.2
-    assert make("cfic", MethodSettings(options={"scale": "relative"})).options.length == 0.5
-    assert make("cfic", MethodSettings(options={"scale": "relative", "beta": "0.3"})).options.length == 0.3
-
-
-@pytest.mark.parametrize("options", [{"alpha": 1.0}, {"beta": -0.1}, {"epsilon": 0.0}, {"psi": "max"}])
+@pytest.mark.parametrize("options", [{"alpha": 1.0}, {"beta": -0.1}, {"epsilon": 0.0}, {"correction": 2}])
 def test_options_out_of_range_are_refused(options) -> None:
     with pytest.raises(ConfigError, match="option of the method"):
         make("cfic", MethodSettings(options=options))
@@ -221,7 +203,7 @@ def test_clusters_are_those_with_a_feature_in_ascending_order() -> None:
     features = {"a": 4, "c": 1, "d": -1, "e": 4}
     described = {i: Description(feature=f, n_samples=1, incarnation="") for i, f in features.items()}
     method = make("cfic", MethodSettings())
-    state = msgspec.structs.replace(method.initial(None, None), described=described)
+    state = msgspec.structs.replace(method.init(None, None), described=described)
     assert list(clusters(state, ["e", "d", "c", "b", "a", "z"]).items()) == [(1, ["c"]), (4, ["a", "e"])]
 
 
@@ -235,9 +217,8 @@ def cfic(rounds: int = 6, participation: float = 0.5, **options: object):
 @pytest.mark.parametrize("clustering", ["aidc", "k-means", "agglomerative", "mctc"])
 async def test_clusters_of_profiles_or_updates_are_made_after_a_third_of_the_rounds(clustering, tmp_path) -> None:
     fleet, layout, first, groups = digits(tmp_path, n=12, groups="labels", n_groups=2, alpha=100.0)
-    options = {"clustering": clustering} | ({"n_clusters": 2} if clustering == "k-means" else {})
-    method = cfic(rounds=30, **options)
-    state = await rounds(method, method.initial(layout, first), fleet, 10)
+    method = cfic(rounds=30, clustering=clustering)
+    state = await rounds(method, method.init(layout, first), fleet, 10)
     assert not state.described
     state = await rounds(method, state, fleet, 2)
     assert [(n, i) for n, step, i in fleet.asked if step == "describe"] == [(11, i) for i in sorted(groups)]
@@ -252,7 +233,7 @@ async def test_clusters_of_profiles_or_updates_are_made_after_a_third_of_the_rou
 async def test_the_selections_of_fedepc_choose_in_each_cluster(selection, tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=10, groups="labels", n_groups=2, alpha=100.0)
     method = cfic(selection=selection)
-    state = await rounds(method, method.initial(layout, first), fleet, 6)
+    state = await rounds(method, method.init(layout, first), fleet, 6)
     assert state.history[-1].loss is not None, "the bandits need the losses"
     found = clusters(state, state.described)
     for k, members in found.items():
@@ -271,7 +252,7 @@ async def test_newcomers_and_changed_data_make_the_clusters_of_profiles_anew(tmp
     fleet, layout, first, _ = digits(tmp_path, n=8, groups="labels", n_groups=2, alpha=100.0)
     method = cfic(rounds=9, participation=1.0, clustering="aidc", selection="ccmab")
     fleet.absent = frozenset({"d07"})
-    before = await rounds(method, method.initial(layout, first), fleet, 5)
+    before = await rounds(method, method.init(layout, first), fleet, 5)
     assert "d07" not in before.described
     assert before.bandits
     fleet.absent = frozenset()

@@ -38,8 +38,6 @@ def test_each_rule_draws_the_share_that_takes_part() -> None:
     assert of_bandit.ids == list(expected.ids)
     assert len(of_bandit.ids) == 3
     assert "d0" not in of_bandit.ids, "beyond the deadline"
-    measured = [drawn(how, STATE, DEVICES, SETTINGS, MODEL).measured for how in ("uniform", "fastest", "ccmab")]
-    assert measured == [False, False, True]
 
 
 @pytest.mark.parametrize("how", ["uniform", "fastest", "ccmab"])
@@ -80,7 +78,7 @@ async def test_the_bandit_of_fedavg_learns_from_what_devices_measure_and_repeats
         fleet, layout, first, _ = digits(tmp_path / str(turn), limit=300)
         fleet.silent = frozenset({"d05"})
         of = make("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "ccmab"}))
-        states.append(await run(of, of.initial(layout, first), fleet))
+        states.append(await run(of, of.init(layout, first), fleet))
     assert dump(states[0]) == dump(states[1])
     bandit, history = states[0].bandit, states[0].history
     assert bandit.round == 4

@@ -11,13 +11,13 @@ from coordinator.fleet import Answer
 from coordinator.methods import MethodSettings
 from coordinator.methods.dbe import Dbe, DbeState
 from coordinator.methods.fedavg import FedAvg
-from edge_agent import dbe
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Codec, KeepOffset
+from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
 from fedge.step import Action
 from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.train import Train
+from fedge.steps.train_dbe import TrainDbe
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 
@@ -27,12 +27,12 @@ SETTINGS = MethodSettings(rounds=4, sgd=Sgd(steps=4), codec=Codec.FLOAT32)
 def federation(home: Path) -> tuple[Fleet, Any, Dbe, DbeState]:
     fleet, layout, first, _ = digits(home, n=4, limit=400)
     method = Dbe(SETTINGS)
-    return fleet, layout, method, method.initial(layout, first)
+    return fleet, layout, method, method.init(layout, first)
 
 
 async def next_round(method: Dbe, state: DbeState, fleet: Fleet) -> DbeState:
     fleet.round = state.round + 1
-    return await method.round(state, fleet)
+    return await method.advance(state, fleet)
 
 
 async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_pat
     after = await next_round(method, state, fleet)
     other, _, first, _ = digits(tmp_path / "b", n=4, limit=400)
     other.round = 1
-    fedavg = await FedAvg(SETTINGS).round(FedAvg(SETTINGS).initial(layout, first), other)
+    fedavg = await FedAvg(SETTINGS).advance(FedAvg(SETTINGS).init(layout, first), other)
     assert after.model == fedavg.model
-    assert not (tmp_path / "a" / "d00" / "personal").exists()
+    assert not (tmp_path / "a" / "d00" / "kept").exists()
     assert after.global_mean is not None
     w = fleet.get(after.model, layout)
     every = np.concatenate([k.network.features(w, k.data.shared[0]) for k in fleet.workers.values()])
@@ -62,10 +62,15 @@ async def test_g_is_measured_once_and_every_later_round_is_drawn_to_it(tmp_path:
     for _ in range(3):
         state = await next_round(method, state, fleet)
     assert [number for number, action in actions if isinstance(action, MeanFeatures)] == [1] * 4
-    keeps = {(number, action.keep) for number, action in actions if isinstance(action, Train)}
+    drawn = {
+        (number, action.STEP, getattr(action, "global_mean", None), getattr(action, "momentum", None))
+        for number, action in actions
+        if isinstance(action, Train)
+    }
     assert state.global_mean is not None
-    keep = KeepOffset(global_mean=state.global_mean, momentum=1.0, kappa=1.0)
-    assert keeps == {(1, None), (2, keep), (3, keep)}
+    later = ("train_dbe", state.global_mean, 1.0)
+    assert drawn == {(1, "train", None, None), (2, *later), (3, *later)}
+    assert {action.kappa for _, action in actions if isinstance(action, TrainDbe)} == {1.0}
 
 
 async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path: Path) -> None:
@@ -79,11 +84,11 @@ async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path:
 
     fleet.run = no_means  # type: ignore[method-assign]
     state = await next_round(method, state, fleet)
-    assert (state.global_mean, method.keep(state)) == (None, None)
+    assert (state.global_mean, method.kept_by(state)) == (None, None)
     fleet.run = inner  # type: ignore[method-assign]
     state = await next_round(method, state, fleet)
     assert state.global_mean is not None
-    assert not (tmp_path / "d00" / "personal").exists()
+    assert not (tmp_path / "d00" / "kept").exists()
 
 
 async def test_means_of_another_length_or_of_no_samples_change_nothing(tmp_path: Path) -> None:
@@ -115,7 +120,6 @@ async def test_the_offset_is_kept_over_the_rounds(tmp_path: Path) -> None:
     differs = np.flatnonzero(mine.params != served.params)
     assert set(differs) <= set(range(layout.n_params - 10, layout.n_params))  # the head's bias alone
     assert len(differs)
-    assert layout.kept(KeepOffset(global_mean=state.model)).tensors[0].name == dbe.OFFSET
 
 
 @pytest.mark.parametrize("number", [1e300, 1e39])
@@ -141,9 +145,9 @@ async def test_a_mean_that_is_no_float32_is_left_out(tmp_path: Path, number: flo
 def test_more_features_than_a_message_takes_are_refused_before_the_first_round() -> None:
     layout = Layout(
         tensors=tuple(
-            TensorInfo(name=name, shape=shape)
+            TensorInfo(name=name, shape=shape, layer="head" if name in {"w", "c"} else "")
             for name, shape in {"a": (4097, 2), "b": (4097,), "w": (3, 4097), "c": (3,)}.items()
         )
     )
     with pytest.raises(ConfigError, match="has 4097, at most 4096"):
-        Dbe(SETTINGS).initial(layout, BlobRef(digest="0" * 64, size_bytes=1))
+        Dbe(SETTINGS).init(layout, BlobRef(digest="0" * 64, size_bytes=1))

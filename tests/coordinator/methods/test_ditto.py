@@ -26,8 +26,8 @@ def settings(**options: float) -> MethodSettings:
 async def test_the_global_model_is_fedavgs(tmp_path: Path) -> None:
     one, layout, first, _ = digits(tmp_path / "1", n=4, limit=400)
     two, _, _, _ = digits(tmp_path / "2", n=4, limit=400)
-    fedavg = await run(FedAvg(settings()), FedAvg(settings()).initial(layout, first), one)
-    ditto = await run(Ditto(settings()), Ditto(settings()).initial(layout, first), two)
+    fedavg = await run(FedAvg(settings()), FedAvg(settings()).init(layout, first), one)
+    ditto = await run(Ditto(settings()), Ditto(settings()).init(layout, first), two)
     found, expected = two.get(ditto.model, layout), one.get(fedavg.model, layout)
     np.testing.assert_allclose(found.params, expected.params, atol=1e-6)  # FedAvg's devices train side by side
     assert ditto.participations == fedavg.participations
@@ -40,18 +40,18 @@ async def test_lambda_is_the_strength_of_the_pull(tmp_path: Path, given: MethodS
     given_lambda = given.options["proximal_lambda"]
     gentle = MethodSettings(rounds=3, sgd=Sgd(steps=30, momentum=0.0, learning_rate=0.02), options=given.options)
     method = Ditto(gentle)
-    state = method.initial(layout, first)
+    state = method.init(layout, first)
     for number in (1, 2, 3):
         fleet.round = number
         before = fleet.get(state.model, layout).params
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
     served = fleet.get(method.serves(state, ""), layout)
     distances = [np.linalg.norm(worker.personal(served).params - before) for worker in fleet.workers.values()]
-    moved = np.linalg.norm(before - fleet.get(first, layout).params)
+    stepped = np.linalg.norm(before - fleet.get(first, layout).params)
     if given_lambda:
-        assert max(distances) < 0.1 * moved
+        assert max(distances) < 0.1 * stepped
     else:
-        assert min(distances) > 0.1 * moved
+        assert min(distances) > 0.1 * stepped
 
 
 async def test_it_splits_nothing_and_takes_a_network_without_a_head(tmp_path: Path) -> None:
@@ -62,5 +62,5 @@ async def test_it_splits_nothing_and_takes_a_network_without_a_head(tmp_path: Pa
     workers = {f"d{k}": Worker(f"d{k}", spec, share_data(spec, share), tmp_path / f"d{k}") for k, share in shares}
     fleet = SimulatedFleet(spec, layout, workers, seed=0)
     method = Ditto(settings())
-    state = await run(method, method.initial(layout, fleet.put(unflatten(first, layout))), fleet)
+    state = await run(method, method.init(layout, fleet.put(unflatten(first, layout))), fleet)
     assert {i: done.roles for i, done in state.installed.items()} == dict.fromkeys(workers, (Role.PRIVATE,))

@@ -10,6 +10,7 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, accepted, dump, load, make
 from coordinator.methods.fedavg import FedAvg, FedAvgState
 from deploy import load as load_bundle
+from edge_agent.evaluation import logits
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd
@@ -23,7 +24,7 @@ async def test_a_round_is_the_mean_of_the_models_weighted_by_samples(tmp_path) -
     fleet, layout, first, _ = digits(tmp_path)
     method = FedAvg(SETTINGS)
     fleet.round = 1
-    after = await method.round(method.initial(layout, first), fleet)
+    after = await method.advance(method.init(layout, first), fleet)
 
     start = fleet.get(first, layout).params.astype(np.float64)
     order = Train(starts=(Start(model=first),), sgd=SETTINGS.sgd, codec=Codec.FLOAT32)
@@ -38,7 +39,7 @@ async def test_a_round_is_the_mean_of_the_models_weighted_by_samples(tmp_path) -
 async def test_a_silent_round_changes_no_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet.silent = frozenset(device.id for device in fleet.devices())
-    after = await FedAvg(SETTINGS).round(FedAvg(SETTINGS).initial(layout, first), fleet)
+    after = await FedAvg(SETTINGS).advance(FedAvg(SETTINGS).init(layout, first), fleet)
     assert (after.round, after.model, after.participations) == (1, first, {})
     assert after.history[-1].answered == 0
 
@@ -47,7 +48,7 @@ async def test_a_round_with_too_few_reports_changes_no_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet.silent = frozenset(["d00"])
     method = FedAvg(MethodSettings(rounds=3, min_reports=6))
-    assert (await method.round(method.initial(layout, first), fleet)).model == first
+    assert (await method.advance(method.init(layout, first), fleet)).model == first
 
 
 async def test_equal_seeds_give_equal_states_and_a_bundle_of_the_global_model_on_each_device(tmp_path) -> None:
@@ -55,7 +56,7 @@ async def test_equal_seeds_give_equal_states_and_a_bundle_of_the_global_model_on
     for turn in range(2):
         fleet, layout, first, _ = digits(tmp_path / str(turn))
         method = FedAvg(MethodSettings(rounds=3, participation=0.5, seed=7))
-        states.append(await run(method, method.initial(layout, first), fleet))
+        states.append(await run(method, method.init(layout, first), fleet))
     assert dump(states[0]) == dump(states[1])
     assert set(states[0].installed) == {f"d{i:02d}" for i in range(6)}
     assert {len(result.roles) for result in states[0].installed.values()} == {1}
@@ -73,20 +74,22 @@ async def test_every_variant_ends_fine_tuned_if_it_is_asked_to(tmp_path, name) -
     """The bundle is at least as good on the device's validation samples as the global model."""
     fleet, layout, first, _ = digits(tmp_path)
     method = make(f"{name}+ft", SETTINGS)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert sorted(state.installed) == [device.id for device in fleet.devices()]
     assert method.summary(state)["method"] == f"{name}+ft"
     gains = []
     for worker in fleet.workers.values():
-        x, y = worker.validation
+        x, y = worker.data.validation
         tuned = predicted(worker, x)
-        gains.append(loss(worker.logits(fleet.get(state.model, layout), x), y) + np.log(tuned[range(len(y)), y]).mean())
+        gains.append(
+            loss(logits(worker, fleet.get(state.model, layout), x), y) + np.log(tuned[range(len(y)), y]).mean()
+        )
     assert min(gains) > -1e-4
     assert max(gains) > 0.1
 
 
-def loss(logits: np.ndarray, y: np.ndarray) -> float:
-    shifted = logits - logits.max(axis=1, keepdims=True)
+def loss(found: np.ndarray, y: np.ndarray) -> float:
+    shifted = found - found.max(axis=1, keepdims=True)
     return float((np.log(np.exp(shifted).sum(axis=1)) - shifted[range(len(y)), y]).mean())
 
 
@@ -95,7 +98,7 @@ async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
     speed = {f"d{i:02d}": seconds for i, seconds in enumerate([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])}
     fleet._hardware = {i: replace(own, latency_s=speed[i]) for i, own in fleet._hardware.items()}
     method = make("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "fastest"}))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     # by clock the last three are the quickest (1 to 6 GHz); then what they took counts: 0.5, 3 and 2 s. The median of
     # 0.5 * 4, 3 * 5 and 2 * 6 is 12 cycles, so the others would need 12 / f >= 4 s: nobody else is ever tried.
     assert state.participations == {"d03": 4, "d04": 4, "d05": 4}
@@ -106,7 +109,7 @@ async def test_a_fast_device_that_falls_silent_is_replaced(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet.silent = frozenset(["d05"])
     method = make("fedavg", MethodSettings(rounds=2, participation=0.5, options={"selection": "fastest"}))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert state.seconds["d05"] == math.inf
     assert load(dump(state), FedAvgState) == state
     # every other answer took no time; the lowest ids win
@@ -124,4 +127,4 @@ async def test_clocks_and_times_leave_no_trace_where_nobody_asks_for_the_fastest
     fleet._hardware = {i: replace(own, latency_s=2.5) for i, own in fleet._hardware.items()}
     method = make("fedavg", SETTINGS)
     fleet.round = 1
-    assert (await method.round(method.initial(layout, first), fleet)).seconds == {}
+    assert (await method.advance(method.init(layout, first), fleet)).seconds == {}

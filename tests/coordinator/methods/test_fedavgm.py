@@ -18,10 +18,10 @@ async def test_the_second_step_holds_gamma_times_the_first(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = make("fedavgm", MethodSettings(**EXACT, options={"gamma": 0.8}))
     plain = make("fedavg", MethodSettings(**EXACT))
-    states = [method.initial(layout, first)]
+    states = [method.init(layout, first)]
     for r in (1, 2):
         fleet.round = r
-        states.append(await method.round(states[-1], fleet))
+        states.append(await method.advance(states[-1], fleet))
     mean = await plain.round(FedAvgState(round=1, layout=layout, model=states[1].model), fleet)
     w0, w1, w2, averaged = (
         fleet.get(ref, layout).params for ref in (first, states[1].model, states[2].model, mean.model)
@@ -35,7 +35,7 @@ async def test_without_momentum_it_is_fedavg_bit_for_bit(tmp_path) -> None:
     for name, options in (("fedavgm", {"gamma": 0.0}), ("fedavg", {})):
         fleet, layout, first, _ = digits(tmp_path / name)
         method = make(name, MethodSettings(**EXACT, participation=0.5, options=options))
-        states.append(await run(method, method.initial(layout, first), fleet))
+        states.append(await run(method, method.init(layout, first), fleet))
     assert states[0].model == states[1].model
     assert states[0].velocity is None
 
@@ -44,16 +44,16 @@ async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> No
     fleet, layout, first, _ = digits(tmp_path)
     method = make("fedavgm", MethodSettings(**EXACT))
     fleet.round = 1
-    before = await method.round(method.initial(layout, first), fleet)
+    before = await method.advance(method.init(layout, first), fleet)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     fleet.round = 2
-    after = await method.round(before, fleet)
+    after = await method.advance(before, fleet)
     assert (after.model, after.velocity) == (before.model, before.velocity)
     assert before.velocity is not None
 
 
 def test_half_of_the_last_step_is_kept_by_default() -> None:
-    assert make("fedavgm", MethodSettings()).gamma == 0.5
+    assert make("fedavgm", MethodSettings()).gamma() == 0.5
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.0])

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from edge_agent.cold_start import InferenceWorker
 
 import deploy
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer, Device
 from coordinator.fleet.simulated import run
-from coordinator.methods import MethodSettings, Samples, accepted, dump, load, make
-from coordinator.methods.fedcoe import PRINTED, FedCoE, FedCoEState
+from coordinator.methods import MethodSettings, Samples, Server, accepted, dump, load, make
+from coordinator.methods.fedcoe import PRESETS, FedCoE, FedCoEState, Preset
+from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Codec
@@ -25,8 +25,8 @@ from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
 from fedge.steps.route import Routed
 from fedge.steps.train import Start, Train
-from fedge.tasks import pool, task_spec
-from fedge.tensors import Layout, Model
+from fedge.tasks import DeviceData, pool, task_spec
+from fedge.tensors import Layout, Model, Tensors
 from tests.support.simulation import Fleet, digits
 
 TASK = task_spec("digits")
@@ -46,11 +46,22 @@ RESERVED = (X[:200], Y[:200])
 TEST = (X[200:], Y[200:])
 
 
-def method_of(rounds: int = 2, steps: int = 10, seed: int = 0, **options: Any) -> FedCoE:
-    sgd = Sgd(steps=steps, learning_rate=0.1)
-    options = {"pretraining_epochs": 8} | options
+class Quick(FedCoE):
+    """With a shorter pretraining."""
+
+    PRETRAINING_EPOCHS = 8
+
+
+def method_of(
+    rounds: int = 2, *, kind: type[FedCoE] = Quick, seed: int = 0, weight_decay: float = 0.0, **options: Any
+) -> FedCoE:
+    """FedCoE with some options, and with some parameters of the preset that are none."""
+    changes = {name: options.pop(name) for name in Preset.__struct_fields__ if name != "tau" and name in options}
+    sgd = Sgd(steps=10, learning_rate=0.1, weight_decay=weight_decay)
     settings = MethodSettings(rounds=rounds, sgd=sgd, codec=Codec.FLOAT32, seed=seed, options=options)
-    return make("fedcoe", settings, task=TASK, reserved=RESERVED)
+    method = kind(settings, Server(TASK, RESERVED))
+    method.preset = msgspec.structs.replace(method.preset, **changes)
+    return method
 
 
 def federation(home: Path, *, n: int = 6, alpha: float = 0.3) -> tuple[Fleet, Layout, BlobRef]:
@@ -79,18 +90,17 @@ def params(fleet: Fleet, ref: BlobRef, layout: Layout) -> np.ndarray:
 async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> None:
     """Against the equations written down once more, sample by sample."""
     fleet, layout, first = federation(tmp_path, n=4)
-    method = method_of(ranking=ranking, n_experts=3, n_top=2, tau_e=0.7, tau_c=0.6, size_weighting=True)
+    method = method_of(ranking=ranking, n_experts=3, n_top=2, tau=0.7)
     fleet.round = 1
-    after = await method.round(method.initial(layout, first), fleet)
+    after = await method.advance(method.init(layout, first), fleet)
 
-    before = await method._pretrained(method.initial(layout, first), fleet)
+    before = await method._pretrained(method.init(layout, first), fleet)
     old = [params(fleet, ref, layout) for ref in before.experts]
     common = params(fleet, before.common, layout)
     np.testing.assert_allclose(common, np.mean(old, axis=0), atol=1e-6)
     order = Train(starts=(Start(model=before.common),), sgd=method.sgd, codec=Codec.FLOAT32)
     updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
     theta = np.stack([common + params(fleet, u.update, layout) for u in updates.values()])
-    n = [u.n_samples for u in updates.values()]
     gate = fleet.get_tensors(before.gate)
     m = np.zeros((3, 4))
     empty = np.zeros(0, np.float32), np.zeros(0, np.int64)
@@ -103,12 +113,12 @@ async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> Non
     for j in range(3):
         rank = (m_c if ranking == "affinity" else m_e)[j]
         chosen = sorted(range(4), key=lambda i: -rank[i])[:2]
-        w = np.array([m_e[j, i] * n[i] for i in chosen])
+        w = np.array([m_e[j, i] for i in chosen])
         experts.append(0.3 * old[j] + 0.7 * (w / w.sum()) @ theta[chosen])
     for j in range(3):
         np.testing.assert_allclose(params(fleet, after.experts[j], layout), experts[j], atol=1e-5)
     for i, device in enumerate(updates):
-        expected = 0.4 * theta[i] + 0.6 * m_c[:, i] @ np.stack(experts)
+        expected = 0.3 * theta[i] + 0.7 * m_c[:, i] @ np.stack(experts)
         np.testing.assert_allclose(params(fleet, after.clients[device], layout), expected, atol=1e-5)
     assert after.gate == before.gate
     assert after.participations == dict.fromkeys(updates, 1)
@@ -120,8 +130,8 @@ async def test_repaired_keeps_experts_apart_and_printed_makes_them_one(tmp_path:
     accuracy = {}
     for preset in ("repaired", "printed"):
         fleet, layout, first = federation(tmp_path / preset, n=6, alpha=0.1)
-        method = method_of(rounds=8, preset=preset, pretraining_epochs=30)
-        found[preset] = await run(method, method.initial(layout, first), fleet)
+        method = method_of(rounds=8, kind=FedCoE, preset=preset)
+        found[preset] = await run(method, method.init(layout, first), fleet)
         accuracy[preset] = (method.predict(found[preset], fleet, TEST[0]).argmax(axis=1) == TEST[1]).mean()
     repaired, printed = (found[preset].diagnostics[-1] for preset in ("repaired", "printed"))
     assert repaired.overlap < 0.7
@@ -136,9 +146,9 @@ async def test_repaired_keeps_experts_apart_and_printed_makes_them_one(tmp_path:
 async def test_a_uniform_gate_makes_equal_experts_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Section 13: with tau_E = 1 and raw ranking; section 11: the collapse is logged."""
     fleet, layout, first = federation(tmp_path, n=4)
-    method = method_of(tau_e=1.0, ranking="raw", suitability_temperature=1e6, n_experts=3)
+    method = method_of(tau=1.0, ranking="raw", suitability_temperature=1e6, n_experts=3)
     with caplog.at_level(logging.WARNING):
-        state = await run(method, method.initial(layout, first), fleet)
+        state = await run(method, method.init(layout, first), fleet)
     experts = [params(fleet, ref, layout) for ref in state.experts]
     assert state.diagnostics[-1].overlap == 1
     assert state.diagnostics[-1].spread < 1e-3
@@ -152,22 +162,32 @@ async def test_a_round_in_which_all_is_well_says_nothing(tmp_path: Path, caplog:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of(rounds=1)
     with caplog.at_level(logging.INFO, logger="fedge.method"):
-        state = await run(method, method.initial(layout, first), fleet)
+        state = await run(method, method.init(layout, first), fleet)
     assert not state.diagnostics[-1].collapsed
     assert "event=experts" not in caplog.text
 
 
 async def test_tau_zero_changes_nothing(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=3)
-    method = method_of(tau_e=0.0, tau_c=0.0)
+    method = method_of(tau=0.0)
     fleet.round = 1
-    before = await method._pretrained(method.initial(layout, first), fleet)
-    after = await method.round(before, fleet)
+    before = await method._pretrained(method.init(layout, first), fleet)
+    after = await method.advance(before, fleet)
     assert after.experts == before.experts
     updates = accepted(await fleet.run("train", {d.id: method._order(before, d.id) for d in fleet.devices()}))
     for i, update in updates.items():
         own = fleet.get(before.common, layout).params + fleet.get(update.update, layout).params
         np.testing.assert_array_equal(fleet.get(after.clients[i], layout).params, own)
+
+
+class NoGate(Quick):
+    """W_g = 0 in Eq. 3."""
+
+    TOP = 4
+
+    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
+        gate = super().trained_gate(experts, start, epochs=epochs, seed=seed)
+        return {name: np.zeros_like(value) for name, value in gate.items()}
 
 
 async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
@@ -176,9 +196,8 @@ async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
     hiding = Hiding(TASK, layout, fleet.workers, seed=0)
     hiding._blobs = fleet._blobs
     hiding.late = frozenset({"d03"})
-    method = method_of(gate="uniform", n_experts=4)
-    method.options = msgspec.structs.replace(method.options, refresh_every=1)  # preset "printed" has refreshes
-    state = await run(method, method.initial(layout, first), hiding)
+    method = method_of(kind=NoGate, n_experts=4, refresh_every=1)  # preset "printed" has refreshes
+    state = await run(method, method.init(layout, first), hiding)
     assert state.diagnostics[-1].gate_maximum == pytest.approx(0.25)
     np.testing.assert_allclose(state.profiles["d03"], 0.25, atol=1e-6)
     experts = [method.reserved.probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
@@ -192,20 +211,18 @@ async def test_clients_and_experts_learn_with_weight_decay(tmp_path: Path) -> No
     for decay in (0.0, 0.2):
         method = method_of(weight_decay=decay)
         fleet.round = 1
-        before = await method._pretrained(method.initial(layout, first), fleet)
-        after = await method.round(before, fleet)
+        before = await method._pretrained(method.init(layout, first), fleet)
+        after = await method.advance(before, fleet)
         norms.append([np.linalg.norm(params(fleet, ref, layout)) for ref in (before.experts[0], after.clients["d00"])])
     assert norms[1][0] < norms[0][0]
     assert norms[1][1] < norms[0][1]
-    with pytest.raises(ConfigError, match="weight_decay"):
-        method_of(weight_decay=-0.1)
 
 
 async def test_one_expert_takes_all_clients_and_its_gate_is_constant(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of(rounds=1, n_experts=1)
     fleet.round = 1
-    state = await method.round(method.initial(layout, first), fleet)
+    state = await method.advance(method.init(layout, first), fleet)
     assert not state.diagnostics[0].collapsed
     assert state.diagnostics[0].gate_maximum == 1
     own = np.stack([params(fleet, state.clients[d.id], layout) for d in fleet.devices()])
@@ -215,10 +232,10 @@ async def test_one_expert_takes_all_clients_and_its_gate_is_constant(tmp_path: P
 async def test_the_gate_is_trained_again_when_it_is_time(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=3)
     method = method_of(rounds=4, refresh_every=2)
-    state, gates = method.initial(layout, first), []
+    state, gates = method.init(layout, first), []
     for number in range(1, 5):
         fleet.round = number
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
         gates.append(state.gate)
     assert gates[0] != gates[1] == gates[2] != gates[3]
 
@@ -229,7 +246,7 @@ async def test_the_gate_is_trained_again_when_it_is_time(tmp_path: Path) -> None
 async def test_every_device_ends_with_its_own_model_as_a_bundle(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of()
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == set(state.clients) == {f"d{k:02d}" for k in range(4)}
     raw = pool("digits", seed=0).x[:20]
     x = preprocess.apply(TASK, raw)
@@ -249,7 +266,7 @@ async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:
     for turn in range(2):
         fleet, layout, first = federation(tmp_path / str(turn), n=4)
         method = method_of(seed=5, refresh_every=1)
-        states.append(await run(method, method.initial(layout, first), fleet))
+        states.append(await run(method, method.init(layout, first), fleet))
     assert dump(states[0]) == dump(states[1])
 
 
@@ -258,12 +275,12 @@ async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:
 async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemble: str, prior: bool) -> None:
     fleet, layout, first = federation(tmp_path, n=5)
     own = fleet.workers["d04"].data.x_train[:40]
-    workers = dict(fleet.workers) | {"e": InferenceWorker("e", TASK, own, tmp_path / "e")}
+    workers = dict(fleet.workers) | {"e": Worker("e", TASK, DeviceData.unlabelled(own), tmp_path / "e", trains=False)}
     hiding = Hiding(TASK, layout, workers, seed=0)
     hiding._blobs = fleet._blobs
     hiding.late = frozenset({"d03"})
     method = method_of(assemble=assemble, profile_prior=prior)
-    state = await run(method, method.initial(layout, first), hiding)
+    state = await run(method, method.init(layout, first), hiding)
     assert set(state.installed) == {*workers}
     assert set(state.profiles) == {"d03", "e"}
     asked = [(step, i) for number, step, i in hiding.asked if number == 3]
@@ -309,7 +326,7 @@ async def test_a_profile_that_is_none_is_refused(tmp_path: Path) -> None:
     lying._blobs = fleet._blobs
     lying.late = frozenset({"d00", "d01", "d02"})
     method = method_of()
-    state = await run(method, method.initial(layout, first), lying)
+    state = await run(method, method.init(layout, first), lying)
     assert set(state.profiles) == {"d02"}
     assert set(state.installed) == {"d02", "d03"}
 
@@ -321,14 +338,14 @@ async def test_a_silent_device_keeps_its_model_and_comes_back(tmp_path: Path) ->
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of(rounds=3)
     fleet.round = 1
-    one = await method.round(method.initial(layout, first), fleet)
+    one = await method.advance(method.init(layout, first), fleet)
     fleet.round, fleet.silent = 2, frozenset({"d00"})
-    two = await method.round(one, fleet)
+    two = await method.advance(one, fleet)
     assert two.clients["d00"] == one.clients["d00"]
     assert two.clients["d01"] != one.clients["d01"]
     assert two.experts != one.experts
     fleet.round, fleet.silent = 3, frozenset()
-    three = await method.round(two, fleet)
+    three = await method.advance(two, fleet)
     assert three.clients["d00"] != one.clients["d00"]
     assert three.participations == {"d00": 2, "d01": 3, "d02": 3, "d03": 3}
 
@@ -336,13 +353,13 @@ async def test_a_silent_device_keeps_its_model_and_comes_back(tmp_path: Path) ->
 async def test_a_silent_round_and_one_with_too_few_reports_change_nothing(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of()
-    before = await method._pretrained(method.initial(layout, first), fleet)
+    before = await method._pretrained(method.init(layout, first), fleet)
     fleet.round, fleet.silent = 1, frozenset(d.id for d in fleet.devices())
-    after = await method.round(before, fleet)
+    after = await method.advance(before, fleet)
     assert (after.round, after.experts, after.clients) == (1, before.experts, {})
     fleet.silent = frozenset({"d00"})
     method.settings = msgspec.structs.replace(method.settings, min_reports=4)
-    assert (await method.round(before, fleet)).experts == before.experts
+    assert (await method.advance(before, fleet)).experts == before.experts
 
 
 class Corrupting(Fleet):
@@ -374,12 +391,12 @@ async def test_models_that_are_not_finite_are_left_out_and_told(
     fleet._blobs = made._blobs
     method = method_of()
     fleet.corrupt, fleet.huge, fleet.round = frozenset({"d00"}), frozenset({"d02"}), 1
-    state = await method.round(method.initial(layout, first), fleet)
+    state = await method.advance(method.init(layout, first), fleet)
     assert state.diagnostics[0].refused == ("d00", "d02")
     assert set(state.clients) == {"d01", "d03"}
     assert all(np.isfinite(fleet.get(ref, layout).params).all() for ref in state.experts)
     fleet.corrupt = frozenset({"d00", "d01", "d02", "d03"})
-    again = await method.round(state, fleet)
+    again = await method.advance(state, fleet)
     assert (again.experts, again.clients, again.round) == (state.experts, state.clients, 2)
     assert "event=no_valid_client" in caplog.text
 
@@ -399,7 +416,7 @@ async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> Non
     refusing._blobs = fleet._blobs
     refusing.late = frozenset({"d00", "d01"})
     method = method_of()
-    state = await run(method, method.initial(layout, first), refusing)
+    state = await run(method, method.init(layout, first), refusing)
     assert set(state.installed) == {"d01", "d02"}
 
 
@@ -408,22 +425,21 @@ async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> Non
 
 def test_without_a_reserved_set_it_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"--reserved.*fedavg"):
-        make("fedcoe", MethodSettings(), task=TASK)
+        make("fedcoe", MethodSettings(), Server(TASK))
 
 
-def test_printed_is_what_the_paper_has_and_single_options_win() -> None:
-    printed = method_of(preset="printed").options
-    assert {name: getattr(printed, name) for name in PRINTED} == PRINTED
-    assert method_of(preset="printed", tau_e=0.8).options.tau_e == 0.8
-    repaired = method_of().options
-    assert (repaired.suitability_temperature, repaired.ranking, repaired.tau_e, repaired.tau_c) == (
-        0.1, "affinity", 0.9, 0.9,
+def test_printed_is_what_the_paper_has_and_tau_stands_above_it() -> None:
+    assert method_of(preset="printed").preset == PRESETS["printed"] == Preset(
+        suitability_temperature=1.0, ranking="raw", tau=0.5, refresh_every=10, profile_prior=False
     )  # fmt: skip
-    assert (repaired.refresh_every, repaired.profile_prior, repaired.delta, repaired.top) == (0, True, 0.02, 2)
-    with pytest.raises(ConfigError, match="tau_e"):
-        method_of(tau=0.5)
+    assert method_of(preset="printed", tau=0.8).preset == msgspec.structs.replace(PRESETS["printed"], tau=0.8)
+    assert method_of().preset == Preset(
+        suitability_temperature=0.1, ranking="affinity", tau=0.9, refresh_every=0, profile_prior=True
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="tau sets both"):
+        method_of(tau_e=0.5)
     with pytest.raises(ConfigError, match="option"):
-        method_of(tau_e=1.5)
+        method_of(tau=1.5)
 
 
 @pytest.mark.parametrize(("n_clients", "n_top", "n_experts", "expected"), [

@@ -6,9 +6,8 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from coordinator.methods.moving import Moving
-from edge_agent.labels import label_feature
 
+from benchmarks import default_method
 from coordinator.fleet import Device, require_sendable
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load
@@ -19,25 +18,29 @@ from coordinator.methods.fedge import (
     FedgeState,
     Primary,
     TrialOutcome,
-    calibrate,
     group,
     is_due,
     offered,
     starts,
     train_experts,
 )
+from coordinator.methods.server_optimizer import ServerModel
 from coordinator.selection import ccmab
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Hardware, Partition, Scenario
-from edge_agent import mixture
+from edge_agent.candidates import Fitted
+from edge_agent.evaluation import final_prior
+from edge_agent.steps.describe_labels import label_feature
+from edge_agent.worker import Worker
+from export.reference import calibrated
 from fedge.bundle import read as read_bundle
-from fedge.errors import ConfigError
 from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train
+from fedge.tensors import flatten, from_bytes
 from tests.support.simulation import Fleet, digits, predicted
 
 BOUND = 11
@@ -48,7 +51,7 @@ EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
 async def rounds(method, state, fleet: Fleet, n: int):
     for _ in range(n):
         fleet.round = state.round + 1
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
     return state
 
 
@@ -64,7 +67,7 @@ def with_clusters(state: FedgeState, fleet: Fleet, *clusters: tuple[str, ...]) -
         split=True,
     )
     return msgspec.structs.replace(
-        state, trial=trial, experts=tuple(Moving(model=state.shared.model) for _ in clusters)
+        state, trial=trial, experts=tuple(ServerModel(model=state.shared.model) for _ in clusters)
     )
 
 
@@ -74,20 +77,20 @@ def with_clusters(state: FedgeState, fleet: Fleet, *clusters: tuple[str, ...]) -
 async def test_without_momentum_and_split_the_model_is_fedavgs_bit_for_bit(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     plain = Fedge(msgspec.structs.replace(EXACT, options={"gamma": 0.0}))
-    ours = await rounds(plain, plain.initial(layout, first), fleet, 3)
-    theirs = await rounds(FedAvg(EXACT), FedAvg(EXACT).initial(layout, first), fleet, 3)
+    ours = await rounds(plain, plain.init(layout, first), fleet, 3)
+    theirs = await rounds(FedAvg(EXACT), FedAvg(EXACT).init(layout, first), fleet, 3)
     assert ours.shared.model == theirs.model
 
 
 async def test_momentum_adds_half_of_the_last_step(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(EXACT)
-    one = await rounds(method, method.initial(layout, first), fleet, 1)
+    one = await rounds(method, method.init(layout, first), fleet, 1)
     two = await rounds(method, one, fleet, 1)
     w0, w1, w2 = (fleet.get(ref, layout).params for ref in (first, one.shared.model, two.shared.model))
     fleet.silent = frozenset()
     plain = await rounds(
-        FedAvg(EXACT), msgspec.structs.replace(FedAvg(EXACT).initial(layout, one.shared.model), round=1), fleet, 1
+        FedAvg(EXACT), msgspec.structs.replace(FedAvg(EXACT).init(layout, one.shared.model), round=1), fleet, 1
     )
     mean_change = fleet.get(plain.model, layout).params - w1
     np.testing.assert_allclose(w2 - w1, mean_change + 0.5 * (w1 - w0), atol=1e-6)
@@ -96,7 +99,7 @@ async def test_momentum_adds_half_of_the_last_step(tmp_path) -> None:
 async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(EXACT)
-    before = await rounds(method, method.initial(layout, first), fleet, 2)
+    before = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
 
@@ -108,7 +111,7 @@ async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> No
 async def test_turned_cameras_are_split_into_their_groups_and_label_skew_is_not(tmp_path, seed) -> None:
     settings = MethodSettings(rounds=30, participation=0.75, seed=seed)
     fleet, layout, first, groups = digits(tmp_path / "groups", n=12, seed=seed)
-    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
+    state = await rounds(Fedge(settings), Fedge(settings).init(layout, first), fleet, 12)
     assert state.trial is not None
     assert state.trial.split
     assert {groups[i] for cluster in state.trial.clusters for i in cluster} == {0, 1, 2}
@@ -117,7 +120,7 @@ async def test_turned_cameras_are_split_into_their_groups_and_label_skew_is_not(
     assert state.last == {}
 
     fleet, layout, first, _ = digits(tmp_path / "dirichlet", n=12, how="dirichlet", seed=seed)
-    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
+    state = await rounds(Fedge(settings), Fedge(settings).init(layout, first), fleet, 12)
     assert state.trial is not None
     assert not state.trial.split
     assert state.experts == ()
@@ -128,7 +131,7 @@ async def test_devices_without_groups_are_not_split_whatever_their_label_skew(tm
     settings = MethodSettings(rounds=30)
     for seed in range(3):
         fleet, layout, first, _ = digits(tmp_path / str(seed), n=12, how="dirichlet", alpha=alpha, seed=seed)
-        state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 12)
+        state = await rounds(Fedge(settings), Fedge(settings).init(layout, first), fleet, 12)
         assert state.trial is not None
         assert not state.trial.split
 
@@ -138,10 +141,10 @@ def test_on_equal_devices_it_is_the_momentum_method_with_or_without_prior(tmp_pa
     kind = {"partition": Partition.IID, "hardware": Hardware.NONE, "evaluate_every": 99}
     equal = Scenario(devices=10, samples=1200, rounds=10, **kind)
 
-    def outcome(method: str, **options: str) -> RunOutcome:
-        return simulate(equal, method, options, 0, tmp_path / f"{method}{len(options)}", lambda _: None, method)
+    def outcome(method: str) -> RunOutcome:
+        return simulate(equal, method, {}, 0, tmp_path / method, lambda _: None, method)
 
-    ours, plain, momentum = outcome("fedge"), outcome("fedge", prior="none"), outcome("fedavgm")
+    ours, plain, momentum = map(outcome, ("fedge", "benchmarks.default_method:NoPrior", "fedavgm"))
     assert not ours.split
     assert ours.sample_accuracy == pytest.approx(momentum.sample_accuracy, abs=0.03)
     assert ours.sample_accuracy == pytest.approx(plain.sample_accuracy, abs=0.015)
@@ -151,7 +154,7 @@ def test_on_equal_devices_it_is_the_momentum_method_with_or_without_prior(tmp_pa
 async def test_turned_cameras_are_split_into_their_groups_when_few_take_part_in_a_round(tmp_path, seed) -> None:
     settings = MethodSettings(rounds=80, participation=0.25, seed=seed)
     fleet, layout, first, groups = digits(tmp_path, n=20, n_groups=4, seed=seed)
-    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 32)
+    state = await rounds(Fedge(settings), Fedge(settings).init(layout, first), fleet, 32)
     assert state.trial is not None
     assert state.trial.split
     assert {groups[i] for cluster in state.trial.clusters for i in cluster} == {0, 1, 2, 3}
@@ -162,7 +165,7 @@ async def test_clusters_and_trial_rest_on_rounds_with_everybody(tmp_path) -> Non
     settings = MethodSettings(rounds=30, participation=0.5, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(settings)
-    state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP)
+    state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP)
     after = await rounds(method, state, fleet, 5)
     assert [line.asked for line in after.history[: module.WARM_UP]] == [6] * module.WARM_UP
     assert all(line.asked < 6 for line in after.history[module.WARM_UP :])
@@ -181,13 +184,13 @@ async def test_what_a_trial_leaves_grows_with_the_devices_not_with_their_pairs(t
     monkeypatch.setattr(module, "try_clusters", untried)
     fleet, layout, first, _ = digits(tmp_path, n=4)
     method = Fedge(EXACT)
-    before = method.initial(layout, first)
+    before = method.init(layout, first)
     left = []
     for n in (200, 400):
         directions = np.random.default_rng(n).normal(size=(n, 8)).astype(np.float32)
         held = fleet.put({f"d{i:03}": direction for i, direction in enumerate(directions)})
         state = msgspec.structs.replace(before, directions=held)
-        state = await module.split(state, fleet, 4, method.options, np.random.default_rng(0))
+        state = await method._split(state, fleet, 4)
         assert state.trial is not None
         assert len(state.trial.places) == n
         left.append([len(dump(state)), len(json.dumps(method.summary(state), indent=1))])
@@ -199,9 +202,9 @@ async def test_a_device_without_cluster_is_offered_as_many_experts_as_an_order_h
     """By labels or profiles there may be more clusters than that: it chooses among the largest."""
     fleet, layout, first, _ = digits(tmp_path, n=4)
     clusters = [(f"x{k}", f"y{k}") if k == 65 else (f"x{k}",) for k in range(n)]
-    state = with_clusters(Fedge(EXACT).initial(layout, first), fleet, *clusters)
+    state = with_clusters(Fedge(EXACT).init(layout, first), fleet, *clusters)
     order = Train(starts=starts(state, "d00", 8), sgd=EXACT.sgd)
-    fit = module.candidates(state, fleet.devices()[0], EXACT, module.Options(), local=False)
+    fit = Fedge(EXACT).fit(state, fleet.devices()[0], local=False)
     require_sendable([order, fit])
     assert [start.cluster for start in order.starts] == [*range(63), 63 if n == 64 else 65]
     assert [start.cluster for start in starts(state, "x63", 8)] == [63]
@@ -210,7 +213,7 @@ async def test_a_device_without_cluster_is_offered_as_many_experts_as_an_order_h
 async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:
     settings = MethodSettings(rounds=10)
     fleet, layout, first, _ = digits(tmp_path, n=3)
-    state = await rounds(Fedge(settings), Fedge(settings).initial(layout, first), fleet, 4)
+    state = await rounds(Fedge(settings), Fedge(settings).init(layout, first), fleet, 4)
     assert state.trial is not None
     assert not state.trial.split
 
@@ -218,7 +221,7 @@ async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:
 async def test_a_change_enters_every_cluster_of_its_device_and_no_other_and_w_stays(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     method = Fedge(EXACT)
-    state = with_clusters(method.initial(layout, first), fleet, ("d00", "d01"), ("d01",), ("d02",))
+    state = with_clusters(method.init(layout, first), fleet, ("d00", "d01"), ("d01",), ("d02",))
     order = Train(starts=(Start(model=first, cluster=0),), sgd=EXACT.sgd, codec=Codec.FLOAT32)
     answers = await fleet.run("train", dict.fromkeys(("d00", "d01"), order))
     updates = {i: answer.result for i, answer in answers.items()}
@@ -237,7 +240,7 @@ async def test_a_change_enters_every_cluster_of_its_device_and_no_other_and_w_st
 async def test_after_a_split_the_global_model_is_frozen_and_experts_move(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(EXACT)
-    split = with_clusters(method.initial(layout, first), fleet, ("d00", "d03"), ("d01", "d04"))
+    split = with_clusters(method.init(layout, first), fleet, ("d00", "d03"), ("d01", "d04"))
     after = await rounds(method, msgspec.structs.replace(split, round=4), fleet, 2)
     assert after.shared == split.shared
     assert all(new.model != old.model for new, old in zip(after.experts, split.experts, strict=True))
@@ -248,7 +251,7 @@ async def test_after_a_split_the_global_model_is_frozen_and_experts_move(tmp_pat
 
 def test_what_a_device_may_start_from(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
-    state = Fedge(EXACT).initial(layout, first)
+    state = Fedge(EXACT).init(layout, first)
     assert starts(state, "d00", 1) == (Start(model=first),)
     state = with_clusters(state, fleet, ("d00", "d01"), ("d01",))
     assert [start.cluster for start in starts(state, "d00", 5)] == [0]
@@ -266,7 +269,7 @@ async def test_everybody_takes_part_until_there_are_profiles_then_the_bandit_cho
     settings = MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(settings)
-    state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP)
+    state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP)
     assert set(state.participations.values()) == {module.WARM_UP}
     assert state.groups == ()
     state = await rounds(method, state, fleet, 1)
@@ -282,7 +285,7 @@ async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None
     fleet, layout, first, _ = digits(tmp_path, how="dirichlet")
     fleet.silent = frozenset(["d02"])
     method = Fedge(settings)
-    state = await rounds(method, method.initial(layout, first), fleet, 32)
+    state = await rounds(method, method.init(layout, first), fleet, 32)
     assert [(r, step) for r, step, device in fleet.asked if device == "d02"] == [
         (1, "train"), (3, "train"), (7, "profile"), (15, "profile"), (31, "profile"),
     ]  # fmt: skip
@@ -295,7 +298,7 @@ async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None
     assert (47, "profile", "d02") in fleet.asked, "after 16 rounds it is tried again"
     assert "d02" in state.profiles
     assert state.participations["d02"] > 0
-    assert state.silent == {}
+    assert state.unresponsive == {}
 
 
 @pytest.mark.parametrize("participation", [0.5, 1.0])
@@ -304,7 +307,7 @@ async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, se
     settings = MethodSettings(rounds=200, participation=participation, seed=seed, sgd=Sgd(steps=3))
     fleet, layout, first, _ = digits(tmp_path, how="dirichlet", seed=seed)
     method = Fedge(settings)
-    state = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP + 1)
+    state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
     fleet.silent = frozenset(["d02"])
     fleet.asked = []
     state = await rounds(method, state, fleet, 60)
@@ -318,7 +321,7 @@ async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, se
 
     fleet.silent = frozenset()
     state = await rounds(method, state, fleet, 16 + BOUND)
-    assert state.silent == {}
+    assert state.unresponsive == {}
     fleet.asked = []
     await rounds(method, state, fleet, 40)
     asked = [r for r, _, device in fleet.asked if device == "d02"]
@@ -346,7 +349,7 @@ async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tm
 
     monkeypatch.setattr(fleet, "run", falls_silent)
     method = Fedge(settings)
-    await run(method, method.initial(layout, first), fleet)
+    await run(method, method.init(layout, first), fleet)
     assert (
         in_vain
         == {
@@ -372,7 +375,7 @@ async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_
 
     monkeypatch.setattr(fleet, "run", misses_one)
     method = Fedge(MethodSettings(rounds=2, sgd=Sgd(steps=5)))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert state.installed.keys() == everybody
 
 
@@ -381,7 +384,7 @@ async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_
     fleet, layout, first, _ = digits(tmp_path, n=3)
     fleet.silent = frozenset(["d02"])
     method = Fedge(settings)
-    state = method.initial(layout, first)
+    state = method.init(layout, first)
     for r in range(1, 12):  # started again and again, and dies of every order
         fleet.incarnations = {"d02": str(r)}
         state = await rounds(method, state, fleet, 1)
@@ -392,7 +395,7 @@ async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     method = Fedge(EXACT)
-    state = await rounds(method, method.initial(layout, first), fleet, 2)
+    state = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.silent = frozenset()
     state = await rounds(method, state, fleet, 1)
     assert [line.asked for line in state.history] == [3, 3, 3]
@@ -412,9 +415,7 @@ def grouped(tmp_path) -> FedgeState:
     """Two groups of three and one of one, each with a bandit that has held as many rounds as the group is large."""
     _, layout, first, _ = digits(tmp_path, n=3)
     ids = "abcdefg"
-    state = group(
-        Fedge(EXACT).initial(layout, first), dict(zip(ids, map(profiled, (0, 0, 0, 1, 1, 1, 0.5)), strict=True))
-    )
+    state = group(Fedge(EXACT).init(layout, first), dict(zip(ids, map(profiled, (0, 0, 0, 1, 1, 1, 0.5)), strict=True)))
     assert state.groups == (("a", "b", "c"), ("d", "e", "f"), ("g",))
     return msgspec.structs.replace(state, bandits=tuple(ccmab.State(round=len(members)) for members in state.groups))
 
@@ -465,7 +466,7 @@ async def test_a_device_with_other_data_is_profiled_anew_and_nobody_else(tmp_pat
     settings = MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(settings)
-    before = await rounds(method, method.initial(layout, first), fleet, module.WARM_UP + 1)
+    before = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
     fleet.asked = []
     fleet.give("d02", fleet.data("d03"))
     assert len({device.n_samples for device in fleet.devices() if device.id in {"d02", "d03"}}) == 1
@@ -481,6 +482,7 @@ async def test_a_device_with_other_data_is_profiled_anew_and_nobody_else(tmp_pat
 
 def test_few_validation_samples_leave_the_defaults() -> None:
     few = [CandidatesFitted(losses={Role.GLOBAL: (1.0,) * 15 + (0.0,)}, n_validation=29)]
+    calibrate = Fedge(EXACT).calibrate
     assert calibrate(Role.GLOBAL, few, pooling=False).kappa == 1
     assert calibrate(Role.PRIVATE, few, pooling=False).kappa == 0
     chosen = calibrate(Role.GLOBAL, few, pooling=True)
@@ -492,11 +494,11 @@ def test_without_the_prior_or_with_all_of_it_nothing_else_is_chosen() -> None:
     losses = tuple(float(x) for x in (9, 1, 1, 1, 5, 0, 0, 0, 7, 0, 0, 0, 6, 0, 0, 0))
     found = [CandidatesFitted(losses=dict.fromkeys((Role.GLOBAL, Role.PRIVATE), losses), n_validation=40)]
     for role, whole in ((Role.GLOBAL, 1.0), (Role.PRIVATE, 0.0)):
-        none = calibrate(role, found, pooling=True, prior="none")
+        none = default_method.NoPrior(EXACT).calibrate(role, found, pooling=True)
         assert (none.temperature, none.kappa) == (1.4, 0.0)
-        fixed = calibrate(role, found, pooling=True, prior="fixed")
+        fixed = default_method.FixedPrior(EXACT).calibrate(role, found, pooling=True)
         assert (fixed.temperature, fixed.kappa) == (1.0, whole)
-        assert calibrate(role, found, pooling=False, prior="none").kappa == 0
+        assert default_method.NoPrior(EXACT).calibrate(role, found, pooling=False).kappa == 0
 
 
 def test_a_prior_of_the_shared_models_and_no_temperature_leave_the_rest_of_the_grid() -> None:
@@ -505,12 +507,10 @@ def test_a_prior_of_the_shared_models_and_no_temperature_leave_the_rest_of_the_g
     found = [CandidatesFitted(losses=dict.fromkeys(Role, losses), n_validation=40)]
     for role in Role:
         shared = role in {Role.GLOBAL, Role.EXPERT}
-        kept = calibrate(role, found, pooling=True, prior="shared")
+        kept = default_method.SharedPrior(EXACT).calibrate(role, found, pooling=True)
         assert (kept.temperature, kept.kappa) == (1.4, 0.5 if shared else 0.0)
-        plain = calibrate(role, found, pooling=True, temperature=False)
+        plain = default_method.NoTemperature(EXACT).calibrate(role, found, pooling=True)
         assert (plain.temperature, plain.kappa) == (1.0, 1.0 if shared else 0.6)
-        both = calibrate(role, found, pooling=True, prior="none", temperature=False)
-        assert (both.temperature, both.kappa) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.2, 0.5, 1.0])
@@ -518,7 +518,7 @@ async def test_the_trial_is_held_after_the_share_of_the_rounds(tmp_path, rho) ->
     settings = MethodSettings(rounds=10, sgd=Sgd(steps=1), options={"rho": rho})
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(settings)
-    state, held = method.initial(layout, first), []
+    state, held = method.init(layout, first), []
     for r in range(1, 11):
         state = await rounds(method, state, fleet, 1)
         if state.trial is not None:
@@ -526,71 +526,76 @@ async def test_the_trial_is_held_after_the_share_of_the_rounds(tmp_path, rho) ->
     assert held[:1] == ([round(10 * rho)] if rho else [])
 
 
-@pytest.mark.parametrize(("local", "roles"), [("never", 2), ("always", 3)])
-async def test_the_local_model_can_be_kept_out_or_in_and_the_energy_off(tmp_path, local, roles) -> None:
-    options = {"local": local, "energy": False, "split": "never", "shrinkage": 1e9}
+def variant(*kinds: type[Fedge]) -> type[Fedge]:
+    """Several rows of the ablation at once."""
+    return type("Variant", kinds, {})
+
+
+@pytest.mark.parametrize(("row", "roles"), [(default_method.NoLocal, 2), (default_method.AlwaysLocal, 3)])
+async def test_the_local_model_can_be_kept_out_or_in_and_the_energy_off(tmp_path, row, roles) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    method = Fedge(MethodSettings(rounds=2, sgd=Sgd(steps=3), options=options))
-    state = await run(method, method.initial(layout, first), fleet)
+    kind = variant(row, default_method.NoEnergy, default_method.PooledWeights)
+    method = kind(MethodSettings(rounds=2, sgd=Sgd(steps=3), options={"split": "never"}))
+    state = await run(method, method.init(layout, first), fleet)
     assert state.pool is not None
-    assert (state.pool.local, state.pool.beta) == (local == "always", 0.0)
+    assert (state.pool.local, state.pool.beta) == (roles == 3, 0.0)
     assert {len(result.roles) for result in state.installed.values()} == {roles}
-    assert {Role.LOCAL in result.roles for result in state.installed.values()} == {local == "always"}
+    assert {Role.LOCAL in result.roles for result in state.installed.values()} == {roles == 3}
     for i in state.installed:  # so strong a shrinkage leaves the pooled weights
         manifest = read_bundle(tmp_path / i / "bundles" / "1").manifest
         for candidate in manifest.candidates:
             assert candidate.weight == pytest.approx(state.pool.weights[candidate.role], abs=1e-5)
 
 
+NO_GLOBAL_OR_LOCAL = variant(default_method.NoGlobal, default_method.NoLocal)
+
+
 @pytest.mark.parametrize(
-    ("options", "roles"),
+    ("kind", "options", "roles"),
     [
-        ({"candidates": "private", "split": "always"}, (Role.PRIVATE,)),
-        ({"candidates": "global", "split": "always"}, (Role.GLOBAL,)),
-        ({"candidates": "expert", "split": "always"}, (Role.EXPERT,)),
-        ({"candidates": "expert", "split": "never"}, (Role.GLOBAL,)),
-        ({"candidates": "private+expert", "split": "always", "local": "never"}, (Role.PRIVATE, Role.EXPERT)),
-        ({"candidates": "private+expert", "rho": 0.0, "local": "never"}, (Role.PRIVATE, Role.GLOBAL)),
+        (default_method.PrivateAlone, {"split": "always"}, (Role.PRIVATE,)),
+        (default_method.GlobalAlone, {"split": "always"}, (Role.GLOBAL,)),
+        (default_method.ExpertAlone, {"split": "always"}, (Role.EXPERT,)),
+        (default_method.ExpertAlone, {"split": "never"}, (Role.GLOBAL,)),
+        (NO_GLOBAL_OR_LOCAL, {"split": "always"}, (Role.PRIVATE, Role.EXPERT)),
+        (NO_GLOBAL_OR_LOCAL, {"rho": 0.0}, (Role.PRIVATE, Role.GLOBAL)),
     ],
 )
-async def test_candidates_may_be_left_out_of_the_mixture(tmp_path, options, roles) -> None:
+async def test_candidates_may_be_left_out_of_the_mixture(tmp_path, kind, options, roles) -> None:
     """Section 15.4's privonly, globonly, exponly, noglobal; without a split the global model is the expert."""
     fleet, layout, first, _ = digits(tmp_path, limit=400)
-    method = with_options(rounds=4, **options)
-    state = await run(method, method.initial(layout, first), fleet)
+    method = with_options(kind=kind, rounds=4, **options)
+    state = await run(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert bool(state.experts) == (options.get("split") == "always")
     assert {result.roles for result in state.installed.values()} == {roles}
     assert tuple(state.pool.weights) == roles
 
 
-@pytest.mark.parametrize("which", ["private", "global"])
-async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(tmp_path, which) -> None:
-    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
-    method = with_options(rounds=3, candidates=which, final_fit=which == "global")
-    state = await run(method, method.initial(layout, first), fleet)
-    assert state.pool is not None
-    for i, worker in fleet.workers.items():
-        kept, x = worker._kept(), worker.data.x_val
-        logits = worker.logits(worker._kept_model(kept.models[Role(which)]), x)
-        q = mixture.calibrated(logits, worker.final_prior(), state.pool.calibration[Role(which)])
-        np.testing.assert_allclose(predicted(worker, x), np.exp(q), atol=1e-4)
-        assert not state.installed[i].guarded
+def fitted_on(worker: Worker) -> Fitted:
+    """The candidates that it keeps."""
+    (file,) = (worker.home / "kept").glob("*/candidates/*")
+    return msgspec.msgpack.decode(file.read_bytes(), type=Fitted)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("role", "kind"),
     [
-        {"candidates": "private+expert", "split": "never"},
-        {"candidates": "global", "prior": "shared"},
-        {"candidates": "expert", "prior": "shared"},
+        (Role.PRIVATE, variant(default_method.PrivateAlone, default_method.NoFinalFit)),
+        (Role.GLOBAL, default_method.GlobalAlone),
     ],
 )
-def test_a_value_that_changes_nothing_beside_another_is_refused(options) -> None:
-    with pytest.raises(ConfigError, match="changes nothing with"):
-        with_options(**options)
-    for name, value in options.items():
-        assert getattr(with_options(**{name: value}).options, name) == value
+async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(tmp_path, role, kind) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    method = with_options(kind=kind, rounds=3)
+    state = await run(method, method.init(layout, first), fleet)
+    assert state.pool is not None
+    for i, worker in fleet.workers.items():
+        x = worker.data.x_val
+        model = flatten(from_bytes(fitted_on(worker).models[role]), layout)
+        q = calibrated(worker.network.logits(model, x), final_prior(worker), state.pool.calibration[role])
+        np.testing.assert_allclose(predicted(worker, x), np.exp(q), atol=1e-4)
+        assert not state.installed[i].guarded
 
 
 async def test_a_device_that_lacks_the_one_candidate_takes_the_global_model(tmp_path) -> None:
@@ -598,18 +603,18 @@ async def test_a_device_that_lacks_the_one_candidate_takes_the_global_model(tmp_
     data = fleet.data("d00")
     one = {name: getattr(data, name)[:1] for name in ("x_train", "y_train", "sensitive")}
     fleet.give("d00", dataclasses.replace(data, **one))
-    method = with_options(rounds=1, candidates="private")
-    state = await run(method, method.initial(layout, first), fleet)
+    method = with_options(kind=default_method.PrivateAlone, rounds=1)
+    state = await run(method, method.init(layout, first), fleet)
     roles = {i: result.roles for i, result in state.installed.items()}
     assert roles == {"d00": (Role.GLOBAL,)} | dict.fromkeys(("d01", "d02", "d03"), (Role.PRIVATE,))
 
 
 async def test_uniform_weights_are_uniform_and_learned_ones_are_not(tmp_path) -> None:
     weights = {}
-    for which in ("learned", "uniform"):
+    for which, kind in (("learned", Fedge), ("uniform", default_method.UniformWeights)):
         fleet, layout, first, _ = digits(tmp_path / which, limit=400)
-        method = with_options(rounds=2, weights=which)
-        state = await run(method, method.initial(layout, first), fleet)
+        method = with_options(kind=kind, rounds=2)
+        state = await run(method, method.init(layout, first), fleet)
         steps = {step for _, step, _ in fleet.asked}
         assert ("weights-1" in steps) == (which == "learned")
         manifests = [read_bundle(tmp_path / which / i / "bundles" / "1").manifest for i in state.installed]
@@ -622,7 +627,7 @@ async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupte
     settings = MethodSettings(rounds=10, participation=0.75, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path / "straight")
     method = Fedge(settings)
-    straight = await run(method, method.initial(layout, first), fleet)
+    straight = await run(method, method.init(layout, first), fleet)
     assert set(straight.installed) == {f"d{i:02d}" for i in range(6)}
     assert all(Role.GLOBAL in result.roles for result in straight.installed.values())
     assert all(result.max_abs_diff < 1e-4 for result in straight.installed.values())
@@ -633,19 +638,21 @@ async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupte
     msgspec.json.encode(summary)
 
     fleet, layout, first, _ = digits(tmp_path / "interrupted")
-    state = method.initial(layout, first)
+    state = method.init(layout, first)
     while not method.done(state):
         fleet.round = state.round + 1
-        await method.round(state, fleet)  # killed before its state was committed
-        state = load(dump(await method.round(state, fleet)), FedgeState)
+        await method.advance(state, fleet)  # killed before its state was committed
+        state = load(dump(await method.advance(state, fleet)), FedgeState)
     assert dump(state) == dump(straight)
 
 
 # ---------------------------------------------------------------------------------------------------- options
 
 
-def with_options(rounds: int = 10, participation: float = 1.0, **options: object) -> Fedge:
-    return Fedge(
+def with_options(
+    rounds: int = 10, participation: float = 1.0, *, kind: type[Fedge] = Fedge, **options: object
+) -> Fedge:
+    return kind(
         MethodSettings(rounds=rounds, participation=participation, sgd=Sgd(steps=5), options=options)  # type: ignore[arg-type]
     )
 
@@ -654,17 +661,17 @@ async def test_a_split_can_be_forced_or_forbidden(tmp_path) -> None:
     for wanted, how in (("never", "groups"), ("always", "dirichlet")):
         fleet, layout, first, _ = digits(tmp_path / wanted, n=6, how=how)
         method = with_options(split=wanted)
-        state = await rounds(method, method.initial(layout, first), fleet, 4)
+        state = await rounds(method, method.init(layout, first), fleet, 4)
         assert state.trial is not None
         assert state.trial.split == bool(state.experts) == (wanted == "always")
 
 
-@pytest.mark.parametrize(("split", "slope"), [("trial", 20), ("statistic", 0)])
-async def test_the_trial_may_decide_by_its_statistic_alone(tmp_path, split, slope) -> None:
+@pytest.mark.parametrize(("kind", "slope"), [(Fedge, 20), (default_method.ByStatistic, 0)])
+async def test_the_trial_may_decide_by_its_statistic_alone(tmp_path, kind, slope) -> None:
     """Section 5's rule, and section 15.4's tsplit; these cameras are split (t = 0.9, eta = 0.72) by the first alone."""
     fleet, layout, first, _ = digits(tmp_path, n=8, seed=1)
-    method = with_options(rounds=5, split=split)
-    state = await rounds(method, method.initial(layout, first), fleet, 2)
+    method = with_options(rounds=5, kind=kind)
+    state = await rounds(method, method.init(layout, first), fleet, 2)
     trial = state.trial
     assert trial is not None
     assert trial.statistic is not None
@@ -675,7 +682,7 @@ async def test_the_trial_may_decide_by_its_statistic_alone(tmp_path, split, slop
 async def test_without_the_bandit_the_cohort_is_drawn_within_the_groups(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6)
     method = with_options(participation=0.5, selection="uniform")
-    state = await rounds(method, method.initial(layout, first), fleet, 10)
+    state = await rounds(method, method.init(layout, first), fleet, 10)
     assert state.groups
     assert [line.asked for line in state.history[: module.WARM_UP]] == [6] * module.WARM_UP
     expected = sum(max(1, int(len(group) / 2 + 0.5)) for group in state.groups)
@@ -686,7 +693,7 @@ async def test_without_the_bandit_the_cohort_is_drawn_within_the_groups(tmp_path
 async def test_shift_installs_the_shared_model_alone(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = with_options(rounds=3, mode="shift")
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert {result.roles for result in state.installed.values()} == {(Role.GLOBAL,)}
     assert len(state.installed) == 4
 
@@ -695,7 +702,7 @@ async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_
     fleet, layout, first, _ = digits(tmp_path, n=5, limit=500)
     fleet.silent = frozenset({"d04"})
     method = with_options(rounds=3)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
     fleet.silent = frozenset()
     fleet.incarnations = {"d04": "2"}
@@ -712,7 +719,7 @@ async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_
 async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path, monkeypatch) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = with_options(rounds=2)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     everybody = fleet.devices()
     drifting = tuple(dataclasses.replace(device, drift=device.id == "d02") for device in everybody)
     monkeypatch.setattr(fleet, "devices", lambda: drifting)
@@ -735,24 +742,24 @@ def test_a_device_that_drifts_is_profiled_anew() -> None:
     assert not module.is_due(profiled, Device("a", 0, drift=True))
 
 
-@pytest.mark.parametrize("option", ["final_fit", "guard"])
-async def test_final_fit_and_guard_can_be_switched_off(tmp_path, option) -> None:
+@pytest.mark.parametrize("kind", [default_method.NoFinalFit, default_method.NoGuard])
+async def test_final_fit_and_guard_can_be_switched_off(tmp_path, kind) -> None:
     digests = []
     for on in (True, False):
         fleet, layout, first, _ = digits(tmp_path / str(on), n=4, limit=400)
-        method = with_options(rounds=2, **{option: on})
-        state = await run(method, method.initial(layout, first), fleet)
+        method = with_options(rounds=2, kind=Fedge if on else kind)
+        state = await run(method, method.init(layout, first), fleet)
         digests.append([result.bundle_digest for result in state.installed.values()])
-        if not on and option == "guard":
+        if not on and kind is default_method.NoGuard:
             assert not any(result.guarded for result in state.installed.values())
-    assert option == "guard" or digests[0] != digests[1]
+    assert kind is default_method.NoGuard or digests[0] != digests[1]
 
 
 @pytest.mark.parametrize("selection", ["fastest", "stratified"])
 async def test_other_selections_keep_to_the_groups_and_the_quota(selection, tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=12, groups="labels", n_groups=2, alpha=100.0)
     method = with_options(rounds=24, participation=0.5, selection=selection)
-    state = await rounds(method, method.initial(layout, first), fleet, 9)
+    state = await rounds(method, method.init(layout, first), fleet, 9)
     asked = [[i for n, step, i in fleet.asked if step == "train" and n == r] for r in (7, 8, 9)]
     if selection == "fastest":
         quotas = [len(members) - len(members) // 2 for members in state.groups]
@@ -777,11 +784,11 @@ def by_majority_label(fleet: Fleet) -> tuple[tuple[str, ...], ...]:
 async def test_other_clusterings_make_the_experts(clustering, tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=9, n_groups=3)
     method = with_options(rounds=8, clustering=clustering, split="always")
-    state = await rounds(method, method.initial(layout, first), fleet, 4)
+    state = await rounds(method, method.init(layout, first), fleet, 4)
     assert state.trial is not None
     own = with_options(rounds=8, split="always")
     fleet.asked = []
-    mctc = await rounds(own, own.initial(layout, first), fleet, 4)
+    mctc = await rounds(own, own.init(layout, first), fleet, 4)
     members = sorted(i for cluster in state.trial.clusters for i in cluster)
     assert members == sorted(fleet.workers), "each device in one cluster"
     if clustering == "aidc":
@@ -801,10 +808,10 @@ async def test_with_pilots_the_others_fit_a_local_model_only_if_it_comes_in(
     fleet, layout, first, _ = digits(tmp_path, n=6, alpha=10.0, n_groups=1, groups=groups)
     settings = MethodSettings(rounds=10, options={"local_pilot": True, "split": "never"})
     method = Fedge(settings)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert state.pool.local == comes_in
-    have_one = {i for i, w in fleet.workers.items() if b'"local"' in (w.home / "candidates/state.json").read_bytes()}
+    have_one = {i for i, worker in fleet.workers.items() if Role.LOCAL in fitted_on(worker).models}
     asked_late = {device for _, step, device in fleet.asked if step == "local"}
     assert len(have_one) == (6 if comes_in else 2)
     assert len(asked_late) == (4 if comes_in else 0)

@@ -6,9 +6,10 @@ import numpy as np
 
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedper import FedPer
-from fedge.messages import Codec, KeepPart, Part
+from fedge.messages import Codec
 from fedge.models.training import Trainer
 from fedge.sgd import Sgd
+from fedge.tensors import BASE, HEAD
 from tests.support.simulation import digits
 
 SETTINGS = MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32)
@@ -21,18 +22,18 @@ async def test_two_rounds_against_a_slow_oracle(tmp_path: Path) -> None:
     for i, worker in fleet.workers.items():
         inner = worker.execute
 
-        def noting(order, fetch, *, stop=lambda: False, inner=inner, i=i):  # type: ignore[no-untyped-def]
+        def noting(order, *args, inner=inner, i=i, **more):  # type: ignore[no-untyped-def]
             seeds[order.round, i] = order.seed
-            return inner(order, fetch, stop=stop)
+            return inner(order, *args, **more)
 
         worker.execute = noting  # type: ignore[method-assign]
     method = FedPer(SETTINGS)
-    state = method.initial(layout, first)
+    state = method.init(layout, first)
     for number in (1, 2):
         fleet.round = number
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
 
-    base_layout = layout.part(Part.BASE)
+    base_layout = layout.select(BASE)
     whole = {i: fleet.get(first, layout) for i in fleet.workers}
     n = np.array([worker.data.n_shared for worker in fleet.workers.values()])
     for number in (1, 2):
@@ -55,4 +56,4 @@ async def test_two_rounds_against_a_slow_oracle(tmp_path: Path) -> None:
 
 def test_the_head_stays() -> None:
     method = FedPer(SETTINGS)
-    assert (method.part, method.keep(None)) == (Part.BASE, KeepPart(private=Part.HEAD))  # type: ignore[arg-type]
+    assert method.personal == HEAD

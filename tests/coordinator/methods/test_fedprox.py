@@ -18,7 +18,7 @@ async def distance(tmp_path, mu: float) -> float:
     fleet, layout, first, _ = digits(tmp_path / str(mu))
     method = make("fedprox", MethodSettings(**EXACT, options={"proximal_mu": mu}))
     fleet.round = 1
-    after = await method.round(method.initial(layout, first), fleet)
+    after = await method.advance(method.init(layout, first), fleet)
     return float(np.linalg.norm(fleet.get(after.model, layout).params - fleet.get(first, layout).params))
 
 
@@ -32,13 +32,13 @@ async def test_without_pull_it_is_fedavg_bit_for_bit(tmp_path) -> None:
     for name, options in (("fedprox", {"proximal_mu": 0.0}), ("fedavg", {})):
         fleet, layout, first, _ = digits(tmp_path / name)
         method = make(name, MethodSettings(**EXACT, participation=0.5, options=options))
-        models.append((await run(method, method.initial(layout, first), fleet)).model)
+        models.append((await run(method, method.init(layout, first), fleet)).model)
     assert models[0] == models[1]
 
 
 def test_the_pull_is_weak_by_default_and_absent_from_fine_tuning() -> None:
     method = make("fedprox+ft", MethodSettings())
-    assert method.sgd.proximal_mu == 0.01
+    assert method.sgd().proximal_mu == 0.01
     assert method.settings.sgd.proximal_mu == 0
 
 

@@ -6,9 +6,17 @@ import numpy as np
 
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedrep import FedRep
-from fedge.messages import Codec, KeepPart, Part
+from edge_agent.worker import Worker
+from fedge.messages import Codec
+from fedge.models.training import loss_and_gradient_norm
 from fedge.sgd import Sgd
+from fedge.tensors import BASE, HEAD, Model
 from tests.support.simulation import digits
+
+
+def loss(worker: Worker, model: Model) -> float:
+    worker.network.load(model)
+    return loss_and_gradient_norm(worker.network, *worker.data.shared)[0]
 
 
 async def test_without_steps_of_the_base_the_shared_part_stands_still_and_the_heads_learn(tmp_path: Path) -> None:
@@ -16,16 +24,16 @@ async def test_without_steps_of_the_base_the_shared_part_stands_still_and_the_he
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     settings = MethodSettings(rounds=2, sgd=Sgd(steps=0), codec=Codec.FLOAT32, options={"head_steps": 20})
     method = FedRep(settings)
-    assert method.keep(None) == KeepPart(private=Part.HEAD, head_steps=20)  # type: ignore[arg-type]
-    state = method.initial(layout, first)
+    state = method.init(layout, first)
+    assert (method.personal, method.order(state).head_steps) == (HEAD, 20)
     losses = []
     for number in (1, 2):
         fleet.round = number
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
         served = fleet.get(state.whole, layout)
-        losses.append(np.mean([worker.look(worker.personal(served)).loss for worker in fleet.workers.values()]))
-    n_base = layout.part(Part.BASE).n_params
+        losses.append(np.mean([loss(worker, worker.personal(served)) for worker in fleet.workers.values()]))
+    n_base = layout.select(BASE).n_params
     np.testing.assert_array_equal(
-        fleet.get(state.model, layout.part(Part.BASE)).params, fleet.get(first, layout).params[:n_base]
+        fleet.get(state.model, layout.select(BASE)).params, fleet.get(first, layout).params[:n_base]
     )
     assert losses[1] < losses[0]

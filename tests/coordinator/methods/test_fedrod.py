@@ -8,6 +8,7 @@ import numpy as np
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedrod import FedRod
+from edge_agent.evaluation import look
 from fedge.messages import Codec
 from fedge.sgd import Sgd
 from tests.support.simulation import digits
@@ -24,7 +25,7 @@ async def test_the_global_model_ignores_the_second_heads(tmp_path: Path) -> None
             data = fleet.data(i)
             assert data.sensitive.any()
             fleet.give(i, replace(data, y_train=np.where(data.sensitive, 9 - data.y_train, data.y_train)))
-        state = await run(FedRod(SETTINGS), FedRod(SETTINGS).initial(layout, first), fleet)
+        state = await run(FedRod(SETTINGS), FedRod(SETTINGS).init(layout, first), fleet)
         served = fleet.get(state.model, layout)
         models.append((state.model, fleet.workers["d00"].personal(served).params))
     assert models[0][0] == models[1][0]
@@ -34,7 +35,7 @@ async def test_the_global_model_ignores_the_second_heads(tmp_path: Path) -> None
 async def test_the_personal_prediction_fits_the_device_better_than_the_balanced_one(tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=5, how="dirichlet", alpha=0.2)
     method = FedRod(MethodSettings(rounds=15, sgd=Sgd(steps=10), codec=Codec.FLOAT32))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     served = fleet.get(method.serves(state, ""), layout)
-    losses = np.array([[k.look(model).loss for model in (served, k.personal(served))] for k in fleet.workers.values()])
+    losses = np.array([[look(k, model).loss for model in (served, k.personal(served))] for k in fleet.workers.values()])
     assert (losses[:, 1] < losses[:, 0]).all()

@@ -1,14 +1,13 @@
-"""States as bytes, the names of methods, the round's random numbers."""
+"""States as bytes, methods and their options by name, the round's random numbers."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from coordinator.methods.moving import Moving
-from edge_agent.cold_start import InferenceWorker
 from numpy.typing import NDArray
 
 import deploy
@@ -16,28 +15,30 @@ from coordinator.fleet import Answer
 from coordinator.fleet.simulated import run
 from coordinator.methods import (
     ATTEMPTS,
-    METHODS,
     MethodSettings,
     dump,
     equip,
     insist,
+    installed_methods,
     load,
     make,
     mean_loss,
-    options_of,
+    method_class,
     round_rng,
 )
 from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
+from coordinator.methods.server_optimizer import ServerModel
 from coordinator.options import check, method_and_options
 from coordinator.selection import ccmab
+from edge_agent.worker import Worker
 from fedge.errors import ConfigError
-from fedge.loading import load_object
 from fedge.messages import BlobRef, blobs_of
 from fedge.sgd import Sgd
 from fedge.step import Action, Declined
 from fedge.steps.describe_labels import DescribeLabels
 from fedge.steps.install_bundle import InstallBundle
 from fedge.steps.train import Trained
+from fedge.tasks import DeviceData
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 
@@ -63,12 +64,12 @@ def state() -> FedgeState:
         round=3,
         layout=LAYOUT,
         initial_model=ref("0"),
-        shared=Moving(model=ref("1"), velocity=ref("2")),
+        shared=ServerModel(model=ref("1"), velocity=ref("2")),
         last={"a": LastUpdate(update=ref("3"), n_samples=4)},
         groups=(("a", "b"),),
         bandits=(ccmab.State(),),
         trial=trial,
-        experts=(Moving(model=ref("4")), Moving(model=ref("5"))),
+        experts=(ServerModel(model=ref("4")), ServerModel(model=ref("5"))),
     )
 
 
@@ -109,7 +110,7 @@ def test_the_mean_loss_of_a_round_is_weighted_by_samples_and_needs_all_of_them()
 
 def test_an_unknown_method_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="fedavg, fedavgm, "):
-        make("fedavgg", MethodSettings())
+        make("nothing", MethodSettings())
 
 
 def test_random_numbers_depend_on_seed_and_round_alone() -> None:
@@ -127,27 +128,16 @@ def test_options_are_finite_for_no_message_holds_another_number(value: float) ->
 EXCHANGES = [
     *(f"cfic:clustering={how}" for how in ("aidc", "k-means", "agglomerative")),
     *(f"cfic:selection={how}" for how in ("uniform", "fastest", "ccmab")),
-    "cfic:registration=lazy:clustering=aidc:selection=ccmab",
     *(f"fedge:rounds=8:clustering={how}:split=always" for how in ("k-means", "agglomerative", "aidc")),
-    "fedge:gamma=0:rho=0.2:split=always:prior=none:local=always:energy=false:shrinkage=0.001",
-    "fedge:prior=fixed:local=never:final_fit=false:guard=false",
-    "fedge:split=statistic:prior=shared:temperature=false:weights=uniform:gate=untrained",
-    *(f"fedge:split=always:candidates={which}" for which in ("private+expert", "private", "global", "expert")),
-    "fedge:private_steps=2:private_start=initial:rho=0.6",
+    "fedge:gamma=0:rho=0.2:split=always",
+    "fedge:rho=0.6:local_pilot=true",
     *(f"fedge:rounds=8:selection={how}" for how in ("uniform", "fastest", "stratified")),
     *(f"scmoe-pfl:clustering={how}" for how in ("k-means", "agglomerative")),
-    *(f"scmoe-pfl:{o}" for o in ("alone=average", "alone=best", "gate=uniform", "energy=false", "top=1")),
-    "scmoe-pfl:energy_offset=always",
-    "scmoe-pfl:preset=paper:clustering=k-means:alone=best",
-    *(
-        f"scmoe-pfl:{o}"
-        for o in ("space=logit", "temperature=2", "n_components=2", "component_energy=0.9", "theta=0.5")
-    ),
-    "scmoe-pfl:centred=true",
-    "scmoe-pfl:n_clusters=1:energy=false",
-    "pm-moe:base=fedrep:head_steps=2:gate_epochs=2",
-    "pm-moe:base=dbe:kappa=50:gate_epochs=2",
-    "pm-moe:denoise=0:gate_epochs=2",
+    "scmoe-pfl:top=1:private_steps=3",
+    "scmoe-pfl:preset=paper:clustering=k-means",
+    "scmoe-pfl:n_clusters=1:freeze_after=0:private_data=sensitive",
+    "pm-moe:base=fedrep:selection=fastest",
+    "pm-moe:denoise=0",
 ]
 
 
@@ -159,7 +149,7 @@ async def test_parts_are_exchanged_by_configuration_and_it_runs_to_its_end(text,
     rounds = options.pop("rounds", 3)
     settings = MethodSettings(rounds=rounds, participation=0.6, sgd=Sgd(steps=3), options=options)
     method = make(name, settings)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == set(fleet.workers)
     assert load(dump(state), type(state)).installed == state.installed
 
@@ -176,7 +166,8 @@ def with_two_that_do_not_train(home: Path) -> tuple[Watch, Layout, BlobRef]:
     """Three devices of digits and the devices x and y, which only predict."""
     small, layout, first, _ = digits(home, n=3, limit=200)
     x = small.workers["d00"].data.x_val
-    others = {i: InferenceWorker(i, small.task, x, home / i) for i in ("x", "y")}
+    data = DeviceData.unlabelled(x)
+    others = {i: Worker(i, small.task, data, home / i, trains=False) for i in ("x", "y")}
     fleet = Watch(small.task, layout, dict(small.workers) | others, seed=0)
     fleet._blobs = small._blobs
     return fleet, layout, first
@@ -186,14 +177,14 @@ def with_two_that_do_not_train(home: Path) -> tuple[Watch, Layout, BlobRef]:
 async def test_devices_that_do_not_train_end_with_the_global_model(tmp_path: Path, name: str) -> None:
     fleet, layout, first = with_two_that_do_not_train(tmp_path)
     method = make(name, MethodSettings(rounds=2, sgd=Sgd(steps=3)))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "x", "y"}
     assert set(state.participations) == {"d00", "d01", "d02"}
     assert {type(action) for i, action in fleet.given if i in "xy"} == {InstallBundle}
     assert state.installed["x"] == state.installed["y"]
     device = fleet.workers["d00"]
     x = device.data.x_val
-    logits = device.logits(fleet.get(method.serves(state, "x"), layout), x)
+    logits = device.network.logits(fleet.get(method.serves(state, "x"), layout), x)
     expected = np.exp(logits - logits.max(axis=1, keepdims=True))
     expected /= expected.sum(axis=1, keepdims=True)
     how = device.task.preprocessing
@@ -206,7 +197,7 @@ async def test_devices_that_do_not_train_end_with_the_global_model(tmp_path: Pat
 async def test_where_no_whole_model_travels_they_are_not_asked(tmp_path: Path) -> None:
     fleet, layout, first = with_two_that_do_not_train(tmp_path)
     method = make("fedper", MethodSettings(rounds=1, sgd=Sgd(steps=1)))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02"}
     assert not {i for i, _ in fleet.given} & {"x", "y"}
 
@@ -217,75 +208,57 @@ async def test_a_network_that_cannot_be_a_bundle_leaves_them_without_and_ends_no
     fleet, layout, first = with_two_that_do_not_train(tmp_path)
     fleet.task = msgspec.structs.replace(fleet.task, model="no_such_package:net")
     method = make("fedavg", MethodSettings(rounds=0))
-    before = method.initial(layout, first)
+    before = method.init(layout, first)
     after = await equip(method, before, fleet, dict.fromkeys(("x", "y"), first))
     assert after == before
     assert caplog.text.count("event=no_bundle") == 1
     assert "no_such_package" in caplog.text
 
 
-ANOTHER = {
-    "alpha": 0.3, "beta": 0.3, "norm": "tensor", "scale": "relative", "psi": "abs", "epsilon": 1.0,
-    "registration": "lazy", "clustering": "k-means", "n_clusters": 3, "search": "batch", "budget": 2.0,
-    "extractor": "proxy", "sigma_dp": 0.1, "unit": 1.0, "gamma": 2.0, "eta": 3.0, "theta_merge": 0.1,
-    "theta_split": 0.3, "final_fit": False, "guard": False, "local_pilot": True, "shrinkage": 5.0,
-    "prior": "fixed", "local": "always", "energy": False, "refresh_epochs": 7, "refresh_every": 3,
-    "suitability_temperature": 2.0, "n_top": 4, "ranking": "raw", "delta": 0.1, "top": 3, "tau": 0.1,
-    "distinct": False, "centres_join": False, "update": "batch", "theta": 0.5, "gate": "training",
-    "energy_offset": "always", "temperature": 2.0, "space": "logit", "private_data": "sensitive",
-    "private_start": "initial", "private_steps": 3, "gate_batch_size": 8, "gate_learning_rate": 0.2,
-    "dropout": 0.5, "feature_momentum": 0.5, "candidates": "private", "weights": "uniform",
-    "fedge temperature": False, "fedge gate": "untrained",
-}  # fmt: skip
-"""Of each option that is idle somewhere, if need be of one method, a value that is not the default."""
-NEEDED = {"n_clusters": {"clustering": "k-means"}, "refresh_epochs": {"refresh_every": 2}}
-"""What some of them need to have an effect."""
-IDLE = [
-    (method, name, {other: value})
-    for method in METHODS
-    for names, where, _ in getattr(load_object(METHODS[method]).Options, "IDLE", ())
-    if len(where) == 1
-    for name in names
-    for other, values in where.items()
-    for value in values
-] + [
-    ("cfic", "registration", {"selection": "uniform", "correction": False}),
-    ("cfic", "clustering", {"selection": "uniform", "correction": False}),
-    ("fedcoe", "top", {"gate": "uniform", "assemble": "parameters"}),
-]
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cfic:correction=false:beta=0.5", "alpha and beta change nothing"),
+        ("cfic:clustering=aidc:epsilon=1", "epsilon hides label features"),
+        ("fedepc:clustering=labels:sigma_dp=0.1", "sigma_dp hides profiles"),
+        ("fedepc:sigma_dp=0.1", "set extractor=proxy"),
+        ("fedepc:n_clusters=3", "n_clusters changes nothing with clustering=aidc"),
+        ("fedcoe:n_experts=1:n_top=2", "n_top changes nothing"),
+        ("fedge:mode=shift:local_pilot=true", "local_pilot changes nothing"),
+        ("pm-moe:noise=1", "give clip, too"),
+        ("scmoe-pfl:clustering=labels:n_clusters=3", "n_clusters changes nothing"),
+    ],
+)
+def test_what_was_asked_for_and_would_not_happen_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(*method_and_options(text))
 
 
-def chosen(method, options):
-    return options_of(MethodSettings(options=options), load_object(METHODS[method]).Options)
+@pytest.mark.parametrize("name", installed_methods())
+def test_an_option_that_there_is_not_says_why_or_what_replaces_it(name: str) -> None:
+    kind = method_class(name)
+    known = {field.name for field in msgspec.structs.fields(kind.Options)}
+    for option, why in kind.REFUSED.items():
+        own, _, word = option.partition("=")
+        assert (own in known) == (bool(word) and own != "selection"), option
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            check(name, {own: word or 1})
 
 
-@pytest.mark.parametrize(("method", "name", "others"), IDLE, ids=str)
-def test_an_option_that_would_change_nothing_is_refused_with_the_reason(method, name, others) -> None:
-    """Only then, and only where it was set to something else than the default."""
-    defaults = load_object(METHODS[method]).Options()
-    another = ANOTHER.get(f"{method} {name}", ANOTHER.get(name))
-    with pytest.raises(ConfigError, match=f"{name} changes nothing with .*: .*; leave one"):
-        chosen(method, others | {name: another})
-    chosen(method, others)
-    assert getattr(chosen(method, NEEDED.get(name, {}) | {name: another}), name) == another
-    if (default := getattr(defaults, name)) is not None:
-        assert getattr(chosen(method, others | {name: default}), name) == default
+def test_the_selection_is_every_methods_and_the_first_is_the_default() -> None:
+    assert {name for name in installed_methods() if not method_class(name).SELECTIONS} == {"local"}
+    assert make("fedavg", MethodSettings()).selection == "uniform"
+    assert make("cfic", MethodSettings()).selection == "stratified"
+    assert make("fedge", MethodSettings(options={"selection": "fastest"})).selection == "fastest"
+    for given in ("fastes", 1):
+        with pytest.raises(ConfigError, match="selection cannot be"):
+            make("fedge", MethodSettings(options={"selection": given}))
 
 
-def test_an_option_is_not_refused_while_one_of_two_others_needs_it() -> None:
-    for needs in ({"selection": "uniform"}, {"correction": False}):
-        assert chosen("cfic", needs | {"clustering": "mctc", "n_clusters": 2}).n_clusters == 2
-
-
-def test_what_a_preset_says_is_not_refused_and_what_it_makes_idle_is() -> None:
-    check("fedcoe", {"preset": "printed", "gate": "uniform"})  # of the preset are a temperature and refreshes
-    check("fedcoe", {"preset": "printed", "refresh_epochs": 7})  # which only the preset gives a use
-    with pytest.raises(ConfigError, match="refresh_epochs changes nothing with refresh_every=0"):
-        check("fedcoe", {"refresh_epochs": 7})
-    check("scmoe-pfl", {"preset": "paper", "clustering": "labels"})
-    assert chosen("scmoe-pfl", {"preset": "paper", "tau": 0.3}).tau == 0.3
-    with pytest.raises(ConfigError, match="delta changes nothing with profile_prior=false"):
-        check("fedcoe", {"preset": "printed", "delta": 0.1})
+def test_options_are_few() -> None:
+    """Issue 10: what someone would set for a real fleet, and what a paper's headline comparison needs."""
+    own = {name: len(msgspec.structs.fields(method_class(name).Options)) for name in installed_methods()}
+    assert sum(own.values()) <= 45, own
 
 
 class Deaf:

@@ -7,19 +7,20 @@ import numpy as np
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings
 from coordinator.methods.lg_fedavg import LgFedAvg
-from fedge.messages import Codec, Part
+from fedge.messages import Codec
 from fedge.sgd import Sgd
+from fedge.tensors import BASE, HEAD
 from tests.support.simulation import digits
 
 
 async def test_all_devices_have_one_head_and_each_a_base_of_its_own(tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = LgFedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     models = [worker.personal(fleet.get(method.serves(state, i), layout)) for i, worker in fleet.workers.items()]
-    n_base = layout.part(Part.BASE).n_params
+    n_base = layout.select(BASE).n_params
     heads = [model.params[n_base:] for model in models]
     for head in heads:
-        np.testing.assert_array_equal(head, fleet.get(state.model, layout.part(Part.HEAD)).params)
+        np.testing.assert_array_equal(head, fleet.get(state.model, layout.select(HEAD)).params)
     bases = [model.params[:n_base] for model in models]
     assert all((bases[0] != other).any() for other in bases[1:])

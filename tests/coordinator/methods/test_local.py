@@ -37,7 +37,7 @@ async def test_the_budget_is_what_a_device_would_have_had(tmp_path, rounds, part
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=60)
     method = make("local", MethodSettings(rounds=rounds, participation=participation, sgd=Sgd(steps=10)))
     recorder = Recorder(fleet)
-    await method.round(method.initial(layout, first), recorder)
+    await method.advance(method.init(layout, first), recorder)
     assert {action.fine_tune.checkpoints for action in recorder.actions} == {(budget,)}
 
 
@@ -45,7 +45,7 @@ async def test_passes_over_a_devices_own_samples_give_each_its_own_budget(tmp_pa
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=120)
     method = make("local", MethodSettings(rounds=4, sgd=Sgd(epochs=2, batch_size=8)))
     recorder = Recorder(fleet)
-    await method.round(method.initial(layout, first), recorder)
+    await method.advance(method.init(layout, first), recorder)
     expected = [4 * math.ceil(2 * device.n_samples / 8) for device in fleet.devices()]
     assert [action.fine_tune.checkpoints for action in recorder.actions] == [(steps,) for steps in expected]
 
@@ -55,7 +55,7 @@ async def test_a_device_whose_samples_are_all_sensitive_takes_a_batch_in_each_pa
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=60, sensitive=1.0)
     method = make("local", MethodSettings(rounds=4, sgd=Sgd(epochs=2, batch_size=8)))
     recorder = Recorder(fleet)
-    await method.round(method.initial(layout, first), recorder)
+    await method.advance(method.init(layout, first), recorder)
     assert [device.n_samples for device in fleet.devices()] == [0, 0]
     assert {action.fine_tune.checkpoints for action in recorder.actions} == {(4 * 2,)}
 
@@ -63,7 +63,7 @@ async def test_a_device_whose_samples_are_all_sensitive_takes_a_batch_in_each_pa
 async def test_every_device_installs_what_it_learned_from_all_its_samples_and_sends_nothing(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = make("local", MethodSettings(rounds=5, sgd=Sgd(steps=10)))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert sorted(state.installed) == [device.id for device in fleet.devices()]
     assert method.done(state)
     assert state.participations == {}
@@ -87,7 +87,7 @@ async def test_a_silent_device_has_no_bundle(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
     fleet.silent = frozenset(["d01"])
     method = make("local", MethodSettings(rounds=1))
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert sorted(state.installed) == ["d00", "d02"]
 
 

@@ -9,6 +9,7 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.pm_moe import PmMoe
 from deploy import load as load_bundle
+from edge_agent.worker import Worker
 from fedge.errors import ConfigError
 from fedge.messages import Role, blobs_of
 from fedge.sgd import Sgd
@@ -17,18 +18,24 @@ from fedge.steps.share_private import SharePrivate
 from tests.support.simulation import digits
 
 
+class Paper(PmMoe):
+    """With the paper's gate."""
+
+    PRESET = "paper"
+
+
 def method_of(rounds: int = 3, **options: object) -> PmMoe:
-    return PmMoe(MethodSettings(rounds=rounds, sgd=Sgd(steps=5), options={"gate_epochs": 3} | options))
+    return PmMoe(MethodSettings(rounds=rounds, sgd=Sgd(steps=5), options=options))
 
 
 @pytest.mark.parametrize("base", ["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"])
 async def test_stage_one_is_the_base_and_stage_two_ends_in_bundles(tmp_path, base) -> None:
     fleet, layout, first, _ = digits(tmp_path / "a", n=4, limit=400)
     method = method_of(base=base)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     alone, layout, first, _ = digits(tmp_path / "b", n=4, limit=400)
     plain = make(base, method.settings.__class__(rounds=3, sgd=Sgd(steps=5)))
-    after = await run(plain, plain.initial(layout, first), alone)
+    after = await run(plain, plain.init(layout, first), alone)
     assert state.model == after.model
     assert load(dump(state), type(state)) == state
     assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
@@ -56,7 +63,7 @@ async def test_the_pool_tells_no_names_and_each_device_its_own_number(tmp_path) 
 
     fleet.run = watch  # type: ignore[method-assign]
     method = method_of()
-    await run(method, method.initial(layout, first), fleet)
+    await run(method, method.init(layout, first), fleet)
     assert sorted(action.own for action in seen.values()) == [0, 1, 2, 3, 4]
     everybody = [watch.modules[i] for i in sorted(seen, key=lambda i: seen[i].own)]
     for action in seen.values():
@@ -83,7 +90,7 @@ async def test_stage_two_costs_one_module_up_and_those_of_the_others_down(tmp_pa
 
     fleet.run = watch  # type: ignore[method-assign]
     method = method_of()
-    await run(method, method.initial(layout, first), fleet)
+    await run(method, method.init(layout, first), fleet)
     (s,) = sizes
     n_params = 32 * 10 + 10  # of this network's head
     assert 4 * n_params < s < 4 * n_params + 250
@@ -94,23 +101,24 @@ async def test_stage_two_costs_one_module_up_and_those_of_the_others_down(tmp_pa
 async def test_a_device_that_never_trained_installs_the_bases_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = method_of(rounds=2)
-    state = method.initial(layout, first)
+    state = method.init(layout, first)
     fleet.silent = frozenset({"d03"})
     for _ in range(2):
         fleet.round = state.round + 1
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
     fleet.silent = frozenset()
     fleet.round = 3
-    state = await method.round(state, fleet)
+    state = await method.advance(state, fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
     assert len(state.installed["d03"].roles) == 1
 
 
 async def test_who_does_not_allow_it_keeps_its_module_and_installs_the_bases_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
-    fleet.workers["d01"].shares_private = False  # type: ignore[union-attr]
+    before = fleet.workers["d01"]
+    fleet.workers["d01"] = Worker("d01", before.task, before.data, before.home)
     method = method_of(rounds=2)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
     assert len(state.installed["d01"].roles) == 1
     assert all(len(state.installed[i].roles) in {1, 3} for i in ("d00", "d02", "d03"))
@@ -119,14 +127,14 @@ async def test_who_does_not_allow_it_keeps_its_module_and_installs_the_bases_mod
 def test_an_anchored_gate_needs_two_places() -> None:
     with pytest.raises(ConfigError, match="without a gradient"):
         method_of(top=1)
-    assert method_of(top=1, preset="paper")
+    assert Paper(MethodSettings(options={"top": 1}))
 
 
 @pytest.mark.parametrize("base", ["fedper", "lg-fedavg", "dbe"])
 async def test_without_a_round_everybody_installs_the_first_model(tmp_path, base) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=200)
     method = method_of(rounds=0, base=base)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01"}
 
 
@@ -142,29 +150,13 @@ async def test_more_devices_than_a_pool_takes_are_in_several(tmp_path, monkeypat
 
     fleet.run = watch  # type: ignore[method-assign]
     method = method_of(rounds=1)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == set(seen) == set(fleet.workers)
     assert sorted(len(action.pool) for action in seen.values()) == [2, 2, 2, 2, 3, 3, 3]
     assert len({module for action in seen.values() for module in action.pool if module}) == 7
 
 
-async def test_options_of_the_base_are_the_bases(tmp_path) -> None:
-    """Stage 1 with an option of FedRep's is FedRep with it, and another base refuses it by name."""
-    models = []
-    for name, options in (
-        ("pm-moe", {"base": "fedrep", "head_steps": 2}),
-        ("fedrep", {"head_steps": 2}),
-        ("fedrep", {}),
-    ):
-        fleet, layout, first, _ = digits(tmp_path / str(len(models)), n=3, limit=300)
-        method = make(name, MethodSettings(rounds=2, sgd=Sgd(steps=3), options=options))
-        state = method.initial(layout, first)
-        for _ in range(2):
-            fleet.round = state.round + 1
-            state = await method.round(state, fleet)
-        models.append(state.model)
-    assert models[0] == models[1] != models[2]
-    with pytest.raises(ConfigError, match="base fedper of pm-moe: the method has no option 'head_steps'"):
-        method_of(base="fedper", head_steps=2)
-    assert method_of(base="dbe", kappa=50.0, feature_momentum=0.5)._base.kappa == 50.0
-    assert method_of(selection="fastest")._base.options.selection == "fastest"
+def test_the_base_has_its_own_defaults_and_the_selection() -> None:
+    method = method_of(base="dbe", selection="fastest")
+    assert (method._base.name, method._base.options.kappa, method._base.selection) == ("dbe", 1.0, "fastest")
+    assert method_of(base="fedrep")._base.options.head_steps == 10

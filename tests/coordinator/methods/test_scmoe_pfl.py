@@ -7,13 +7,13 @@ import dataclasses
 import msgspec
 import numpy as np
 import pytest
-from edge_agent.labels import label_feature
 
 from coordinator.clustering import mctc
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, accepted, dump, load
-from coordinator.methods.scmoe_pfl import Clusters, ScmoePfl, ScmoeState, clusters_of, starts
+from coordinator.methods.scmoe_pfl import PRESETS, Clusters, ScmoePfl, ScmoeState, clusters_of, starts
 from deploy import load as load_bundle
+from edge_agent.steps.describe_labels import label_feature
 from fedge.errors import ConfigError
 from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
@@ -33,14 +33,14 @@ def method_of(rounds: int = 4, participation: float = 1.0, **options: object) ->
 async def rounds(method: ScmoePfl, fleet, state: ScmoeState, n: int) -> ScmoeState:
     for _ in range(n):
         fleet.round = state.round + 1
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
     return state
 
 
 async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = method_of()
-    after = await rounds(method, fleet, method.initial(layout, first), 1)
+    after = await rounds(method, fleet, method.init(layout, first), 1)
     order = Train(starts=(Start(model=first),), sgd=method.settings.sgd, codec=Codec.FLOAT32)
     fleet.round = 1
     updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
@@ -60,7 +60,7 @@ async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> No
 async def test_clusters_are_frozen_after_three_rounds_and_the_paper_makes_them_each_round(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     for method, made in ((method_of(9), 3), (method_of(9, preset="paper"), 5)):
-        after = await rounds(method, fleet, method.initial(layout, first), 5)
+        after = await rounds(method, fleet, method.init(layout, first), 5)
         assert after.clusters is not None
         assert after.clusters.made == made
 
@@ -71,12 +71,12 @@ async def test_one_cluster_is_fedavg(tmp_path) -> None:
 
     fleet, layout, first, _ = digits(tmp_path)
     method = method_of(n_clusters=1)
-    after = await rounds(method, fleet, method.initial(layout, first), 2)
+    after = await rounds(method, fleet, method.init(layout, first), 2)
     fedavg = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=5), codec=Codec.FLOAT32))
-    plain = fedavg.initial(layout, first)
+    plain = fedavg.init(layout, first)
     for _ in range(2):
         fleet.round = plain.round + 1
-        plain = await fedavg.round(plain, fleet)
+        plain = await fedavg.advance(plain, fleet)
     (expert,) = after.experts
     np.testing.assert_allclose(fleet.get(expert, layout).params, fleet.get(plain.model, layout).params, atol=1e-6)
 
@@ -85,7 +85,7 @@ async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=8)
     method = method_of(rounds=8)
     fleet.silent = frozenset({"d07"})
-    state = await rounds(method, fleet, method.initial(layout, first), 3)
+    state = await rounds(method, fleet, method.init(layout, first), 3)
     assert state.clusters is not None
     assert "d07" not in {i for members in state.clusters.members for i in members}
     assert len(starts(state, "d07")) == len(state.experts), "unknown: all experts"
@@ -99,7 +99,7 @@ async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
 async def test_a_stored_direction_goes_stale(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6)
     method = method_of(rounds=20)
-    state = await rounds(method, fleet, method.initial(layout, first), 1)
+    state = await rounds(method, fleet, method.init(layout, first), 1)
     assert state.clusters is not None
     without = tuple(tuple(i for i in members if i != "d00") for members in state.clusters.members)
     clusters = msgspec.structs.replace(state.clusters, members=tuple(m for m in without if m))
@@ -112,7 +112,7 @@ async def test_a_stored_direction_goes_stale(tmp_path) -> None:
 async def test_a_cluster_without_members_this_round_keeps_its_expert(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6)
     method = method_of(rounds=9)
-    state = await rounds(method, fleet, method.initial(layout, first), 3)
+    state = await rounds(method, fleet, method.init(layout, first), 3)
     assert state.clusters is not None
     fleet.silent = frozenset(state.clusters.members[0])
     after = await rounds(method, fleet, state, 1)
@@ -124,7 +124,7 @@ async def test_a_silent_round_changes_nothing_but_the_count(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     method = method_of()
-    after = await rounds(method, fleet, method.initial(layout, first), 1)
+    after = await rounds(method, fleet, method.init(layout, first), 1)
     assert (after.round, after.experts, after.clusters, after.directions) == (1, (), None, None)
 
 
@@ -172,18 +172,17 @@ async def test_the_best_experts_come_back_with_the_clusters_that_devices_were_at
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"preset": "paper"}, {"clustering": "k-means"}, {"alone": "average"}, {"alone": "best"}, {"alone": "private"}],
+    [{}, {"preset": "paper"}, {"clustering": "k-means"}],
 )
 async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = method_of(rounds=3, participation=0.75, **options)
-    state = await run(method, method.initial(layout, first), fleet)
+    state = await run(method, method.init(layout, first), fleet)
     assert load(dump(state), ScmoeState) == state
     assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
     for device_id, result in state.installed.items():
-        expected = Role.EXPERT if options.get("alone") in {"average", "best"} else Role.PRIVATE
-        assert result.roles[0] is expected
-        assert (len(result.roles) == 1) == ("alone" in options)
+        assert result.roles[0] is Role.PRIVATE
+        assert len(result.roles) > 1
         assert result.max_abs_diff < 1e-4
         prediction = load_bundle(tmp_path / device_id / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32))
         np.testing.assert_allclose(prediction.probabilities.sum(axis=1), 1, atol=1e-5)
@@ -198,10 +197,10 @@ async def test_a_rival_makes_as_many_clusters_as_it_is_told_or_as_mctc(tmp_path,
     fleet, layout, first, _ = digits(tmp_path, n=8, limit=400)
     for options in ({}, {"preset": "paper"}):
         method = method_of(3, clustering=clustering, n_clusters=5, **options)
-        told = await rounds(method, fleet, method.initial(layout, first), 1)
+        told = await rounds(method, fleet, method.init(layout, first), 1)
         assert len(told.clusters.members) == 5
         own, rival = method_of(3, **options), method_of(3, clustering=clustering, **options)
-        counts = [(await rounds(of, fleet, of.initial(layout, first), 1)).clusters for of in (own, rival)]
+        counts = [(await rounds(of, fleet, of.init(layout, first), 1)).clusters for of in (own, rival)]
         assert len(counts[0].members) == len(counts[1].members)
 
 
@@ -212,7 +211,7 @@ async def test_label_features_make_the_clusters_and_who_comes_late_joins_its_own
     late = next(i for i in psi if list(psi.values()).count(psi[i]) > 1)
     fleet.absent = frozenset({late})
     method = method_of(8, clustering="labels")
-    state = await rounds(method, fleet, method.initial(layout, first), 4)
+    state = await rounds(method, fleet, method.init(layout, first), 4)
     present = [i for i in psi if i != late]
     by_label = {frozenset(i for i in present if psi[i] == label) for label in {psi[i] for i in present}}
     assert set(map(frozenset, state.clusters.members)) == by_label
@@ -250,15 +249,22 @@ async def test_of_more_experts_than_an_order_holds_a_device_without_cluster_is_o
     members = tuple((f"x{k}", f"y{k}")[: 1 + (k >= 6)] for k in range(70))
     made = Clusters(made=1, members=members, tau=0.5, separability=None, silhouette=0.0)
     method = method_of(clustering="labels")
-    state = msgspec.structs.replace(method.initial(layout, first), round=4, clusters=made, experts=(first,) * 70)
+    state = msgspec.structs.replace(method.init(layout, first), round=4, clusters=made, experts=(first,) * 70)
     assert [start.cluster for start in starts(state, "d00")] == list(range(6, 70))
     assert [start.cluster for start in starts(state, "x3")] == [3]
     fleet.round = 5
-    assert accepted(await fleet.run("train", {"d00": method._order(state, "d00", measure=False)}))
+    assert accepted(await fleet.run("train", {"d00": method._order(state, "d00")}))
 
 
 def test_a_wrong_option_is_named() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'energy'"):
-        method_of(enrgy=False)
+    with pytest.raises(ConfigError, match="did you mean 'preset'"):
+        method_of(presett="paper")
     with pytest.raises(ConfigError, match="n_clusters"):
         method_of(n_clusters=0)
+
+
+def test_what_is_given_stands_above_the_preset() -> None:
+    assert method_of(preset="paper").parameters() == PRESETS["paper"]
+    given = method_of(preset="paper", n_clusters=3, freeze_after=2, private_data="all", private_steps=0).parameters()
+    expected = {"n_clusters": 3, "freeze_after": 2, "private_data": "all", "private_steps": 0}
+    assert given == msgspec.structs.replace(PRESETS["paper"], **expected)

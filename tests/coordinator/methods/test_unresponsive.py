@@ -3,14 +3,15 @@
 from itertools import pairwise
 
 import pytest
-from coordinator.methods.silence import LONGEST_REST, HearingState, ask, awake, results
 
 from coordinator.fleet import Answer, Device
+from coordinator.methods import results
+from coordinator.methods.unresponsive import LONGEST_REST, AskingState, ask, awake
 from fedge.step import Declined, Failed
 from fedge.steps.describe_labels import DescribeLabels
 from fedge.tensors import Layout, TensorInfo
 
-NOBODY = HearingState(round=0, layout=Layout(tensors=(TensorInfo(name="w", shape=(1,)),)))
+NOBODY = AskingState(round=0, layout=Layout(tensors=(TensorInfo(name="w", shape=(1,)),)))
 
 
 class Deaf:
@@ -26,7 +27,7 @@ class Deaf:
         return {i: Answer(i, Declined(reason=step) if i == "a" else None) for i in actions}
 
 
-async def rounds_asked(fleet: Deaf, n: int, state: HearingState = NOBODY) -> list[int]:
+async def rounds_asked(fleet: Deaf, n: int, state: AskingState = NOBODY) -> list[int]:
     asked = []
     for r in range(1, n + 1):
         there = awake(state, fleet, r)
@@ -44,7 +45,7 @@ async def test_rests_double_up_to_the_longest() -> None:
 async def test_a_new_incarnation_wakes_it() -> None:
     fleet = Deaf()
     state, _ = await ask(NOBODY, fleet, 1, "train", {"b": DescribeLabels()})
-    assert state.silent["b"].misses == 1
+    assert state.unresponsive["b"].misses == 1
     assert set(awake(state, fleet, 2)) == {"a"}
     fleet.incarnation = "2"
     assert set(awake(state, fleet, 2)) == {"a", "b"}
@@ -53,7 +54,7 @@ async def test_a_new_incarnation_wakes_it() -> None:
 async def test_where_all_rest_all_are_asked_and_an_answer_forgives() -> None:
     fleet = Deaf()
     state, answers = await ask(NOBODY, fleet, 1, "train", {"a": DescribeLabels()})
-    assert state.silent == {}
+    assert state.unresponsive == {}
     assert results(answers, Declined) == {"a": Declined(reason="train")}
     assert results(answers, Failed) == {}
 

@@ -4,10 +4,10 @@ import logging
 
 import numpy as np
 import pytest
-from coordinator.methods.moving import Moving, moved
 
 from coordinator.aggregation import Average
 from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods.server_optimizer import ServerModel, stepped
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
 
@@ -35,9 +35,9 @@ def change(*params: float) -> Average:
 
 
 def test_two_steps(fleet) -> None:
-    moving = Moving(model=fleet.put(unflatten(model(0, 0), LAYOUT)))
+    moving = ServerModel(model=fleet.put(unflatten(model(0, 0), LAYOUT)))
     for _ in range(2):
-        moving = moved(moving, change(1, -2), LAYOUT, fleet, gamma=0.5)
+        moving = stepped(moving, change(1, -2), LAYOUT, fleet, gamma=0.5)
     found = fleet.get(moving.model, LAYOUT)
     np.testing.assert_array_equal(found.params, np.float32([1 + 1.5, -2 - 3]))  # v = 1, then 0.5 + 1
     assert moving.velocity is not None
@@ -46,14 +46,18 @@ def test_two_steps(fleet) -> None:
 
 
 def test_without_momentum_no_velocity_is_kept(fleet) -> None:
-    moving = moved(Moving(model=fleet.put(unflatten(model(1, 1), LAYOUT))), change(1, -2), LAYOUT, fleet, gamma=0.0)
+    moving = stepped(
+        ServerModel(model=fleet.put(unflatten(model(1, 1), LAYOUT))), change(1, -2), LAYOUT, fleet, gamma=0.0
+    )
     assert moving.velocity is None
     np.testing.assert_array_equal(fleet.get(moving.model, LAYOUT).params, np.float32([2, -1]))
 
 
 def test_a_step_that_is_not_finite_is_not_taken_and_said(fleet, caplog) -> None:
-    before = Moving(model=fleet.put(unflatten(model(3e38, 0), LAYOUT)), velocity=fleet.put({"v": np.float32([1, 1])}))
+    before = ServerModel(
+        model=fleet.put(unflatten(model(3e38, 0), LAYOUT)), velocity=fleet.put({"v": np.float32([1, 1])})
+    )
     with caplog.at_level(logging.ERROR):
-        after = moved(before, change(3e38, 0), LAYOUT, fleet, gamma=0.5)
-    assert after == Moving(model=before.model)
+        after = stepped(before, change(3e38, 0), LAYOUT, fleet, gamma=0.5)
+    assert after == ServerModel(model=before.model)
     assert "event=diverged" in caplog.text

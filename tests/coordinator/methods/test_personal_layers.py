@@ -8,21 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coordinator.methods.keeping import Keeping, KeepingState
 
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, accepted, dump, load, make
 from coordinator.methods.fedavg import FedAvg
 from coordinator.methods.fedper import FedPer
-from edge_agent.mixture import PLAIN, calibrated
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from edge_agent.evaluation import logits, prior
+from edge_agent.mixture import PLAIN
+from export.reference import calibrated
 from fedge.errors import ConfigError
-from fedge.messages import Codec, Keep, KeepPart, Part, Role, blobs_of
+from fedge.messages import BlobRef, Codec, Role, blobs_of
+from fedge.models import initial
 from fedge.sgd import Sgd
 from fedge.step import Action, Declined, Failed
 from fedge.steps.install import Install
 from fedge.steps.train import Train, Trained
-from fedge.tensors import Layout, TensorInfo
+from fedge.steps.train_ditto import TrainDitto
+from fedge.tasks import task_spec
+from fedge.tensors import BASE, HEAD, Layout, TensorInfo
 from tests.support.simulation import Fleet, digits, predicted
 
 NAMES = ("dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg")
@@ -33,10 +38,10 @@ def settings(rounds: int = 3, **changes: Any) -> MethodSettings:
     return MethodSettings(**({"rounds": rounds, "sgd": Sgd(steps=4), "codec": Codec.FLOAT32} | changes))
 
 
-def federation(home: Path, name: str, **changes: Any) -> tuple[Fleet, Layout, Keeping[Any], KeepingState]:
+def federation(home: Path, name: str, **changes: Any) -> tuple[Fleet, Layout, PersonalLayers[Any], PersonalState]:
     fleet, layout, first, _ = digits(home, n=5, limit=400)
     method: Any = make(name, settings(**changes))
-    return fleet, layout, method, method.initial(layout, first)
+    return fleet, layout, method, method.init(layout, first)
 
 
 class Watch:
@@ -55,9 +60,9 @@ class Watch:
         return answers
 
 
-async def next_round(method: Keeping[Any], state: KeepingState, fleet: Fleet) -> KeepingState:
+async def next_round(method: PersonalLayers[Any], state: PersonalState, fleet: Fleet) -> PersonalState:
     fleet.round = state.round + 1
-    return await method.round(state, fleet)  # type: ignore[no-any-return]
+    return await method.advance(state, fleet)  # type: ignore[no-any-return]
 
 
 @every
@@ -70,10 +75,10 @@ async def test_runs_to_bundles_that_predict_what_torch_does(tmp_path: Path, name
         assert (result.roles, result.guarded) == ((Role.PRIVATE,), False)
         device = fleet.workers[i]
         served = fleet.get(method.serves(state, i), layout)
-        logits = device.logits(device.personal(served), device.data.x_val)
-        expected = np.exp(calibrated(logits, device.prior, PLAIN))
+        found = logits(device, device.personal(served), device.data.x_val)
+        expected = np.exp(calibrated(found, prior(device), PLAIN))
         np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
-        assert np.abs(logits - device.logits(served, device.data.x_val)).max() > 1e-3  # what it kept matters
+        assert np.abs(found - logits(device, served, device.data.x_val)).max() > 1e-3  # what it kept matters
     assert [(r.asked, r.answered) for r in state.history] == [(5, 5)] * 3
     assert method.summary(state)["method"] == name
 
@@ -94,7 +99,7 @@ async def test_equal_seeds_give_equal_states_also_through_dump_and_load(tmp_path
 async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name)
     watch = Watch(fleet)
-    part = {t.name for t in layout.part(method.part).tensors}
+    part = {t.name for t in layout.without(method.personal).tensors}
     while not method.done(state):
         before, first = len(watch.asked), state.initial
         state = await next_round(method, state, fleet)
@@ -102,11 +107,11 @@ async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp
             if isinstance(action, Train):
                 (start,) = action.starts
                 assert set(fleet.get_tensors(start.model)) == part
-                assert action.part is method.part
-                assert action.initial == (None if method.part is Part.ALL else first)
+                assert action.personal == method.personal
+                assert action.initial == (first if method.personal else None)
             if isinstance(action, Install):
-                assert set(fleet.get_tensors(action.global_model)) == part
-                assert action.keep == method.keep(state)
+                assert set(fleet.get_tensors(action.model)) == part
+                assert (action.personal, action.kept_by) == (method.personal, method.kept_by(state))
     sent = [answer.result for answer in watch.answers if answer.result is not None]
     blobs = [ref for result in sent for ref in blobs_of(result) if isinstance(result, Trained)]
     assert len(blobs) == 15
@@ -121,7 +126,7 @@ async def test_the_shared_part_is_the_mean_of_the_parts_weighted_by_samples(tmp_
     for _ in range(2):
         state = await next_round(method, state, fleet)
     watch = Watch(fleet)
-    part = layout.part(method.part)
+    part = layout.without(method.personal)
     start = fleet.get(state.model, part).params.astype(np.float64)
     after = await next_round(method, state, fleet)
     updates = accepted({a.device_id: a for a in watch.answers})
@@ -138,7 +143,7 @@ async def test_what_is_served_is_the_initial_model_with_the_shared_part_over_it(
     assert method.serves(state, "d00") == state.initial
     state = await next_round(method, state, fleet)
     served, shared = fleet.get_tensors(method.serves(state, "d00")), fleet.get_tensors(state.model)
-    assert set(shared) == {t.name for t in layout.part(method.part).tensors}
+    assert set(shared) == {t.name for t in layout.without(method.personal).tensors}
     for tensor, value in served.items():
         np.testing.assert_array_equal(value, shared.get(tensor, first[tensor]))
 
@@ -173,7 +178,7 @@ async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bu
         served = fleet.get(method.serves(state, i), layout)
         mine = device.personal(served)
         assert (mine is served) == (i == "d04")  # it kept nothing: the initial model stands in
-        expected = np.exp(calibrated(device.logits(mine, device.data.x_val), device.prior, PLAIN))
+        expected = np.exp(calibrated(logits(device, mine, device.data.x_val), prior(device), PLAIN))
         np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
 
 
@@ -207,7 +212,7 @@ async def test_without_rounds_the_initial_model_is_installed(tmp_path: Path, nam
     state = await run(method, state, fleet)
     device = fleet.workers["d00"]
     first = fleet.get(state.initial, layout)
-    expected = np.exp(calibrated(device.logits(first, device.data.x_val), device.prior, PLAIN))
+    expected = np.exp(calibrated(logits(device, first, device.data.x_val), prior(device), PLAIN))
     np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
 
 
@@ -217,12 +222,12 @@ async def test_fine_tuning_starts_from_what_the_device_uses(tmp_path: Path, name
     watch = Watch(fleet)
     state = await run(method, state, fleet)
     tuned = [action for _, _, action in watch.asked if isinstance(action, Install)]
-    assert all(action.fine_tune is not None and action.keep == method.keep(state) for action in tuned)
+    assert all(action.fine_tune is not None and action.kept_by == method.kept_by(state) for action in tuned)
     losses = {}
     for i, device in fleet.workers.items():
         x, y = device.data.x_val, device.data.y_val
-        mine = device.logits(device.personal(fleet.get(method.serves(state, i), layout)), x)
-        before = -calibrated(mine, device.prior, PLAIN)[np.arange(len(y)), y].mean()
+        mine = logits(device, device.personal(fleet.get(method.serves(state, i), layout)), x)
+        before = -calibrated(mine, prior(device), PLAIN)[np.arange(len(y)), y].mean()
         losses[i] = -np.log(predicted(device, x)[np.arange(len(y)), y]).mean() - before
     assert max(losses.values()) < 1e-4  # 0 steps compete: it never gets worse on the validation samples
     assert min(losses.values()) < -0.01
@@ -233,24 +238,21 @@ def test_a_network_without_a_head_is_refused_before_the_first_round_but_by_ditto
     layout = Layout(tensors=(TensorInfo(name="w", shape=(3, 3)), TensorInfo(name="g", shape=(3,))))
     method: Any = make(name, settings())
     with pytest.raises(ConfigError, match="last layer"):
-        method.initial(layout, None)
+        method.init(layout, None)
 
 
 class Everything(FedPer):
     """FedPer with nothing private."""
 
-    part = Part.ALL
-
-    def keep(self, state: KeepingState) -> KeepPart | None:  # type: ignore[override]
-        return None
+    personal = ()
 
 
 async def test_with_nothing_private_it_is_fedavg(tmp_path: Path) -> None:
     one, layout, first, _ = digits(tmp_path / "1", n=5, limit=400)
     two, _, _, _ = digits(tmp_path / "2", n=5, limit=400)
     given = settings(participation=0.6)
-    fedavg = await run(FedAvg(given), FedAvg(given).initial(layout, first), one)
-    keeping = await run(Everything(given), Everything(given).initial(layout, first), two)
+    fedavg = await run(FedAvg(given), FedAvg(given).init(layout, first), one)
+    keeping = await run(Everything(given), Everything(given).init(layout, first), two)
     assert keeping.model == keeping.whole == fedavg.model
     assert (keeping.history, keeping.participations) == (fedavg.history, fedavg.participations)
     x = np.random.default_rng(0).random((9, 1, 8, 8), np.float32)
@@ -297,11 +299,15 @@ def test_options(name: str, option: str, good: Any, bad: Any) -> None:
 
 
 def test_defaults_are_those_of_the_specification() -> None:
-    def keep(name: str) -> Keep | None:
-        method: Any = make(name, settings())
-        return method.keep(None)  # type: ignore[no-any-return]
+    layout = initial(task_spec("digits"), 0)[0]
 
-    assert getattr(keep("ditto"), "proximal_lambda", None) == 0.1
-    assert keep("fedper") == KeepPart(private=Part.HEAD)
-    assert keep("lg-fedavg") == KeepPart(private=Part.BASE)
-    assert keep("fedrep") == KeepPart(private=Part.HEAD, head_steps=10)
+    def order(name: str) -> Train:
+        method: Any = make(name, settings())
+        return method.order(method.init(layout, BlobRef(digest="0" * 64, size_bytes=1)))  # type: ignore[no-any-return]
+
+    ditto = order("ditto")
+    assert isinstance(ditto, TrainDitto)
+    assert ditto.proximal_lambda == 0.1
+    assert (order("fedper").personal, order("fedper").head_steps) == (HEAD, 0)
+    assert (order("lg-fedavg").personal, order("lg-fedavg").head_steps) == (BASE, 0)
+    assert (order("fedrep").personal, order("fedrep").head_steps) == (HEAD, 10)
