@@ -49,7 +49,7 @@ import numpy as np
 
 from coordinator.aggregation.trial import ETA_0, wants_split
 from coordinator.fleet import Device
-from coordinator.methods.fedge import SHARED, Fedge, FedgeState, Pool
+from coordinator.methods.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation.compare import Comparison, compare
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
@@ -260,7 +260,7 @@ class SharedPrior(Fedge):
     """kappa = 0 for private and local models."""
 
     def allows(self, role: Role, point: Calibration) -> bool:
-        return role in SHARED or point.kappa == 0
+        return role.is_shared or point.kappa == 0
 
 
 class FixedPrior(Fedge):

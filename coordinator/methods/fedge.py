@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
-from coordinator.clustering import Clustering, Directions, aidc, find_clusters, labels, mctc
+from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Device, Fleet
 from coordinator.methods import (
     NO_DATA,
@@ -577,7 +577,8 @@ async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) 
     asked = dict.fromkeys((i for i in awake(state, fleet, r) if i in ids), DescribeLabels())
     state, answers = await ask(state, fleet, r, "labels", asked)
     psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
-    found = labels.by_label([psi.get(i, -1) for i in ids])
+    rng = np.random.default_rng(0)  # nothing is drawn
+    found = find_clusters("labels", Labels(tuple(psi.get(i, -1) for i in ids)), rng=rng).clusters
     return state, tuple(tuple(ids[i] for i in members) for members in found)
 
 

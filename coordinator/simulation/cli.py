@@ -36,7 +36,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
       fedge simulate
       fedge simulate --method fedavg+ft --partition groups --rounds 60
       fedge simulate --method fedepc --option warm_up=10 --alpha 0.1 --json figures.json
-      fedge simulate --method scmoe-pfl:clustering=k-means:energy=false
+      fedge simulate --method scmoe-pfl:clustering=k-means:top=1
       fedge simulate --task uci-har --data ~/har --partition natural
       fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
 

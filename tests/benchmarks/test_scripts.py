@@ -16,13 +16,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
+from coordinator.methods import MethodSettings
+from coordinator.methods.cfic import Cfic
 from coordinator.options import check, method_and_options
+from fedge.tensors import Layout, TensorInfo
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 DATA = ROOT.parent / "shared" / "data"
+
+
+LAYOUT = Layout(tensors=(TensorInfo(name="a", shape=(2,)), TensorInfo(name="b", shape=(1,))))
 
 
 class Script(NamedTuple):
@@ -155,3 +162,33 @@ def test_the_ablation_gives_differences_to_the_default_in_points_beside_the_publ
         f"| **fedge** | {100 * ours['accuracy']:.2f} / {100 * ours['macro_f1']:.1f} (96.80 / 93.5) |"
     )
     assert f"| PrivateAlone (privonly) | {accuracy:+.2f} / {f1:+.1f} (-0.56 / -0.7) |" in second
+
+
+@pytest.fixture
+def of_cfic(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Cfic]]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "papers"))
+    return runpy.run_path(str(BENCHMARKS / "papers/cfic.py"))
+
+
+def test_the_relative_length_is_that_of_the_clusters_changes(of_cfic: dict[str, type[Cfic]]) -> None:
+    found = of_cfic["Relative"](MethodSettings()).direction([np.array([3.0, 4]), np.array([0.0, 2])], [10, 30], LAYOUT)
+    np.testing.assert_allclose(found, (0.25 * 5 + 0.75 * 2) * np.array([0.15, 0.95]))
+
+
+def test_a_norm_for_each_tensor(of_cfic: dict[str, type[Cfic]]) -> None:
+    changes = [np.array([3.0, 4, 7]), np.array([0.0, 2, -1])]
+    found = of_cfic["PerTensor"](MethodSettings()).direction(changes, [10, 30], LAYOUT)
+    np.testing.assert_allclose(found, [0.15, 0.95, 0.25 - 0.75])
+
+
+def test_every_row_of_the_papers_tables_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "papers"))
+    rows: list[str] = []
+    for name, tables in {"cfic": ("METHODS",), "scmoe_pfl": ("METHODS", "CLUSTERINGS", "GATE_METHODS")}.items():
+        script = runpy.run_path(str(BENCHMARKS / f"papers/{name}.py"))
+        rows += [method for table in tables for method in script[table].values()]
+    pm_moe = runpy.run_path(str(BENCHMARKS / "papers/pm_moe.py"))
+    rows += [stage.format(base) for stage in pm_moe["STAGES"].values() for base in pm_moe["BASES"]]
+    assert len(rows) > 60
+    for row in rows:
+        check(*method_and_options(row))

@@ -31,22 +31,20 @@ ROUNDS = {"fedge": 8}
 EPOCHS = {"cfic": 3, "fedepc": 3}
 """Their papers count local work in epochs; the others take steps."""
 OPTIONS: dict[str, dict[str, float | int | str]] = {
-    "fedge with one model": {"candidates": "private", "private_start": "initial", "private_steps": 60},
-    "fedge with plain weights": {"weights": "uniform", "gate": "untrained", "temperature": False, "prior": "shared"},
+    "fedge for data that shift": {"mode": "shift"},
+    "fedge with experts": {"split": "always", "local_pilot": True},
     "fedepc": {"warm_up": 2},
     "fedepc with a proxy set": {"warm_up": 1, "extractor": "proxy", "sigma_dp": 0.01},
-    "fedcoe": {"pretraining_epochs": 5},
-    "pm-moe": {"gate_epochs": 3},
-    **{f"pm-moe over {base}": {"gate_epochs": 3, "base": base} for base in ("fedrep", "lg-fedavg", "dbe")},
-    "pm-moe over fedrod": {"gate_epochs": 3, "base": "fedrod", "preset": "paper"},
+    "scmoe-pfl as printed": {"preset": "paper"},
+    **{f"pm-moe over {base}": {"base": base} for base in ("fedrep", "lg-fedavg", "fedrod", "dbe")},
 }
 POOLS = [case for case in OPTIONS if case.startswith("pm-moe over")]
-ABLATIONS = [case for case in OPTIONS if case.startswith("fedge with")]
+VARIANTS = [case for case in OPTIONS if case.startswith(("fedge ", "scmoe-pfl "))]
 FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
-@pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with a proxy set", *POOLS, *ABLATIONS])
+@pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with a proxy set", *POOLS, *VARIANTS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)

@@ -24,8 +24,7 @@ def step(w, models, sizes, features, h=None, **options) -> Corrected:
         np.float32(w),
         None if h is None else np.float32(h),
         mean.params,
-        [c.params for c in clusters],
-        [c.n_samples for c in clusters],
+        mean_direction([c.params for c in clusters], [c.n_samples for c in clusters]),
         **{"alpha": 0.9, "beta": 0.2, **options},
     )
 
@@ -65,21 +64,10 @@ def test_all_clusters_still_leave_the_velocity_to_fade() -> None:
     np.testing.assert_allclose(found.w, [0.5, 2.5])
 
 
-def test_relative_length_is_that_of_the_clusters_changes() -> None:
-    found = step((0, 0), [(3, 4), (0, 2)], [10, 30], [0, 1], alpha=0.0, beta=0.1, relative=True)
-    length = 0.25 * 5 + 0.75 * 2
-    np.testing.assert_allclose(found.h, [-0.1 * length * 0.15, -0.1 * length * 0.95], rtol=1e-6)
-
-
-def test_a_norm_for_each_tensor() -> None:
-    found = step((0, 0, 0), [(3, 4, 7), (0, 2, -1)], [10, 30], [0, 1], alpha=0.0, beta=0.1, tensors=[2, 1])
-    np.testing.assert_allclose(found.h, [-0.015, -0.095, -0.1 * (0.25 - 0.75)], rtol=1e-6)
-
-
 def test_divergence_keeps_the_model_and_forgets() -> None:
     for mean in (np.array([3e38, 0]), np.array([np.nan, 0])):
         w = np.float32([3e38, 0])
-        found = correction_step(w, np.float32([1, 1]), mean, [mean], [1], alpha=0.9, beta=0.2)
+        found = correction_step(w, np.float32([1, 1]), mean, mean, alpha=0.9, beta=0.2)
         assert found.diverged
         np.testing.assert_array_equal(found.w, w)
         np.testing.assert_array_equal(found.h, [0, 0])
@@ -87,7 +75,7 @@ def test_divergence_keeps_the_model_and_forgets() -> None:
 
 def test_inputs_are_never_modified() -> None:
     w, h, mean = np.float32([1, 2]), np.float32([3, 4]), np.array([5.0, 6])
-    correction_step(w, h, mean, [mean], [1], alpha=0.5, beta=0.5, relative=True)
+    correction_step(w, h, mean, mean, alpha=0.5, beta=0.5)
     np.testing.assert_array_equal(np.concatenate([w, h, mean]), [1, 2, 3, 4, 5, 6])
 
 
@@ -96,7 +84,7 @@ def test_inputs_are_never_modified() -> None:
 )
 def test_parameters_out_of_range_are_refused(alpha, beta) -> None:
     with pytest.raises(ValueError, match="alpha"):
-        correction_step(np.zeros(1, np.float32), None, np.zeros(1), [np.zeros(1)], [1], alpha=alpha, beta=beta)
+        correction_step(np.zeros(1, np.float32), None, np.zeros(1), np.zeros(1), alpha=alpha, beta=beta)
 
 
 # -------------------------------------------------------------------------------------------------- section 11
@@ -141,27 +129,22 @@ def test_shifting_everything_shifts_the_model_and_leaves_the_memory(answers) -> 
     np.testing.assert_allclose(found.h, expected.h, atol=1e-3)
 
 
-@given(st.lists(rounds, min_size=1, max_size=8), st.floats(0, 0.95), st.floats(0, 3), st.booleans())
-def test_the_memory_is_the_discounted_sum_of_directions_and_bounded(turns, alpha, beta, by_tensor) -> None:
+@given(st.lists(rounds, min_size=1, max_size=8), st.floats(0, 0.95), st.floats(0, 3))
+def test_the_memory_is_the_discounted_sum_of_directions_and_bounded(turns, alpha, beta) -> None:
     h, w, sums = None, np.float32(W), np.zeros(3)
-    tensors = [2, 1] if by_tensor else None
     for models, sizes, features in turns:
         before = w
-        found = step(before, models, sizes, features, h=h, alpha=alpha, beta=beta, tensors=tensors)
+        found = step(before, models, sizes, features, h=h, alpha=alpha, beta=beta)
         w, h = found.w, found.h
-        keys = sorted(set(features))
         directions, totals = [], []
-        for key in keys:
+        for key in sorted(set(features)):
             chosen = [k for k, feature in enumerate(features) if feature == key]
             n = np.array([sizes[k] for k in chosen], float)
             directions.append(n @ (np.float32([models[k] for k in chosen]) - before) / n.sum())
             totals.append(int(n.sum()))
-        ends = tensors or [3]
-        parts = np.split(np.arange(3), np.cumsum(ends)[:-1])
-        now = np.concatenate([mean_direction([d[part] for d in directions], totals) for part in parts])
-        sums = alpha * sums - beta * now
+        sums = alpha * sums - beta * mean_direction(directions, totals)
         np.testing.assert_allclose(h, sums, atol=1e-3 * (1 + beta / (1 - alpha)))
-        assert np.linalg.norm(h) <= math.sqrt(len(ends)) * beta / (1 - alpha) * (1 + 1e-6) + 1e-12
+        assert np.linalg.norm(h) <= beta / (1 - alpha) * (1 + 1e-6) + 1e-12
 
 
 def test_a_direction_is_no_longer_than_one_and_nothing_moves_nothing() -> None:

@@ -142,7 +142,7 @@ def test_baselines_train_as_much_as_the_method_and_where_it_has_no_rounds_as_its
 @pytest.mark.parametrize("base", ["fedper", "lg-fedavg", "fedrod", "dbe"])
 async def test_of_a_pool_of_private_modules_the_devices_own_one_is_measured(base: str, tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=150)
-    options = {"base": base, "gate_epochs": 1, "guard": False}
+    options = {"base": base, "guard": False}
     method = make("pm-moe", MethodSettings(rounds=2, sgd=Sgd(steps=5), options=options))
     state = await run(method, method.init(layout, first), fleet)
     for i, worker in fleet.workers.items():
