@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.fleet import Answer, Fleet
-from coordinator.methods import Method, State, counted, round_rng, summarise
+from coordinator.methods import Method, State, round_done, round_rng
 from coordinator.selection import cohort_size, uniform
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train, Trained
@@ -74,14 +73,8 @@ class FedBuff(Method[FedBuffState]):
                 break
         tau = np.array([r - answer.round for answer in buffer])
         updates = {answer.device_id: answer.result for answer in buffer if isinstance(answer.result, Trained)}
-        return msgspec.structs.replace(
-            state,
-            round=r,
-            model=self.stepped(state, fleet, list(updates.values()), 1 / np.sqrt(1 + tau)),
-            staleness=float(tau.mean()) if buffer else 0.0,
-            participations=counted(state.participations, updates),
-            history=(*state.history, summarise(r, n, updates)),
-        )
+        model = self.stepped(state, fleet, list(updates.values()), 1 / np.sqrt(1 + tau))
+        return round_done(state, n, updates, model=model, staleness=float(tau.mean()) if buffer else 0.0)
 
     def stepped(self, state: FedBuffState, fleet: Fleet, updates: Sequence[Trained], s: np.ndarray) -> BlobRef:
         """The model after a step with these updates and weights (n,), in the order in which they came."""

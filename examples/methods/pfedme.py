@@ -27,9 +27,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from coordinator.methods.fedavg import FedAvgOptions
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from fedge.messages import Count
 from fedge.steps.train import Train
@@ -64,7 +63,7 @@ class TrainPFedMe(Train, frozen=True, kw_only=True):
         return layout
 
 
-class PFedMeOptions(FedAvgOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PFedMeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`inner_steps`: K; `moreau_lambda`: lambda; `outer_rate`: eta; `bundle`: which of both models devices install."""
 
     inner_steps: Annotated[int, Meta(ge=1, le=100)] = 5
@@ -78,7 +77,7 @@ class PFedMe(PersonalLayers[PersonalState]):
 
     name = "pfedme"
     steps = (TrainPFedMe,)
-    Options: ClassVar[type[FedAvgOptions]] = PFedMeOptions
+    Options: ClassVar[type[Struct]] = PFedMeOptions
 
     def step(self, state: PersonalState, **common: Any) -> TrainPFedMe:  # noqa: ARG002 - the same in all rounds
         """What a device does in a round."""
