@@ -187,7 +187,7 @@ def main() -> None:
         codec=Codec(args.codec),
         hardware=Hardware.NONE,
         global_test=0.2,
-        reserved=0.0,
+        server_data=0.0,
     )
     print(f"{'':<22} {'seed':>5} {'':>8} {'ours':>6} {'rival':>6} {'':>6}")
     figures = compare(scenario, [int(seed) for seed in args.seeds.split(",")])

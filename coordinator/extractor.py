@@ -1,59 +1,61 @@
-"""Trains FedEPC's extractor (docs/methods/fedepc.md).
+"""FedEPC's extractor from labelled samples of the server, without torch in this process: a short-lived child trains it.
 
-`coordinator.proxy` has a process of its own do it, so that the coordinator never imports torch.
+Source: fedepc.md sections 3 and 4.1. The child is `coordinator.extractor_training`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from coordinator.proxy import FEWEST
-from edge_agent.sparsity import sparsity_profile
-from fedge.models import initial
-from fedge.models.training import Network, Trainer
-from fedge.sgd import Sgd
+from fedge import child
+from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tensors import Model
 
-EPOCHS: Final = 15  # over the proxy set, section 8
-SGD: Final = Sgd(batch_size=16, learning_rate=0.02, momentum=0.9)
-"""Chosen on digits, seeds 0 to 3, among six: of those whose clusters are right it tells two groups of five best."""
+FEWEST: Final = 5
+"""Samples without which a class has no profile (section 4.1)."""
 
 
-def trained(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Network:
-    """The task's network after 15 epochs on n >= 1 samples (n, *input_shape) with labels (n,).
+@dataclass(frozen=True, slots=True)
+class Extractor:
+    """W_ext, and the profiles (k, q) that it makes of the k >= 2 classes with at least 5 samples."""
 
-    Raises:
-        ConfigError: the network cannot be built.
-        ProtocolError: training diverged.
-    """
-    torch.manual_seed(seed)
-    _, first = initial(task, seed)
-    network = Network(task)
-    network.load(first)
-    steps = -(-EPOCHS * len(y) // min(SGD.batch_size, len(y)))
-    Trainer(network, x, y, msgspec.structs.replace(SGD, steps=steps), np.random.default_rng(seed)).run(steps)
-    return network
+    model: Model
+    class_profiles: NDArray[np.float64]
 
 
-def class_profiles(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Profile (q,) of each class with at least 5 samples, (k, q), by ascending class (section 4.1)."""
-    labels, counts = np.unique(y, return_counts=True)
-    return np.stack([sparsity_profile(network.module, x[y == c]).shares for c in labels[counts >= FEWEST]])
-
-
-def extracted(
-    task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], seed: int
-) -> tuple[Model, NDArray[np.float64]]:
-    """The extractor, and the profiles of single classes.
+def check_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
+    """Refuse samples that no extractor and unit can come from.
 
     Raises:
-        FedgeError: the network cannot be built, has no ReLU to look at, or diverged.
+        ConfigError: it does not fit the task, or fewer than two classes have at least 5 samples.
     """
-    network = trained(task, x, y, seed=seed)
-    return network.dump(), class_profiles(network, x, y)
+    if x.shape != (len(y), *task.input_shape) or not len(y) or y.min() < 0 or y.max() >= task.n_classes:
+        raise ConfigError(f"the labelled samples {x.shape} of the server do not fit task {task.name}")
+    if (np.bincount(y) >= FEWEST).sum() < 2:
+        raise ConfigError(f"the server needs at least {FEWEST} labelled samples of each of two or more classes")
+
+
+def trained_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Extractor:
+    """Train the task's network on them, and profile its classes; equal arguments give equal bits.
+
+    Args:
+        task: what is learned.
+        x: (n, *input_shape) model inputs.
+        y: (n,) labels.
+        seed: of first weights and batches.
+
+    Raises:
+        ConfigError: the child failed; the text holds what it said.
+    """
+    try:
+        model, profiles = child.call(
+            "coordinator.extractor_training:extracted", task, x, y, seed, returns=tuple[Model, NDArray[np.float64]]
+        )
+    except ConfigError as error:
+        raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {error}") from error
+    return Extractor(model, profiles)

@@ -77,7 +77,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
     method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
-    reserved: (
+    server_data: (
         Annotated[
             Path,
             Meta(description="Labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images."),
@@ -142,7 +142,7 @@ def start(
 
 
 def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[str, Option] = NO_OPTIONS) -> Method[Any]:
-    """The method that the settings name, with the reserved set if there is one.
+    """The method that the settings name, with the server data if there is one.
 
     Raises:
         ConfigError: there is no such method, or it lacks something.
@@ -151,8 +151,8 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
         raise ConfigError(
             f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
         )
-    reserved = None if settings.reserved is None else labelled(task, settings.reserved)
-    method = make(settings.method, settings.for_method(options), Server(task, reserved))
+    server_data = None if settings.server_data is None else labelled(task, settings.server_data)
+    method = make(settings.method, settings.for_method(options), Server(task, server_data))
     if settings.welcome and not method.WELCOMES:
         raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
     return method

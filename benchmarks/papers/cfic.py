@@ -54,11 +54,12 @@ METHODS = {
 }
 DIGITS = {
     "set": "digits", "model": "cfic:perceptron", "devices": 40, "participation": 0.25, "rounds": 60, "local_epochs": 5,
-    "min_samples": 5, "batch_size": 16, "momentum": 0.0, "global_test": 0.2, "reserved": 0.0, "evaluate_every": 1,
+    "min_samples": 5, "batch_size": 16, "momentum": 0.0, "global_test": 0.2, "server_data": 0.0, "evaluate_every": 1,
 }  # fmt: skip
 IMAGES = {
     "model": "cfic:narrow", "devices": 100, "participation": 0.3, "rounds": 20, "local_steps": 10, "batch_size": 32,
-    "learning_rate": 0.05, "momentum": 0.0, "samples": 6000, "global_test": 0.2, "reserved": 0.0, "evaluate_every": 1,
+    "learning_rate": 0.05, "momentum": 0.0, "samples": 6000, "global_test": 0.2, "server_data": 0.0,
+    "evaluate_every": 1,
 }  # fmt: skip
 FULL = {
     "model": "cnn_fedavg",

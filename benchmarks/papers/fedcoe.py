@@ -1,7 +1,7 @@
 """FedCoE's table: global, personal and cold-start accuracy against FedAvg and a server-only model.
 
   mnist    the setting of fedcoe.md section 12: the 10,000 test images at 14 x 14, 8,000 dealt to 13 clients by
-           Dirichlet(alpha), 3 of them held out as new clients; 400 of the other 2,000 are the reserved set D_s, 1,600
+           Dirichlet(alpha), 3 of them held out as new clients; 400 of the other 2,000 are the server data D_s, 1,600
            the global test. A perceptron 196-64-32-10, the gate on the flat input
   cifar10  the paper's data, smaller: 6,000 images of CIFAR-10 at 8 x 8, 4,800 dealt, 400 in D_s, 800 to test; `cnn`,
            the gate with its convolutions, SGD 0.05. --full: all 60,000 at 32 x 32, `resnet_moe` of section 8, 2,000 in
@@ -56,7 +56,7 @@ from coordinator.fleet import Answer
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, State, make
 from coordinator.methods.fedcoe import FedCoE, FedCoEState, Preset
-from coordinator.reserved import ReservedSet
+from coordinator.server_data import ServerData
 from edge_agent.worker import Worker
 from fedge.messages import Codec, blobs_of
 from fedge.models import initial
@@ -192,7 +192,7 @@ class Setting:
     input_shape: tuple[int, ...]
     model: str
     n_dealt: int
-    n_reserved: int
+    n_server_data: int
     learning_rate: float
     trunk: str  # of the gate
     scale: float  # of the pixels of the images
@@ -226,11 +226,11 @@ CIFAR_FULL = Setting("cifar32", "cifar10-32", 60_000, (3, 32, 32), "resnet_moe",
 
 @dataclass(frozen=True)
 class Split:
-    """Model inputs and labels of one seed: clients (training, held-out fifth), new clients, reserved set, test."""
+    """Model inputs and labels of one seed: clients (training, held-out fifth), new clients, server data, test."""
 
     clients: list[tuple[Samples, Samples]]
     new: list[Samples]
-    reserved: Samples
+    server_data: Samples
     test: Samples
 
 
@@ -245,7 +245,7 @@ def images(setting: Setting, data: Path) -> Samples:
 def split(setting: Setting, data: Path, alpha: float, seed: int) -> Split:
     (x, y), rng = images(setting, data), np.random.default_rng(seed)
     order = rng.permutation(len(y))
-    dealt, reserved, test = np.split(order, [setting.n_dealt, setting.n_dealt + setting.n_reserved])
+    dealt, server_data, test = np.split(order, [setting.n_dealt, setting.n_dealt + setting.n_server_data])
     owner = dirichlet(y[dealt], alpha, rng)
     own = [dealt[owner == k] for k in range(N_CLIENTS + N_NEW)]
     clients = []
@@ -253,7 +253,7 @@ def split(setting: Setting, data: Path, alpha: float, seed: int) -> Split:
         held = len(chosen) // 5
         clients.append(((x[chosen[held:]], y[chosen[held:]]), (x[chosen[:held]], y[chosen[:held]])))
     new = [(x[chosen], y[chosen]) for chosen in own[N_CLIENTS:]]
-    return Split(clients, new, (x[reserved], y[reserved]), (x[test], y[test]))
+    return Split(clients, new, (x[server_data], y[server_data]), (x[test], y[test]))
 
 
 def dirichlet(y: NDArray[np.int64], alpha: float, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -308,7 +308,7 @@ class Trial:
         self.train_on, self.processor = train_on, torch_device(train_on)
         self.split, self.seed, self.rounds, self.home = split(setting, data, alpha, seed), seed, rounds, home
         self.layout, self.first = initial(self.task, seed)
-        self.server = ReservedSet(self.task, *self.split.reserved, self.processor)
+        self.server = ServerData(self.task, *self.split.server_data, self.processor)
         self.network = Network(self.task, self.processor)
 
     def accuracy(self, model: Model, samples: Samples, log_prior: NDArray[np.float64] | float = 0.0) -> float:
@@ -334,7 +334,7 @@ class Trial:
         )
 
     def server_model(self) -> Model:
-        """D_s alone: 30 epochs on the reserved set."""
+        """D_s alone: 30 epochs on the server data."""
         return self.server.pretrained(self.first, [0] * 10, 1, epochs=30, sgd=self.sgd, seed=self.seed)[0]
 
     async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, State, Fleet]:
@@ -349,7 +349,7 @@ class Trial:
         settings = MethodSettings(
             rounds=self.rounds, sgd=sgd, codec=codec, seed=self.seed, train_on=self.train_on, options=options
         )
-        method = make(name, settings, Server(self.task, self.split.reserved))
+        method = make(name, settings, Server(self.task, self.split.server_data))
         state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
         for number in range(1, self.rounds + 1):
             fleet.round = number
@@ -387,8 +387,8 @@ class Trial:
         gate, found = fleet.get_tensors(state.gate), []
         groups = correlation.class_groups(10, len(experts))
         for samples in self.split.new:
-            rho = method.reserved.routing(gate, samples[0]).mean(axis=0)
-            typical = method.reserved.routing(gate).mean(axis=0)
+            rho = method.server_data.routing(gate, samples[0]).mean(axis=0)
+            typical = method.server_data.routing(gate).mean(axis=0)
             t = correlation.profile_prior(rho, typical, groups, 0.02) if prior else 0.0
             found.append(self.accuracy(method.assembled(experts, rho / rho.sum()), samples, t))
         return found
@@ -467,8 +467,8 @@ def of_compare(setting: Setting, alpha: float, rounds: int, arguments: argparse.
     fields = {
         "set": setting.images, "model": setting.model, "samples": setting.n_images, "alpha": alpha, "rounds": rounds,
         "devices": N_CLIENTS + N_NEW, "newcomers": N_NEW, "global_test": n_server / setting.n_images,
-        "reserved": setting.n_reserved / n_server, "local_steps": setting.sgd.steps, "momentum": setting.sgd.momentum,
-        "batch_size": setting.sgd.batch_size, "learning_rate": setting.learning_rate,
+        "server_data": setting.n_server_data / n_server, "local_steps": setting.sgd.steps,
+        "momentum": setting.sgd.momentum, "batch_size": setting.sgd.batch_size, "learning_rate": setting.learning_rate,
     }  # fmt: skip
     methods = [
         *MEASURED,

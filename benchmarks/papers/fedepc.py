@@ -47,7 +47,7 @@ from table import add_metrics, compared, measured, write
 from coordinator.clustering import aidc
 from coordinator.clustering.agglomerative import agglomerative
 from coordinator.clustering.kmeans import kmeans
-from coordinator.extractor import trained
+from coordinator.extractor_training import trained
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, State, make
@@ -351,11 +351,11 @@ def of_compare(rounds: int, arguments: argparse.Namespace) -> list[dict[str, Any
         fields = {"partition" if key == "how" else key: value for key, value in how.items()} | {
             "set": "digits", "model": f"{Path(__file__).stem}:perceptron", "devices": N_DEVICES, "participation": 0.2,
             "rounds": rounds, "local_epochs": EPOCHS, "min_samples": FEWEST, "batch_size": BATCH, "momentum": 0.0,
-            "learning_rate": rate, "global_test": TEST_SHARE, "reserved": 0.5,
+            "learning_rate": rate, "global_test": TEST_SHARE, "server_data": 0.5,
         }  # fmt: skip
         methods = []
         for row in ACCURACY:
-            options = options_of(row, rounds) | ({"extractor": "proxy"} if ", proxy" in row else {})
+            options = options_of(row, rounds) | ({"extractor": "server"} if ", proxy" in row else {})
             methods.append(":".join([row.split(", ")[0], *(f"{key}={value}" for key, value in options.items())]))
         figures.append(measured(setting, compared(setting, methods, fields, arguments)))
     return figures

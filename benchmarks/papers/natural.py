@@ -2,7 +2,7 @@
 
 The papers deal out one pool of samples by a random draw; here a device is a person. HAR: 30 people, 6 of whom come when
 training is over; speech: 6 speakers, one of whom comes then. Who, is drawn by the seed. 30 rounds of 10 steps; everyone
-takes part; a tenth of all samples is a global test set and FedCoE's reserved set, half each; devices are Raspberry Pis
+takes part; a tenth of all samples is a global test set and FedCoE's server data, half each; devices are Raspberry Pis
 and Jetsons that are always there.
 
 Columns, mean over the seeds (± standard deviation over the seeds): accuracy over the devices, its standard deviation
@@ -31,7 +31,7 @@ PLAIN = ("local", "fedavg", "fedavg+ft", "ditto")
 PAPERS = ("fedepc", "scmoe-pfl", "cfic", "pm-moe", "fedcoe")
 METHODS = (*PLAIN, *PAPERS, "fedge")
 COMMON = {
-    "partition": "natural", "rounds": 30, "global_test": 0.1, "reserved": 0.5, "hardware": Hardware.STEADY,
+    "partition": "natural", "rounds": 30, "global_test": 0.1, "server_data": 0.5, "hardware": Hardware.STEADY,
     "evaluate_every": 3,
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -87,7 +87,7 @@ def compared(
     source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
     settings = msgspec.convert(
         {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs, "train_on": arguments.train_on}
-        | {"codec": Codec.FLOAT32, "reserved": 0.0}
+        | {"codec": Codec.FLOAT32, "server_data": 0.0}
         | (MEASURED if arguments.metrics else BARE)
         | source
         | fields
@@ -112,7 +112,7 @@ def quick(fields: Mapping[str, object]) -> dict[str, object]:
     if "newcomers" in fields:
         small["newcomers"] = 1
     if fields.get("partition") != "natural":  # people have as many samples as they have
-        small["samples"] = 500 if "reserved" in fields else 240  # a server learns from some of each class
+        small["samples"] = 500 if "server_data" in fields else 240  # a server learns from some of each class
     return small
 
 

@@ -163,7 +163,7 @@ def profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: 
 
     Args:
         profile: rho (K,), of the new client.
-        typical: mean of the gate over the reserved set, (K,).
+        typical: mean of the gate over the server data, (K,).
         groups: g, the expert of each class.
         delta: > 0; 0.02.
 

@@ -50,7 +50,7 @@ class Cameras:
 
     task: TaskSpec
     shares: dict[str, Share]
-    reserved: Path | None = None
+    server_data: Path | None = None
 
 
 async def run(
@@ -111,7 +111,7 @@ async def run(
 
 def reserves(method: str, options: Mapping[str, Option]) -> bool:
     """Whether the server learns from labelled samples of its own, too: FedCoE, and FedEPC if it is told to."""
-    return method.removesuffix(FINE_TUNED) == "fedcoe" or options.get("extractor") == "proxy"
+    return method.removesuffix(FINE_TUNED) == "fedcoe" or options.get("extractor") == "server"
 
 
 def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
@@ -123,12 +123,12 @@ def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
         ConfigError: there are no such data, or too few.
     """
     samples, kept = samples_of(settings, settings.seed, RESERVED if reserves else 0.0, LIMITS.get(settings.task))
-    reserved = settings.folder / "reserved.npz" if reserves else None
-    if reserved is not None:
-        np.savez(reserved, x=kept.x, y=kept.y)
+    server_data = settings.folder / "server_data.npz" if reserves else None
+    if server_data is not None:
+        np.savez(server_data, x=kept.x, y=kept.y)
     shares = shares_of(settings, samples, settings.devices, settings.seed)
     width = len(str(settings.devices - 1))
-    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, reserved)
+    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, server_data)
     write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
         without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])
@@ -200,7 +200,10 @@ def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mappin
         *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec"),
         *("local_steps", "local_epochs", "batch_size", "learning_rate", "momentum", "weight_decay"),
     )
-    given = {name: getattr(settings, name) for name in names} | {"deadline_s": DEADLINE_S, "reserved": cameras.reserved}
+    given = {name: getattr(settings, name) for name in names} | {
+        "deadline_s": DEADLINE_S,
+        "server_data": cameras.server_data,
+    }
     flags = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
     own = [text for name, value in options.items() for text in ("--option", f"{name}={value}")]
     return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *own]

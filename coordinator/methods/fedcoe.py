@@ -2,8 +2,8 @@
 
 Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs", arXiv
 2605.21264 (v1), with the repairs of its specification, docs/methods/fedcoe.md: as printed, all experts became one in
-every run of ours. The server needs labelled samples (`coordinator.reserved`); it sees each client's model in the clear
-and which classes it is good at.
+every run of ours. The server needs labelled samples (`coordinator.server_data`); it sees each client's model in the
+clear and which classes it is good at.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coordinator.methods import (
     round_rng,
 )
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
-from coordinator.reserved import ReservedSet, Trunk
+from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Share
@@ -125,7 +125,7 @@ class FedCoE(Method[FedCoEState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS | {
-        "clustering": "experts come from classes of the reserved set, and every device mixes all of them; n_experts "
+        "clustering": "experts come from classes of the server data, and every device mixes all of them; n_experts "
         "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
         **dict.fromkeys(("suitability_temperature", "ranking"), PRESET),
         **dict.fromkeys(("gate", "profile_prior", "refresh_every", "trunk"), ABLATION),
@@ -143,16 +143,16 @@ class FedCoE(Method[FedCoEState]):
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
-        task, reserved = server
-        if task is None or reserved is None:
+        task, server_data = server
+        if task is None or server_data is None:
             raise ConfigError(
-                "fedcoe needs labelled samples on the server: name them with --reserved (an .npz or a folder of "
+                "fedcoe needs labelled samples on the server: name them with --server-data (an .npz or a folder of "
                 "images; in a simulation a share of the global test set; a small public set of the same task will do, "
                 "40 samples a class; never the devices' test data). Without any, use fedavg, fedper or fedge"
             )
         self.preset = self.parameters()
         self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=settings.sgd.weight_decay or WEIGHT_DECAY)
-        self.reserved = ReservedSet(task, *reserved, torch_device(settings.train_on))
+        self.server_data = ServerData(task, *server_data, torch_device(settings.train_on))
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
 
     def parameters(self) -> Preset:
@@ -188,7 +188,7 @@ class FedCoE(Method[FedCoEState]):
     async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """Experts from one start, each on its own classes; the gate learns which one is sure about which input."""
         experts = await asyncio.to_thread(
-            self.reserved.pretrained,
+            self.server_data.pretrained,
             fleet.get(state.common, state.layout),
             self._groups,
             self.options.n_experts,
@@ -213,13 +213,13 @@ class FedCoE(Method[FedCoEState]):
         start = None if state.gate is None else fleet.get_tensors(state.gate)
         seed = int(round_rng(self.settings, state.round).integers(2**31))
         gate = await asyncio.to_thread(self.trained_gate, experts, start, epochs=epochs, seed=seed)
-        file = gate_onnx(gate, self.reserved.task.input_shape)
+        file = gate_onnx(gate, self.server_data.task.input_shape)
         return msgspec.structs.replace(state, gate=fleet.put(gate), gate_file=fleet.put_bytes(file))
 
     def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
         """Eq. 1 and 2: a gate that learns which experts are sure of a sample. `start`: where it goes on."""
-        s = correlation.suitability(self.reserved.scores(experts), self.preset.suitability_temperature)
-        return self.reserved.trained_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
+        s = correlation.suitability(self.server_data.scores(experts), self.preset.suitability_temperature)
+        return self.server_data.trained_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
 
     # --------------------------------------------------------------------------------------- section 5: one round
 
@@ -235,7 +235,7 @@ class FedCoE(Method[FedCoEState]):
             """theta_Ci, one at a time: they are read twice, so that only one is in memory."""
             return (self._trained(state, fleet, i, update) for i, update in valid.items())
 
-        a = await asyncio.to_thread(lambda: self.reserved.scores(clients()))  # Eq. 5
+        a = await asyncio.to_thread(lambda: self.server_data.scores(clients()))  # Eq. 5
         p = self._routing(state, fleet)  # Eq. 6
         m = correlation.correlation(p, a)  # Eq. 7
         m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
@@ -283,7 +283,7 @@ class FedCoE(Method[FedCoEState]):
 
     def _routing(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32] | None = None) -> correlation.Array:
         assert state.gate is not None
-        return self.reserved.routing(fleet.get_tensors(state.gate), x)
+        return self.server_data.routing(fleet.get_tensors(state.gate), x)
 
     def _diagnose(
         self,
@@ -351,7 +351,7 @@ class FedCoE(Method[FedCoEState]):
             models, shares = [experts[j] for j in best], (rho[best] / rho[best].sum()).tolist()
 
         def write() -> dict[str, bytes]:
-            return self.reserved.bundle(
+            return self.server_data.bundle(
                 models, shares, layout=state.layout, log_prior=prior, release=release, method=self.name
             )
 
@@ -374,8 +374,8 @@ class FedCoE(Method[FedCoEState]):
     def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
         """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model."""
         if not state.experts:
-            return self.reserved.probabilities(fleet.get(state.common, state.layout), x)
-        probabilities = np.stack([self.reserved.probabilities(e, x) for e in self._experts(state, fleet)])
+            return self.server_data.probabilities(fleet.get(state.common, state.layout), x)
+        probabilities = np.stack([self.server_data.probabilities(e, x) for e in self._experts(state, fleet)])
         return correlation.routed(self._routing(state, fleet, x), probabilities, self.TOP)
 
     def summary(self, state: FedCoEState) -> dict[str, Any]:

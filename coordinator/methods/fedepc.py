@@ -3,9 +3,9 @@
 Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Federated Learning Method for
 Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods/fedepc.md.
 Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
-use labelled samples of its own (extractor=proxy, and --reserved), the warm-up's model is the extractor of the profiles,
-and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs 5`), so
-that time and progress grow with a device's samples; by default all take equally many steps. Silent devices rest
+use labelled samples of its own (extractor=server, and --server-data), the warm-up's model is the extractor of the
+profiles, and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs
+(`--local-epochs 5`), so that time and progress grow with a device's samples; by default all take equally many steps. Silent devices rest
 (`coordinator.methods.unresponsive`). The stop rule of section 6 is off unless asked for: the specification's table 8.2
 is without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may
 stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import averaged, cluster_averages
 from coordinator.clustering import Clustering, Features, Labels, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters, Place
+from coordinator.extractor import check_samples, trained_extractor
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import (
     NO_DATA,
@@ -61,7 +62,6 @@ from coordinator.methods.grouping import (
 )
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
-from coordinator.proxy import check_samples, trained_extractor
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -94,7 +94,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warm_up: Annotated[int, Meta(ge=0)] | None = None
     clustering: Clustering = "aidc"
     n_clusters: Annotated[int, Meta(ge=1)] | None = None
-    extractor: Literal["shared", "proxy"] = "shared"
+    extractor: Literal["shared", "server"] = "shared"
     sigma_dp: Annotated[float, Meta(ge=0)] = 0.0
     deadline: Literal["quantile", "none"] | Annotated[float, Meta(gt=0)] = "quantile"
     budget: Annotated[float, Meta(gt=0)] | None = None
@@ -104,7 +104,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.sigma_dp and self.clustering in {"labels", "mctc"}:
             raise ValueError(f"sigma_dp hides profiles, and clustering={self.clustering} asks nobody for one")
         if self.sigma_dp and self.extractor == "shared":
-            raise ValueError("with sigma_dp nobody tells halves: set extractor=proxy")
+            raise ValueError("with sigma_dp nobody tells halves: set extractor=server")
         if self.n_clusters is not None and self.clustering in {"aidc", "labels"}:
             raise ValueError(f"n_clusters changes nothing with clustering={self.clustering}, which finds it by itself")
 
@@ -140,9 +140,9 @@ class Cluster(Struct, frozen=True, kw_only=True):
 class FedEpcState(AskingState, frozen=True, kw_only=True):
     """State of a federation between two rounds.
 
-    `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, where a proxy set says it. `n_moved`:
-    devices that joined, left or changed since the clusters were made. `seen`: the last round in which a device was
-    there.
+    `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, where the server data say it.
+    `n_moved`: devices that joined, left or changed since the clusters were made. `seen`: the last round in which a
+    device was there.
     """
 
     shared: BlobRef
@@ -173,7 +173,7 @@ class FedEpc(Method[FedEpcState]):
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
         options = self.options
-        self._proxy = proxy_of(options, *server)
+        self._server_samples = server_samples_of(options, *server)
         if options.budget is not None and self.selection != "ccmab":
             raise ConfigError("option of the method: budget is of the bandit: leave it out, or take selection=ccmab")
         self._by_label = options.clustering == "labels"
@@ -268,12 +268,12 @@ class FedEpc(Method[FedEpcState]):
         return self._arrange(state, descriptions(answers, due) | directions, fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """W_ext, once and for all: the model of the warm-up, or what the proxy set teaches, with its D_ref (4.1)."""
+        """W_ext, once and for all: the model of the warm-up, or what the server data teach, with its D_ref (4.1)."""
         if state.extractor is not None:
             return state
-        if self._proxy is None:
+        if self._server_samples is None:
             return msgspec.structs.replace(state, extractor=state.shared)
-        task, (x, y) = self._proxy
+        task, (x, y) = self._server_samples
         found = await asyncio.to_thread(trained_extractor, task, x, y, seed=self.settings.seed)
         try:
             unit = aidc.class_unit(found.class_profiles)
@@ -445,7 +445,9 @@ class FedEpc(Method[FedEpcState]):
         }
 
 
-def proxy_of(options: Options, task: TaskSpec | None, reserved: Samples | None) -> tuple[TaskSpec, Samples] | None:
+def server_samples_of(
+    options: Options, task: TaskSpec | None, server_data: Samples | None
+) -> tuple[TaskSpec, Samples] | None:
     """The samples that the extractor is trained on; None: it is the model of the warm-up.
 
     Raises:
@@ -453,13 +455,13 @@ def proxy_of(options: Options, task: TaskSpec | None, reserved: Samples | None) 
     """
     if options.extractor == "shared":
         return None
-    if task is None or reserved is None:
+    if task is None or server_data is None:
         raise ConfigError(
-            "option of the method: extractor=proxy needs labelled samples on the server: name them with --reserved (an "
-            ".npz or a folder of images; in a simulation a share of the global test set)"
+            "option of the method: extractor=server needs labelled samples on the server: name them with --server-data "
+            "(an .npz or a folder of images; in a simulation a share of the global test set)"
         )
-    check_samples(task, *reserved)
-    return task, reserved
+    check_samples(task, *server_data)
+    return task, server_data
 
 
 def deadline_s(options: Options, *, everybody: bool) -> float | None:

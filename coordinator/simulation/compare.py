@@ -44,7 +44,7 @@ Watch = Callable[[int, int, RunOutcome], None]
 
 LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay")
 """Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
-BEFORE: Final = {"global_test": "rounds", "reserved": "rounds", "newcomers": "min_reports"}
+BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "newcomers": "min_reports"}
 """Where settings stood when the first folders were made, for the names of files depend on it."""
 
 
@@ -217,7 +217,7 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
     for text in sorted(methods):
         name, options = method_and_options(text)
         try:
-            method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.reserved))
+            method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
             method.init(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from error

@@ -40,14 +40,14 @@ class Federation:
     """Equal for all methods of a comparison that have the same seed.
 
     shares: what each device has, by id. global_test: model inputs and labels, of all devices' distributions together,
-    or None. reserved: those that the server may learn from, or None. newcomers: ids of the devices that come late.
+    or None. server_data: those that the server may learn from, or None. newcomers: ids of the devices that come late.
     milder: what minimum sizes took.
     """
 
     task: TaskSpec
     shares: dict[str, Share]
     global_test: Samples | None
-    reserved: Samples | None
+    server_data: Samples | None
     layout: Layout
     first: Model
     newcomers: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         ConfigError: there are no such data, or they cannot be dealt out as asked for.
     """
     rest, apart = samples_of(scenario, seed, scenario.global_test)
-    tested, reserved = set_apart(apart, scenario.reserved, seed=seed)
+    tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
     n_devices = scenario.devices or _natural(scenario, rest)
     milder = Milder()
     shares = shares_of(scenario, rest, n_devices, seed, milder)
@@ -74,7 +74,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         task=rest.spec,
         shares={f"device-{i:0{width}}": share for i, share in enumerate(shares)},
         global_test=_inputs(tested),
-        reserved=_inputs(reserved),
+        server_data=_inputs(server_data),
         layout=layout,
         first=first,
         newcomers=frozenset(f"device-{i:0{width}}" for i in late),

@@ -104,7 +104,7 @@ async def _run(
     federation: Federation,
     began: float,
 ) -> RunOutcome:
-    method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.reserved))
+    method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
     fleet, first, workers = gather(federation, scenario, seed, home)
     evaluation = Evaluation(federation, workers, torch_device(scenario.train_on))
     curve: list[Point] = []

@@ -138,7 +138,7 @@ class Scenario(Setup, frozen=True, kw_only=True):
     global_test: Annotated[
         float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before dealing.")
     ] = 0.1
-    reserved: Annotated[
+    server_data: Annotated[
         float,
         Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe, fedepc)."),
     ] = 0.5

@@ -141,7 +141,7 @@ def partition(
 def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[Pool, Pool]:
     """Take a share of all samples away, evenly over the classes, before the rest is dealt out: (the rest, the share).
 
-    It follows the distribution of all devices together, as the global test set and FedCoE's reserved set do.
+    It follows the distribution of all devices together, as the global test set and FedCoE's server data do.
 
     Args:
         pool: the samples; blocks stay whole.

@@ -1,4 +1,4 @@
-"""Bundles that the coordinator makes; mixtures of several models are tested with `coordinator.reserved`."""
+"""Bundles that the coordinator makes; mixtures of several models are tested with `coordinator.server_data`."""
 
 from __future__ import annotations
 

@@ -1,64 +1,51 @@
-"""The extractor of a proxy set tells planted groups apart: the columns of table 8.1 (fedepc.md)."""
+"""The extractor of a proxy set: the child's work arrives, and sets that will not do are refused."""
 
 from __future__ import annotations
 
-from functools import cache
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
 import pytest
-from sklearn.metrics import adjusted_rand_score
 
-from coordinator.clustering import aidc
-from coordinator.extractor import class_profiles, trained
-from edge_agent.sparsity import sparsity_profile
+from coordinator import extractor, proxy
 from fedge import preprocess
-from fedge.models.training import Network
+from fedge.errors import ConfigError
 from fedge.tasks import pool
 
-POOL = pool("digits")
-TASK = msgspec.structs.replace(POOL.spec, model="mlp", model_options={"hidden": 64})
+POOL = pool("digits", seed=0, limit=60)
+TASK = POOL.spec
 X, Y = preprocess.apply(TASK, POOL.x), POOL.y
-SEEDS = range(5, 10)  # 0 to 3 have chosen how it learns
 
 
-@cache
-def proxied(seed: int) -> tuple[Network, float, np.ndarray]:
-    """Extractor and D_ref of 200 images, and which others there are."""
-    order = np.random.default_rng(seed).permutation(len(Y))
-    proxy, rest = order[:200], order[200:]
-    network = trained(TASK, X[proxy], Y[proxy], seed=seed)
-    return network, aidc.class_unit(class_profiles(network, X[proxy], Y[proxy])), rest
+def test_the_child_makes_what_this_process_would_make() -> None:
+    found = proxy.trained_extractor(TASK, X, Y, seed=3)
+    network = extractor.trained(TASK, X, Y, seed=3)
+    np.testing.assert_array_equal(found.model.params, network.dump().params)
+    np.testing.assert_array_equal(found.class_profiles, extractor.class_profiles(network, X, Y))
 
 
-COLUMNS = {  # groups of classes, and the specification's index for 40 devices of 60 to 100 samples
-    "five groups of two labels": ([(2 * k, 2 * k + 1) for k in range(5)], 0.97),
-    "four groups": ([(0, 1, 2), (3, 4, 5), (6, 7), (8, 9)], 0.99),
-    "ten groups of one label": ([(k,) for k in range(10)], 1.00),
-}
+def test_a_child_that_fails_says_why() -> None:
+    with pytest.raises(ConfigError, match="unknown model transformer"):
+        proxy.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), X, Y, seed=0)
 
 
-def found(seed: int, classes: list[tuple[int, ...]], n: int = 40) -> tuple[np.ndarray, np.ndarray]:
-    """True and found cluster of each device."""
-    network, unit, rest = proxied(seed)
-    rng = np.random.default_rng(seed)
-    truth = np.arange(n) % len(classes)
-    profiles = []
-    for group in truth:
-        mine = rest[np.isin(Y[rest], classes[group])]
-        chosen = rng.choice(mine, min(len(mine), rng.integers(60, 101)), replace=False)
-        profiles.append(sparsity_profile(network.module, X[chosen]).shares)
-    labels = np.empty(n, np.int64)
-    for k, members in enumerate(aidc.aidc(np.stack(profiles), unit=unit).clusters):
-        labels[list(members)] = k
-    return truth, labels
+@pytest.mark.parametrize(
+    ("x", "y", "reason"),
+    [
+        (X[:0], Y[:0], "do not fit"),
+        (X[:, 0], Y, "do not fit"),
+        (X, Y + 1, "do not fit"),
+        (X[:12], np.repeat([0, 1, 2], 4), "at least 5"),
+        (X[:12], np.zeros(12, np.int64), "two or more classes"),
+    ],
+)
+def test_samples_that_will_not_do_are_refused(x: np.ndarray, y: np.ndarray, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        proxy.check_samples(TASK, x, y)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-def test_planted_label_groups_are_found(column: str) -> None:
-    classes, index = COLUMNS[column]
-    assert np.mean([adjusted_rand_score(*found(seed, classes)) for seed in SEEDS]) >= index
-
-
-def test_one_group_is_one_cluster() -> None:
-    assert all(found(seed, [tuple(range(10))])[1].max() == 0 for seed in SEEDS)
+def test_the_coordinator_holds_no_torch_for_it() -> None:
+    code = "import sys, coordinator.extractor, coordinator.methods.fedepc; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

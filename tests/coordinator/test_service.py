@@ -240,12 +240,12 @@ def test_options_reach_the_method_and_make_another_federation(tmp_path: Path, st
 def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
     task = task_spec("digits")
     values = settings(None, tmp_path, method="fedcoe")
-    with pytest.raises(ConfigError, match="--reserved"):
+    with pytest.raises(ConfigError, match="--server-data"):
         method_of(values, task)
     np.savez(tmp_path / "r.npz", x=np.full((30, 8, 8), 16.0), y=np.arange(30) % 10)
-    method = method_of(msgspec.structs.replace(values, reserved=tmp_path / "r.npz"), task)
-    assert sorted(method.reserved.y.tolist()) == sorted((np.arange(30) % 10).tolist())
-    np.testing.assert_allclose(method.reserved.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
+    method = method_of(msgspec.structs.replace(values, server_data=tmp_path / "r.npz"), task)
+    assert sorted(method.server_data.y.tolist()) == sorted((np.arange(30) % 10).tolist())
+    np.testing.assert_allclose(method.server_data.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
 
 
 def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path: Path, store: Store) -> None:
@@ -274,7 +274,7 @@ def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
     with pytest.raises(ConfigError, match="trains no network on the server"):
         method_of(settings(None, tmp_path, method="fedavg", train_on=Processor.CUDA), task_spec("digits"))
     np.savez(tmp_path / "r.npz", x=np.zeros((20, 8, 8)), y=np.arange(20) % 10)
-    values = settings(None, tmp_path, method="fedcoe", train_on=Processor.CUDA, reserved=tmp_path / "r.npz")
+    values = settings(None, tmp_path, method="fedcoe", train_on=Processor.CUDA, server_data=tmp_path / "r.npz")
     with pytest.raises(ConfigError, match="finds no GPU here"):
         method_of(values, task_spec("digits"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from coordinator.reserved import Gate
+from coordinator.server_data import Gate
 from export.gate import gate_onnx, pooling
 from fedge.ort import onnxruntime
 

@@ -15,7 +15,7 @@ import deploy
 from coordinator.aggregation import correlation
 from coordinator.methods.fedcoe import FedCoEState
 from coordinator.methods.fedge import FedgeState
-from coordinator.reserved import ReservedSet
+from coordinator.server_data import ServerData
 from export import parity
 from fedge.broker import mosquitto_path
 from fedge.files import highest_release
@@ -34,14 +34,14 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
         Federation(broker, tmp_path, devices=["a", "b", "c", "d"]) as federation,
     ):
         samples = pool("digits", seed=1)
-        np.savez(tmp_path / "reserved.npz", x=samples.x[-200:], y=samples.y[-200:])
+        np.savez(tmp_path / "server_data.npz", x=samples.x[-200:], y=samples.y[-200:])
         few = np.flatnonzero(samples.y < 4)[:60]
         np.savez(tmp_path / "e.npz", x=samples.x[few])  # no labels
         newcomer = await without_torch(federation, "e", tmp_path / "e.npz")
         await newcomer.said("online")
         agents = await federation.agents()
         coordinator = await federation.coordinator(
-            method="fedcoe", reserved=tmp_path / "reserved.npz", rounds=2, participation=1
+            method="fedcoe", server_data=tmp_path / "server_data.npz", rounds=2, participation=1
         )
         assert await coordinator.ended() == 0
         state = federation.state(FedCoEState)
@@ -61,16 +61,16 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
 
     # The same by hand: rho from the gate in torch, theta_init by Eq. 13, logits plus t_c.
     task = federation.task
-    reserved = ReservedSet(task, *labelled(task, tmp_path / "reserved.npz"))
+    server_data = ServerData(task, *labelled(task, tmp_path / "server_data.npz"))
     x = device_inputs(task, tmp_path / "e.npz")
     gate = from_bytes(blob(federation, state.gate.digest))
-    rho = reserved.routing(gate, x).mean(axis=0)
+    rho = server_data.routing(gate, x).mean(axis=0)
     np.testing.assert_allclose(state.profiles["e"], rho, atol=1e-5)
     assert rho[0] + rho[1] > 0.8, "classes 0 to 3 belong to the experts 0 and 1"
     experts = [flatten(from_bytes(blob(federation, ref.digest)), state.layout) for ref in state.experts]
     (theta,) = correlation.mixed(experts, rho[None, :])
-    t = correlation.profile_prior(rho, reserved.routing(gate).mean(axis=0), correlation.class_groups(10, 5), 0.02)
-    expected = reserved.probabilities(theta, x) * np.exp(t)
+    t = correlation.profile_prior(rho, server_data.routing(gate).mean(axis=0), correlation.class_groups(10, 5), 0.02)
+    expected = server_data.probabilities(theta, x) * np.exp(t)
     expected /= expected.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
 
@@ -122,9 +122,9 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
         Federation(broker, tmp_path, devices=["a", "b", "late"]) as federation,
     ):
         samples = pool("digits", seed=1)
-        np.savez(tmp_path / "reserved.npz", x=samples.x[-100:], y=samples.y[-100:])
+        np.savez(tmp_path / "server_data.npz", x=samples.x[-100:], y=samples.y[-100:])
         np.savez(tmp_path / "e.npz", x=samples.x[:30])
-        flags = {"method": "fedcoe", "reserved": tmp_path / "reserved.npz", "rounds": 1, "devices": 2}
+        flags = {"method": "fedcoe", "server_data": tmp_path / "server_data.npz", "rounds": 1, "devices": 2}
         coordinator = await federation.coordinator(**flags)
         for device in ("a", "b"):
             await federation.agent(device)

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, float | int | str]] = {
     "fedge for data that shift": {"mode": "shift"},
     "fedge with experts": {"split": "always", "local_pilot": True},
     "fedepc": {"warm_up": 2},
-    "fedepc with a proxy set": {"warm_up": 1, "extractor": "proxy", "sigma_dp": 0.01},
+    "fedepc with a proxy set": {"warm_up": 1, "extractor": "server", "sigma_dp": 0.01},
     "scmoe-pfl as printed": {"preset": "paper"},
     **{f"pm-moe over {base}": {"base": base} for base in ("fedrep", "lg-fedavg", "fedrod", "dbe")},
 }
@@ -51,7 +51,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
     shares = partition(samples, len(DEVICES), how="dirichlet", alpha=1.0, sensitive=0.3, seed=SEED)
     for device, share in zip(DEVICES, shares, strict=True):
         write_share(share, tmp_path / f"{device}.npz")
-    np.savez(tmp_path / "reserved.npz", x=samples.x[:100], y=samples.y[:100])
+    np.savez(tmp_path / "server_data.npz", x=samples.x[:100], y=samples.y[:100])
     settings = CoordinatorSettings(
         broker=f"{mosquitto.host}:{mosquitto.port}",
         federation="all",
@@ -62,7 +62,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         local_epochs=EPOCHS.get(method),
         devices=len(DEVICES),
         seed=SEED,
-        reserved=tmp_path / "reserved.npz" if case in {"fedcoe", "fedepc with a proxy set"} else None,
+        server_data=tmp_path / "server_data.npz" if case in {"fedcoe", "fedepc with a proxy set"} else None,
     )
     async with agents(mosquitto, samples.spec, tmp_path):
         with contextlib.closing(Store(settings.home)) as store:

@@ -26,7 +26,7 @@ from torch.utils import _pytree, backend_registration
 
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, Server, dump, make
-from coordinator.reserved import ReservedSet
+from coordinator.server_data import ServerData
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.messages import Codec
@@ -142,12 +142,12 @@ def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple
     name, *options = text.split(":")
     fleet, layout, first, _ = digits(home, n=3, limit=300, model=model, processor=processor)
     samples = pool("digits", seed=1, limit=150)
-    reserved = preprocess.apply(fleet.task, samples.x), samples.y
+    server_data = preprocess.apply(fleet.task, samples.x), samples.y
     sgd, own = Sgd(steps=2, batch_size=16, weight_decay=1e-3), dict(option.split("=") for option in options)
     settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, options=own)
-    method = make(name, settings, Server(fleet.task, reserved))
-    if isinstance(getattr(method, "reserved", None), ReservedSet):
-        method.reserved = ReservedSet(fleet.task, *reserved, processor)
+    method = make(name, settings, Server(fleet.task, server_data))
+    if isinstance(getattr(method, "server_data", None), ServerData):
+        method.server_data = ServerData(fleet.task, *server_data, processor)
     state = asyncio.run(run(method, method.init(layout, first), fleet))
     assert all(worker.network.weights.device == processor for worker in workers(fleet))
     return dump(state), {w.id: w.personal(fleet.get(method.serves(state, w.id), layout)).params for w in workers(fleet)}

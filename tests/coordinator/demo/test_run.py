@@ -114,7 +114,7 @@ async def test_our_own_broker_runs_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "options", "wanted"),
-    [("fedcoe", {}, True), ("fedcoe+ft", {}, True), ("fedepc", {"extractor": "proxy"}, True), ("fedepc", {}, False)],
+    [("fedcoe", {}, True), ("fedcoe+ft", {}, True), ("fedepc", {"extractor": "server"}, True), ("fedepc", {}, False)],
 )
 def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
     method: str, options: dict[str, str], wanted: bool, tmp_path: Path
@@ -122,12 +122,12 @@ def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
     settings = DemoSettings(out=tmp_path, devices=3, samples=400, method=method)
     assert reserves(method, options) is wanted
     cameras = deal(settings, reserves=wanted)
-    assert ("--reserved" in _coordinator_flags(settings, cameras, options)) is wanted
+    assert ("--server-data" in _coordinator_flags(settings, cameras, options)) is wanted
     dealt = sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in cameras.shares.values())
     assert dealt == (380 if wanted else 400)
     if wanted:
-        assert cameras.reserved is not None
-        x, y = labelled(cameras.task, cameras.reserved)
+        assert cameras.server_data is not None
+        x, y = labelled(cameras.task, cameras.server_data)
         assert x.shape == (20, 1, 8, 8)
         assert set(y.tolist()) == set(range(10)), "evenly over the classes"
 

@@ -104,8 +104,8 @@ async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> Non
     gate = fleet.get_tensors(before.gate)
     m = np.zeros((3, 4))
     empty = np.zeros(0, np.float32), np.zeros(0, np.int64)
-    scores = [method.reserved.probabilities(Model(row.astype(np.float32), *empty)) for row in theta]
-    for k, (y, p) in enumerate(zip(RESERVED[1], method.reserved.routing(gate), strict=True)):
+    scores = [method.server_data.probabilities(Model(row.astype(np.float32), *empty)) for row in theta]
+    for k, (y, p) in enumerate(zip(RESERVED[1], method.server_data.routing(gate), strict=True)):
         for i in range(4):
             m[:, i] += p * scores[i][k, y]
     m_e, m_c = m / m.sum(axis=1, keepdims=True), m / m.sum(axis=0, keepdims=True)
@@ -200,7 +200,7 @@ async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
     state = await run(method, method.init(layout, first), hiding)
     assert state.diagnostics[-1].gate_maximum == pytest.approx(0.25)
     np.testing.assert_allclose(state.profiles["d03"], 0.25, atol=1e-6)
-    experts = [method.reserved.probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
+    experts = [method.server_data.probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
     np.testing.assert_allclose(method.predict(state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-9)
 
 
@@ -251,7 +251,7 @@ async def test_every_device_ends_with_its_own_model_as_a_bundle(tmp_path: Path) 
     raw = pool("digits", seed=0).x[:20]
     x = preprocess.apply(TASK, raw)
     for i, ref in state.clients.items():
-        expected = method.reserved.probabilities(fleet.get(ref, layout), x)
+        expected = method.server_data.probabilities(fleet.get(ref, layout), x)
         runtime = deploy.load(tmp_path / i / "bundles" / "1")
         np.testing.assert_allclose(runtime.predict(raw).probabilities, expected, atol=1e-4)
         assert method.serves(state, i) == ref
@@ -289,12 +289,12 @@ async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemb
 
     rho = np.array(state.profiles["e"])
     gate = hiding.get_tensors(state.gate)
-    np.testing.assert_allclose(rho, method.reserved.routing(gate, own).mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(rho, method.server_data.routing(gate, own).mean(axis=0), atol=1e-5)
     experts = [hiding.get(ref, layout) for ref in state.experts]
     x = TEST[0]
     if assemble == "parameters":
-        expected = method.reserved.probabilities(method.assembled(experts, rho), x)
-        t = correlation.profile_prior(rho, method.reserved.routing(gate).mean(axis=0), method._groups, 0.02)
+        expected = method.server_data.probabilities(method.assembled(experts, rho), x)
+        t = correlation.profile_prior(rho, method.server_data.routing(gate).mean(axis=0), method._groups, 0.02)
         expected = expected * np.exp(t * prior)
         expected /= expected.sum(axis=1, keepdims=True)
         pre = TASK.preprocessing
@@ -424,7 +424,7 @@ async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> Non
 
 
 def test_without_a_reserved_set_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"--reserved.*fedavg"):
+    with pytest.raises(ConfigError, match=r"--server-data.*fedavg"):
         make("fedcoe", MethodSettings(), Server(TASK))
 
 

@@ -240,11 +240,11 @@ def with_proxy(home, **options):
     fleet, layout, first, groups = four_groups(home)
     apart = pool("digits", seed=9, limit=200)
     spec = next(iter(fleet.workers.values())).task
-    reserved = preprocess.apply(spec, apart.x), apart.y
+    server_data = preprocess.apply(spec, apart.x), apart.y
     settings = MethodSettings(
-        rounds=3, participation=0.5, sgd=SGD, codec=Codec.FLOAT32, options={"extractor": "proxy"} | options
+        rounds=3, participation=0.5, sgd=SGD, codec=Codec.FLOAT32, options={"extractor": "server"} | options
     )
-    return make("fedepc", settings, Server(spec, reserved)), fleet, layout, first, groups
+    return make("fedepc", settings, Server(spec, server_data)), fleet, layout, first, groups
 
 
 async def test_a_proxy_set_gives_extractor_and_unit_before_anybody_has_learned(tmp_path) -> None:
@@ -468,7 +468,7 @@ def test_deadlines() -> None:
         {"sigma_dp": 0.1},
         {"budget": 0},
         {"budget": 1.0, "selection": "uniform"},
-        {"extractor": "proxy"},
+        {"extractor": "server"},
     ],
 )
 def test_options_out_of_range_are_refused(options) -> None:

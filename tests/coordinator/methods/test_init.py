@@ -221,7 +221,7 @@ async def test_a_network_that_cannot_be_a_bundle_leaves_them_without_and_ends_no
         ("cfic:correction=false:beta=0.5", "alpha and beta change nothing"),
         ("cfic:clustering=aidc:epsilon=1", "epsilon hides label features"),
         ("fedepc:clustering=labels:sigma_dp=0.1", "sigma_dp hides profiles"),
-        ("fedepc:sigma_dp=0.1", "set extractor=proxy"),
+        ("fedepc:sigma_dp=0.1", "set extractor=server"),
         ("fedepc:n_clusters=3", "n_clusters changes nothing with clustering=aidc"),
         ("fedcoe:n_experts=1:n_top=2", "n_top changes nothing"),
         ("fedge:mode=shift:local_pilot=true", "local_pilot changes nothing"),

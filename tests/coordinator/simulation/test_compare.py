@@ -213,7 +213,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> Non
 def test_a_method_that_cannot_be_had_is_refused_before_the_others_have_run(tmp_path: Path) -> None:
     ran: list[str] = []
     settings = CompareSettings(methods="local,fedcoe", seeds="0", global_test=0.0, **SMALL)
-    with pytest.raises(ConfigError, match=r"^fedcoe: .*reserved"):
+    with pytest.raises(ConfigError, match=r"^fedcoe: .*server_data"):
         compare(settings, tmp_path / "out", lambda _, __, outcome: ran.append(outcome.method))
     assert not ran
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
 
 async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):
     federation = deal(scenario, 0)
-    method = make(name, scenario.for_method(0, options or {}), Server(federation.task, federation.reserved))
+    method = make(name, scenario.for_method(0, options or {}), Server(federation.task, federation.server_data))
     fleet, first, workers = gather(federation, scenario, 0, tmp_path)
     state = await run(method, method.init(federation.layout, first), fleet)
     return federation, method, fleet, workers, state

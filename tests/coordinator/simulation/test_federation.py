@@ -13,12 +13,12 @@ from tests.fedge.tasks.test_har import write
 
 
 def test_every_sample_is_in_one_place_and_the_global_test_set_in_none_of_the_devices() -> None:
-    federation = deal(Scenario(devices=4, samples=500, global_test=0.2, reserved=0.3), 3)
+    federation = deal(Scenario(devices=4, samples=500, global_test=0.2, server_data=0.3), 3)
     assert federation.global_test is not None
-    assert federation.reserved is not None
-    assert (len(federation.reserved[1]), len(federation.global_test[1])) == (30, 70)
+    assert federation.server_data is not None
+    assert (len(federation.server_data[1]), len(federation.global_test[1])) == (30, 70)
     raw = [part for share in federation.shares.values() for part in (share.x_train, share.x_val, share.x_test)]
-    parts = [preprocess.apply(federation.task, x) for x in raw] + [federation.global_test[0], federation.reserved[0]]
+    parts = [preprocess.apply(federation.task, x) for x in raw] + [federation.global_test[0], federation.server_data[0]]
     expected = preprocess.apply(federation.task, pool("digits", seed=3, limit=500).x)
     assert sorted(row.tobytes() for x in parts for row in x) == sorted(row.tobytes() for row in expected)
 
@@ -36,7 +36,7 @@ def test_the_global_test_set_has_all_classes_and_is_seen_by_all_cameras() -> Non
 def test_without_a_share_there_is_none() -> None:
     federation = deal(Scenario(devices=3, samples=200, global_test=0.0), 0)
     assert federation.global_test is None
-    assert federation.reserved is None
+    assert federation.server_data is None
 
 
 def test_equal_seeds_give_equal_federations() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.reserved import Gate
+from coordinator.server_data import Gate
 from edge_agent.steps.route import CHUNK
 from export.gate import gate_onnx
 from fedge.step import Failed

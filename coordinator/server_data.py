@@ -1,4 +1,4 @@
-"""What FedCoE's server computes on its labelled reserved set: experts, gate, scores of clients, assembled bundles.
+"""What FedCoE's server computes on its labelled data: experts, gate, scores of clients, assembled bundles.
 
 Source: arXiv 2605.21264; specification docs/methods/fedcoe.md. The maths on the results is in
 `coordinator.aggregation.correlation`. Only this part of the coordinator holds torch; a method that needs it imports it.
@@ -67,7 +67,7 @@ class Gate(nn.Module):
         return scores
 
 
-class ReservedSet:
+class ServerData:
     """The labelled samples D_s of the server, and what is computed on them.
 
     Args:
@@ -84,11 +84,11 @@ class ReservedSet:
         self, task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], processor: torch.device = CPU
     ) -> None:
         if not len(y):
-            raise ConfigError("the reserved set is empty: fedcoe cannot start without labelled samples on the server")
+            raise ConfigError("the server data is empty: fedcoe cannot start without labelled samples on the server")
         if x.shape != (len(y), *task.input_shape) or y.min() < 0 or y.max() >= task.n_classes:
-            raise ConfigError(f"the reserved set {x.shape} with labels up to {y.max()} does not fit task {task.name}")
+            raise ConfigError(f"the server data {x.shape} with labels up to {y.max()} does not fit task {task.name}")
         if missing := sorted(set(range(task.n_classes)) - set(y.tolist())):
-            log.warning("event=reserved_classes the reserved set has no sample of classes %s", missing)
+            log.warning("event=server_data_classes the server data has no sample of classes %s", missing)
         self.task = task
         self.x = np.ascontiguousarray(x, np.float32)
         self.y = y
@@ -111,7 +111,9 @@ class ReservedSet:
         for j in range(n_experts):
             own = np.isin(self.y, [c for c, group in enumerate(groups) if group == j])
             if not own.any():
-                log.warning("event=expert_without_samples expert %s has no reserved sample: it starts untrained", j)
+                log.warning(
+                    "event=expert_without_samples expert %s has no samples of the server: it starts untrained", j
+                )
                 experts.append(start)
                 continue
             n = int(own.sum())
