@@ -1,4 +1,4 @@
-"""The extractor of a proxy set: the child's work arrives, and sets that will not do are refused."""
+"""The extractor of the server data: the child's work arrives, and sets that will not do are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator import extractor, proxy
+from coordinator import extractor, extractor_training
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.tasks import pool
@@ -20,15 +20,15 @@ X, Y = preprocess.apply(TASK, POOL.x), POOL.y
 
 
 def test_the_child_makes_what_this_process_would_make() -> None:
-    found = proxy.trained_extractor(TASK, X, Y, seed=3)
-    network = extractor.trained(TASK, X, Y, seed=3)
+    found = extractor.trained_extractor(TASK, X, Y, seed=3)
+    network = extractor_training.trained(TASK, X, Y, seed=3)
     np.testing.assert_array_equal(found.model.params, network.dump().params)
-    np.testing.assert_array_equal(found.class_profiles, extractor.class_profiles(network, X, Y))
+    np.testing.assert_array_equal(found.class_profiles, extractor_training.class_profiles(network, X, Y))
 
 
 def test_a_child_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match="unknown model transformer"):
-        proxy.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), X, Y, seed=0)
+        extractor.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), X, Y, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_child_that_fails_says_why() -> None:
 )
 def test_samples_that_will_not_do_are_refused(x: np.ndarray, y: np.ndarray, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        proxy.check_samples(TASK, x, y)
+        extractor.check_samples(TASK, x, y)
 
 
 def test_the_coordinator_holds_no_torch_for_it() -> None:
