@@ -471,7 +471,7 @@ class MqttFleet:
     def _refuse(self, error: ProtocolError, topic: str, device: str) -> None:
         self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
         harmless = error.name in SAYS_NOTHING
-        level = logging.DEBUG if harmless else logging.WARNING
+        level = logging.INFO if harmless else logging.WARNING
         log.log(level, "event=refused name=%s device=%s topic=%s detail=%r", error.name, device, topic, str(error))
         if not harmless:
             self._note_problem(device, str(error))

@@ -65,8 +65,8 @@ async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
 
 
 async def test_the_end_tells_what_the_private_model_weighs(tmp_path: Path) -> None:
-    options = {"gate": "uniform"}
-    federation, method, fleet, workers, state = await finished(tmp_path / "a", "scmoe-pfl", options=options)
+    uniform = "benchmarks.papers.scmoe_pfl:UniformMean"
+    federation, method, fleet, workers, state = await finished(tmp_path / "a", uniform)
     for i, end in Evaluation(federation, workers).finally_(method, state, fleet).items():
         assert end.private_weight == pytest.approx(1 / len(state.installed[i].roles))
     federation, method, fleet, workers, state = await finished(tmp_path / "b", "fedavg")

@@ -89,17 +89,6 @@ def test_the_bundle_is_the_printed_formula(tmp_path, blobs, top) -> None:
     assert np.abs(gate_scores(tmp_path, x)).max() > 0.01, "the gate has learned"
 
 
-@pytest.mark.parametrize("temperature", [0.5, 4.0])
-def test_the_temperature_is_that_of_the_energies_alone(tmp_path, blobs, temperature) -> None:
-    own, _, runtime = fitted(tmp_path, blobs, temperature=temperature)
-    x = own.data.x_val
-    logits, s = logits_of_candidates(own, tmp_path, x), gate_scores(tmp_path, x)
-    beta = np.logaddexp.reduce(logits / temperature, axis=2).T
-    expected = printed_formula(s + beta - np.logaddexp.reduce(logits, axis=2).T, logits)
-    np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
-    np.testing.assert_allclose(runtime.predict(x).energies, beta, atol=1e-3)
-
-
 def test_fusion_of_logits_trains_the_gate_for_what_it_serves(tmp_path, blobs) -> None:
     """11.3: p = softmax(sum of alpha_k l_k); the gate's loss on its own data is that of this p (16, 15)."""
     own, _, runtime = fitted(tmp_path / "a", blobs, space="logit", energy=False)

@@ -281,10 +281,11 @@ def test_a_module_whose_output_overflows_is_dropped_and_spoils_no_gate(tmp_path,
     assert (weights[:, 1] == 0).all()
 
 
-def test_where_the_gate_diverges_the_own_module_serves(tmp_path) -> None:
+def test_where_the_gate_diverges_the_own_module_serves(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage2, "LEARNING_RATE", 1e30)
     device = Device(tmp_path, "fedper")
     device.train()
-    result = device.fit([device.module() for _ in range(5)], learning_rate=1e30)
+    result = device.fit([device.module() for _ in range(5)])
     assert isinstance(result, Installed), result
     assert (result.roles, result.guarded) == ((Role.PRIVATE,), True)
 

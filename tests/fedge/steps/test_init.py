@@ -179,7 +179,7 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (installed(Role.GLOBAL), {"roles": ()}),
     (installed(Role.GLOBAL), {"max_abs_diff": -1.0}),
     (FIT_MIXTURE, {"top": 0}),
-    (FIT_MIXTURE, {"temperature": 0.0}),
+    (FIT_MIXTURE, {"top": 65}),
     (FIT_POOL, {"pool": ()}),
     (FIT_POOL, {"pool": (None,) * (MAX_POOL + 1)}),
     (FIT_POOL, {"denoise": 1.0}),

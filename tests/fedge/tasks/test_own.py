@@ -16,6 +16,7 @@ from fedge.models import build, initial
 from fedge.task import TaskSpec
 from fedge.tasks import Task, pool
 from fedge.tasks.own import name_of
+from fedge.tensors import HEAD
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.random((30, 5)), RNG.integers(0, 3, 30)
@@ -66,7 +67,7 @@ def test_any_network_can_be_built_and_has_a_fingerprint(model: object) -> None:
     task = Task.from_arrays(X, Y, model=model)
     assert len(task.spec.fingerprint()) == 16
     assert build(task.spec)(torch.zeros(2, 5)).shape == (2, 3)
-    assert initial(task.spec, 1)[0].has_head
+    assert initial(task.spec, 1)[0].select(HEAD)
 
 
 def test_a_module_begins_with_the_weights_that_it_has_and_is_left_alone() -> None:
