@@ -8,14 +8,23 @@ import pytest
 
 from coordinator.fleet.simulated import run
 from coordinator.methods import Option, Server, make
+from coordinator.methods.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.settings import Scenario
 from fedge import bundle, preprocess
 from fedge.models.training import Network
+from fedge.steps.fit_mixture import FitMixture
 from fedge.tensors import flatten, from_bytes
 
 SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
+
+
+class UniformMean(ScmoePfl):
+    """Every model of a device's mixture counts the same."""
+
+    def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
+        return msgspec.structs.replace(super().mixture(state, device_id), gate="uniform")
 
 
 async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):
@@ -65,7 +74,7 @@ async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
 
 
 async def test_the_end_tells_what_the_private_model_weighs(tmp_path: Path) -> None:
-    uniform = "benchmarks.papers.scmoe_pfl:UniformMean"
+    uniform = f"{__name__}:UniformMean"
     federation, method, fleet, workers, state = await finished(tmp_path / "a", uniform)
     for i, end in Evaluation(federation, workers).finally_(method, state, fleet).items():
         assert end.private_weight == pytest.approx(1 / len(state.installed[i].roles))
