@@ -254,7 +254,7 @@ class Answering:
             if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
                 raise  # it was asked for in a way that no bundle could answer
             try:
-                before = self._slots.go_back(f"it cannot be loaded: {error}")
+                before = self._slots.go_back(f"it cannot be loaded: {error}", lasting=False)
             except StoreError as lost:
                 raise error from lost
             return self._load(before)

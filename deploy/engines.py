@@ -113,7 +113,8 @@ def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[s
         changed = shifted(numbers) if mode == "shift" else {}
     match engine:
         case "fused":
-            return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed))
+            parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
+            return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
         case "int8":
             return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
         case "separate":
@@ -149,7 +150,8 @@ class Separate:
         for k, candidate in enumerate(bundle.manifest.candidates):
             digest = candidate.part.digest
             if digest not in sessions:
-                sessions[digest] = Session(bundle.candidate(k), bundle.folder, threads, providers)
+                parts = [candidate.part.file_name]
+                sessions[digest] = Session(bundle.candidate(k), bundle.folder, threads, providers, parts=parts)
         self._sessions = [sessions[candidate.part.digest] for candidate in bundle.manifest.candidates]
         self._how = how
         self._n_classes = bundle.manifest.task.n_classes

@@ -115,13 +115,13 @@ def examined(running: Path | None, staged: Path, home: Path, limits: Limits, eng
         new = load_update(staged, None, engine, again=True)
         validation, warning = _samples(home, new.task)
         now = measure(new, validation)
-    except FedgeError as error:
+    except (FedgeError, OSError) as error:
         return Examination(reason=f"smoke-test: {error}"[:500])
     before = None
     if running is not None:
         try:
             before = measure(load_update(running, None, engine, again=True), validation)
-        except FedgeError:  # a running bundle that is broken is no yardstick
+        except (FedgeError, OSError):  # a running bundle that is broken is no yardstick
             before = None
     return Examination(
         reason=verdict(before, now, limits),

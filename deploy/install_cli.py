@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -11,11 +12,12 @@ import click
 import msgspec
 
 from deploy.examination import Limits, examine
-from deploy.slots import Slots, newest_in_inbox, owned, state_of
+from deploy.slots import Slots, newest_in_inbox, owned, slot_in, state_of
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.bundle import MANIFEST, Bundle, digest_in, look, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import InUseError, whole_folder, write_atomically
+from fedge.task import TaskSpec
 
 HANDED_S: Final = 300.0
 """For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""
@@ -85,6 +87,8 @@ def _read_root(path: Path) -> bytes:
 def install_in(home: Path, slots: Slots, new: Bundle) -> None:
     """Stage, examine, switch; confirmed at once: a person stands by, or nothing has answered before.
 
+    What is damaged does not count; a device that has no second bundle gets this one twice.
+
     Args:
         home: of the device.
         slots: those of `home`.
@@ -97,17 +101,26 @@ def install_in(home: Path, slots: Slots, new: Bundle) -> None:
     """
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
-    if slots.running is not None:
-        task = look(slots.running)[0].task
-        if task.fingerprint() != new.manifest.task.fingerprint():
-            raise UpdateRejected(f"task: {home} does {task.name}, the bundle is for {new.manifest.task.name}")
+    task = _task_in(slots)
+    if task is not None and task.fingerprint() != new.manifest.task.fingerprint():
+        raise UpdateRejected(f"task: {home} does {task.name}, the bundle is for {new.manifest.task.name}")
     slots.may_take(new.manifest, new.digest)
-    slots.stage(slots.take_in(new))
+    slots.stage((new.folder / MANIFEST).read_bytes(), new.folder)
     found = examine(slots.running, slots.staged, home, Limits())
     if found.reason:
         raise UpdateRejected(found.reason)
     slots.switch()
     slots.confirm()
+    slots.mend()
+
+
+def _task_in(slots: Slots) -> TaskSpec | None:
+    """What the device does, as a slot says whose manifest can be read."""
+    for folder in (slots.running, slots.staged):
+        if folder is not None:
+            with contextlib.suppress(UpdateRejected, OSError):
+                return look(folder)[0].task
+    return None
 
 
 def _hand_over(new: Bundle, home: Path) -> None:
@@ -176,9 +189,9 @@ def _require_highest(new: Bundle, home: Path) -> None:
 
 def _answering(home: Path) -> tuple[int, str]:
     """Release and digest of the bundle that answers in a HOME where one was installed."""
-    folder = home / "slots" / (state_of(home).running or "a")
+    folder = slot_in(home, state_of(home).running or "a")
     try:
         manifest, digest = look(folder)
     except (UpdateRejected, OSError) as error:
-        raise StoreError(f"cannot read the bundle in {folder}: {error}") from error
+        raise StoreError(f"the bundle in {folder} is damaged: stop `fedge serve`, then install ({error})") from error
     return manifest.release, digest

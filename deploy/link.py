@@ -32,7 +32,7 @@ from deploy.examination import Limits, allowed_ms, examine
 from deploy.slots import Slots, newest_in_inbox
 from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.background import Background
-from fedge.bundle import Manifest, digest_in, read
+from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, write_atomically
@@ -60,11 +60,16 @@ HEALTH_S: Final = 60.0
 """Pause between two reports of a device where nothing happens."""
 LOOK_S: Final = 2.0
 """Pause between two looks at the inbox and at drift."""
+MEND_S: Final = 24 * 3600.0
+"""Pause between two looks at the slots' bytes, all of which are read."""
 TRIAL_S: Final = 1.0
 """Pause between two looks at a bundle on trial."""
 RETRY_S: Final = 5.0
 """Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
 RETRY_CAP_S: Final = 600.0
+
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, time and size of the files of a folder."""
 
 INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
 
@@ -212,11 +217,11 @@ class Link:
         self._slots = slots
         self._answering = answering
         self._limits = limits
-        self._received = BlobFolder(home / "received")  # metadata, until they are verified
         self._rollout: Rollout | None = None
         self._outcome = _read_outcome(home)
         if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
             answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
+        self._damaged: dict[Path, Fingerprint] = {}  # bundles in the inbox, as they were when they could not be read
         self._judged: Judgement | None = None
         self._failed: tuple[str, str] | None = None  # announcement, what went wrong
         self._n_failures = 0  # of that announcement, in a row
@@ -229,10 +234,18 @@ class Link:
         self._trusting = threading.Lock()
 
     async def attach(self, transport: Transport) -> None:
-        """Subscribe. Do it before the transport is entered."""
+        """Subscribe. Do it before the transport is entered.
+
+        Raises:
+            StoreError: nothing can be fetched here.
+        """
         self._transport = transport
-        self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES)
-        self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES)
+        try:
+            self._received = BlobFolder(self._home / "received")  # metadata, until they are verified
+            self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES)
+            self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES)
+        except OSError as error:
+            raise StoreError(f"cannot write {self._home}: {error}") from error
         await transport.subscribe(self._topics.rollout, self._on_rollout)
         transport.on_connect(self._on_connect)
 
@@ -283,10 +296,17 @@ class Link:
     # ------------------------------------------------------------------------------------------------- deciding
 
     async def follow(self) -> None:
-        """Mind the bundle on trial, the inbox and the rollout, until cancelled; all that there is without a broker."""
+        """Mind the slots, the bundle on trial, the inbox and the rollout, until cancelled.
+
+        It is all that there is without a broker. The slots are mended first, while the bundle in memory answers.
+        """
+        mended_at = -MEND_S
         while True:
             self._news.clear()
             try:
+                if time.monotonic() - mended_at >= MEND_S:
+                    mended_at = time.monotonic()
+                    await asyncio.to_thread(self._slots.mend)
                 pause_s = await self._step()
             except (FedgeError, OSError) as error:  # it may be mended; the bundle in memory answers all the while
                 log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
@@ -356,7 +376,9 @@ class Link:
     def _inbox(self) -> Path | None:
         """The newest bundle written on this device that is newer than the one that answers and was not refused."""
         runtime = self._answering.runtime
-        return newest_in_inbox(self._home, runtime.manifest.release, {*self._slots.state.refused, runtime.digest})
+        known = {*self._slots.state.refused, runtime.digest}
+        damaged = {folder for folder, seen in self._damaged.items() if _fingerprint(folder) == seen}
+        return newest_in_inbox(self._home, runtime.manifest.release, known, damaged)
 
     def _wanted(self, rollout: Rollout) -> bool:
         """Whether what was begun for this rollout is still to be done."""
@@ -452,8 +474,8 @@ class Link:
         manifest = self._fit(data, digest)
         if manifest is None:
             return None
-        missing = self._slots.lacks(manifest)
-        self._require_room(sum(size for _, size in missing))
+        missing = await asyncio.to_thread(self._slots.lacks, manifest)
+        self._require_room(sum(size for _, size in missing), sum(part.size_bytes for part in manifest.files.values()))
         for missed, size in missing:
             await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size), FETCH_S)
         return data
@@ -499,37 +521,43 @@ class Link:
             raise UpdateRejected(f"rollback: {error}") from error
         return manifest
 
-    def _require_room(self, size_bytes: int) -> None:
-        if size_bytes > MAX_RELEASE_BYTES:
-            raise UpdateRejected(f"oversized: parts of {size_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
+    def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:
+        """See that there is room for what is fetched, and for a slot of its own beside the one that it replaces."""
+        if fetched_bytes > MAX_RELEASE_BYTES:
+            raise UpdateRejected(f"oversized: parts of {fetched_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
         free = shutil.disk_usage(self._home).free
-        if size_bytes + SPARE_DISK_BYTES > free:
-            raise StoreError(f"disk: {size_bytes} bytes are to be fetched, {free} are free")
+        if fetched_bytes + staged_bytes + SPARE_DISK_BYTES > free:
+            raise StoreError(
+                f"disk: {fetched_bytes} bytes are to be fetched and {staged_bytes} copied, {free} are free"
+            )
 
     async def _take_in(self, folder: Path) -> None:
-        """Try a bundle that was written on this device."""
+        """Try a bundle that was written on this device. One that is damaged is none until it has changed."""
+        seen = _fingerprint(folder)
         try:
-            digest = digest_in(folder)
-            try:
-                bundle = await asyncio.to_thread(read, folder)
-                data = await asyncio.to_thread(self._slots.take_in, bundle)
-                manifest = self._fit(data, digest_of(data))
-                if manifest is not None:
-                    await self._try(data, None)
-            except UpdateRejected as error:
-                self._refuse(digest, str(error))
-        except OSError as error:
-            raise StoreError(f"cannot read {folder}: {error}") from error
+            bundle = await asyncio.to_thread(read, folder)
+        except (UpdateRejected, OSError) as error:
+            log.warning("event=inbox_damaged folder=%s reason=%r", folder, str(error))
+            self._damaged[folder] = seen
+            return
+        data = (folder / MANIFEST).read_bytes()
+        try:
+            if self._fit(data, bundle.digest) is not None:
+                await self._try(data, None, folder)
+        except UpdateRejected as error:
+            self._refuse(bundle.digest, str(error))
         self._tell()
 
-    async def _try(self, data: bytes, rollout: Rollout | None) -> None:
-        """Stage, examine, switch; all parts are there."""
+    async def _try(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
+        """Stage, examine, switch; all parts are there, or in a folder.
+
+        Raises:
+            StoreError: a part was damaged meanwhile, or the disk is full or broken.
+        """
         digest = digest_of(data)
         try:
-            await asyncio.to_thread(self._slots.stage, data)
+            await asyncio.to_thread(self._slots.stage, data, folder)
         except UpdateRejected as error:
-            if await asyncio.to_thread(self._drop_damaged, data):
-                raise StoreError(f"damaged: {error}") from error
             self._refuse(digest, f"malformed: {error}")
             return
         found = await asyncio.to_thread(
@@ -556,16 +584,6 @@ class Link:
         except FedgeError as error:  # the one before goes on answering
             log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
         self._tell()
-
-    def _drop_damaged(self, data: bytes) -> bool:
-        """Remove files of the store that no longer hold what they are named by; whether there were any."""
-        manifest = decode_manifest(data)
-        damaged = False
-        for part in manifest.files.values():
-            if part.digest not in self._slots.parts or digest_of(self._slots.parts.get(part.digest)) != part.digest:
-                self._slots.parts.remove(part.digest)
-                damaged = True
-        return damaged
 
     def _refuse(self, digest: str, reason: str) -> None:
         log.warning("event=bundle_refused bundle=%s reason=%r", digest, reason)
@@ -631,6 +649,14 @@ class Link:
 def _lasting(health: Health) -> Health:
     """What of it is worth a message of its own when it changes."""
     return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0)
+
+
+def _fingerprint(folder: Path) -> Fingerprint:
+    """What changes when a folder's files do."""
+    with contextlib.suppress(OSError):
+        found = [(path.name, path.lstat()) for path in sorted(folder.iterdir())]
+        return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found)
+    return ()
 
 
 def _read_outcome(home: Path) -> Outcome:

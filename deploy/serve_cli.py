@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +29,11 @@ from fedge.background import first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
+
+log = logging.getLogger("fedge.deploy")
 
 INTERRUPTED: Final = 130
 LOCAL: Final = "local"
@@ -202,9 +205,14 @@ async def _on_broker(
             await asyncio.Event().wait()
     else:
         link = Link(settings.id, settings.federation, settings.home, slots, answering, Limits())
-        await link.attach(transport)
+        beside = link.run
+        try:
+            await link.attach(transport)
+        except StoreError as error:  # it can answer all the same
+            log.error("event=no_rollouts reason=%r", str(error))  # noqa: TRY400 - the text is all
+            beside = link.follow
         async with transport, sensor:
-            await link.run()
+            await beside()
 
 
 def _say(url: str, names: list[str], as_json: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +40,10 @@ def chains(providers: Sequence[str] | None) -> list[tuple[str, ...]]:
 
 
 class Session:
-    """A graph that is ready to run. Its files are mapped, so they must not be changed in place."""
+    """A graph that is ready to run, in memory of its own: what becomes of its files no longer matters.
+
+    ONNX Runtime before 1.24 maps the files instead, which must then not be changed in place.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,8 @@ class Session:
         threads: int,
         providers: Sequence[str],
         numbers: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        parts: Sequence[str] = (),
     ) -> None:
         """Load a graph whose parts lie in `folder`.
 
@@ -56,6 +63,7 @@ class Session:
             threads: for the nodes of the graph.
             providers: in order of preference.
             numbers: initializers of the graph that get other values.
+            parts: names of the files in `folder` that the graph refers to.
         """
         options = session_options(folder, threads)
         self._held = {  # ONNX Runtime refers to this memory as long as the session lives
@@ -65,10 +73,19 @@ class Session:
         for name, value in self._held.items():
             options.add_initializer(name, value)
         source = str(graph) if isinstance(graph, Path) else graph
-        self._session = onnxruntime.InferenceSession(source, options, providers=list(providers))
+        with contextlib.ExitStack() as opened:  # ONNX Runtime copies what it needs
+            if parts and hasattr(options, "add_external_initializers_from_files_in_memory"):
+                data = [opened.enter_context(_mapped(folder / name)) for name in parts]
+                options.add_external_initializers_from_files_in_memory(list(parts), data, [len(d) for d in data])
+            self._session = onnxruntime.InferenceSession(source, options, providers=list(providers))
         self.run = self._session.run
 
     @property
     def providers(self) -> tuple[str, ...]:
         """The execution providers that it really has."""
         return tuple(self._session.get_providers())
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,32 +1,37 @@
 """Two slots for bundles, one of which answers: switching is one atomic write, and the last good bundle is always there.
 
-    HOME/parts/<sha256>      content store; every file of a bundle lies here once
-    HOME/slots/a, b          bundle folders, hard links into the store
+    HOME/slot-a, slot-b      bundle folders, each with bytes of its own: damage to one file harms one of them
     HOME/slots.json          `State`: which slot answers, which one is good, what is on trial
+    HOME/parts/<sha256>      what came over the wire for a bundle that is not staged yet
 
 A new bundle is staged into the slot that does not answer, verified there, and switched to on trial. It becomes the good
 one when it is confirmed; until then the other slot is left alone. Whatever is cut off whenever: `slots.json` is the old
 one or the new one, and the slots that it names are whole, since a slot is written only while nothing names it.
+
+Disks fail, too: a slot that is damaged gives way to the other one and is made whole from it (`Slots.mend`), and what is
+damaged here is never taken for a bad release.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
-from fedge.bundle import MANIFEST, Bundle, Manifest, decode, digest_in, look, read
+from fedge.bundle import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
 from fedge.errors import StoreError, UpdateRejected
-from fedge.files import BlobFolder, locked, make_folder, require_utf8, sync_folder, whole_folder, write_atomically
+from fedge.files import BlobFolder, InUseError, copy_durably, make_folder, require_utf8, whole_folder, write_atomically
 from fedge.messages import Count, Digest
 
 log = logging.getLogger("fedge.deploy")
@@ -56,6 +61,12 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     refused: dict[Digest, str] = {}
 
 
+def slot_in(home: Path, slot: Slot) -> Path:
+    """Folder of a slot; where fedge 0.1 had it as long as it could not be moved."""
+    folder, before = home / f"slot-{slot}", home / "slots" / slot
+    return before if before.is_dir() and not folder.exists() else folder
+
+
 @contextmanager
 def owned(home: Path) -> Iterator[Slots]:
     """The bundles of a device for this process alone; the kernel gives them back when it ends, however it ends.
@@ -66,8 +77,21 @@ def owned(home: Path) -> Iterator[Slots]:
         StoreError: the folder cannot be read or written.
     """
     require_utf8(home)
-    with locked(home / "slots", f"another process uses {home}: stop `fedge serve` or `fedge install` there first"):
+    make_folder(home)
+    try:
+        handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # a file for it might be lost, or read-only
+    except OSError as error:
+        raise StoreError(f"cannot open {home}: {error}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUseError(
+                f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
+            ) from None
         yield Slots(home)
+    finally:
+        os.close(handle)
 
 
 def state_of(home: Path) -> State:
@@ -84,19 +108,22 @@ def state_of(home: Path) -> State:
         raise StoreError(f"cannot read {home / 'slots.json'}: {error}") from error
 
 
-def newest_in_inbox(home: Path, above: int, known: Container[str]) -> Path | None:
-    """The folder in HOME/bundles with the highest number above this one whose bundle's digest is not known."""
+def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:
+    """The folder in HOME/bundles with the highest number above this one whose bundle is neither known nor damaged."""
     bundles = home / "bundles"
     numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
     for number in sorted(numbers, reverse=True):
+        folder = bundles / str(number)
         if number <= above:
             return None
+        if folder in damaged:
+            continue
         try:
-            digest = digest_in(bundles / str(number))
+            digest = digest_in(folder)
         except OSError:
             continue
         if digest not in known:
-            return bundles / str(number)
+            return folder
     return None
 
 
@@ -104,23 +131,36 @@ class Slots:
     """The bundles of one device. One process at a time changes them: it has them from `owned`."""
 
     def __init__(self, home: Path) -> None:
-        """Open the folder, or make it; what a crash left half done is removed.
-
-        Raises:
-            StoreError: it cannot be read or written.
-        """
+        """Open the folder, or make it; what a crash left half done is removed where the disk may be written."""
+        self._home = home
         self._file = home / "slots.json"
-        self._folder = home / "slots"
-        make_folder(self._folder)
-        self.parts = BlobFolder(home / "parts")
-        for left in (*self._folder.glob(".unfinished-*"), *self._folder.glob(".replaced-*")):
-            shutil.rmtree(left, ignore_errors=True)
-        mine = [path for name in ("slots", "outcome", "root") for path in home.glob(f".tmp-{name}.json-*")]
-        for left in (*mine, *(home / "parts").glob(".tmp-*")):
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # who has to write there will say so
+            home.mkdir(parents=True, exist_ok=True)
+            self._tidy_up()
         self.state = self._load()
 
+    def _tidy_up(self) -> None:
+        for left in (*self._home.glob(".unfinished-*"), *self._home.glob(".replaced-*")):
+            shutil.rmtree(left, ignore_errors=True)
+        mine = [path for name in ("slots", "outcome", "root") for path in self._home.glob(f".tmp-{name}.json-*")]
+        for left in (*mine, *(self._home / "parts").glob(".tmp-*"), *self._home.glob("slot-?/.tmp-*")):
+            left.unlink(missing_ok=True)
+        for slot in get_args(Slot):
+            folder = self._home / f"slot-{slot}"
+            if (before := self._folder(slot)) != folder:
+                before.rename(folder)
+        shutil.rmtree(self._home / "slots", ignore_errors=True)
+
     # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def parts(self) -> BlobFolder:
+        """Where what is fetched for a bundle lies until it is confirmed.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        return BlobFolder(self._home / "parts")
 
     @property
     def running(self) -> Path | None:
@@ -135,12 +175,20 @@ class Slots:
     @property
     def staged(self) -> Path:
         """Folder of the slot that does not answer; it holds the staged bundle, the last one, or nothing."""
-        return self._folder / self._idle
+        return self._folder(self._idle)
 
     def lacks(self, manifest: Manifest) -> list[tuple[str, int]]:
-        """Digest and size of the graphs and the parts that are not in the store, each once, in their order."""
-        files = dict.fromkeys((part.digest, part.size_bytes) for part in manifest.files.values())
-        return [(digest, size) for digest, size in files if digest not in self.parts]
+        """Digest and size of the graphs and the parts that are on the device nowhere whole, each once, in their order.
+
+        All that is there is hashed; a damaged file in the store is removed, so that it can be fetched again.
+        """
+        missing: dict[str, int] = {}
+        for name, part in manifest.files.items():
+            if not any(holds(path, part) for path in self._sources(name, part)):
+                with contextlib.suppress(OSError):
+                    self.parts.remove(part.digest)
+                missing[part.digest] = part.size_bytes
+        return list(missing.items())
 
     def may_take(self, manifest: Manifest, digest: str) -> None:
         """See that a bundle is not one that was refused, nor older than what was run before.
@@ -158,13 +206,21 @@ class Slots:
     # ------------------------------------------------------------------------------------------------- changing
 
     def boot(self) -> Path | None:
-        """A process begins: the folder that it should load. A trial at which too many processes died is given up."""
+        """A process begins: the folder that it should load.
+
+        A trial at which too many processes died is given up. Where that cannot be counted, the good bundle answers.
+        """
         trial = self.state.trial
         if trial is not None:
-            if trial.starts >= MAX_STARTS:
-                self.roll_back(f"{trial.starts} processes that ran it died")
-            else:
-                self.started()
+            try:
+                if trial.starts >= MAX_STARTS:
+                    self.roll_back(f"{trial.starts} processes that ran it died")
+                else:
+                    self.started()
+            except StoreError as error:
+                log.error("event=trial_suspended reason=%r", str(error))  # noqa: TRY400 - the text is all
+                good = self.state.good or self.state.running
+                self.state = msgspec.structs.replace(self.state, running=good, good=good, trial=None)
         return self.running
 
     def started(self) -> None:
@@ -173,36 +229,20 @@ class Slots:
         assert trial is not None
         self._save(msgspec.structs.replace(self.state, trial=msgspec.structs.replace(trial, starts=trial.starts + 1)))
 
-    def stage(self, manifest: bytes) -> Bundle:
-        """Build the idle slot from a manifest and the store, and verify it. Nothing that answers is touched.
+    def stage(self, manifest: bytes, folder: Path | None = None) -> Bundle:
+        """Build the idle slot from copies of what is on the device, and verify it. Nothing that answers is touched.
+
+        Args:
+            manifest: of the bundle.
+            folder: where else its files may lie, beside the store and the slots.
 
         Raises:
-            UpdateRejected: a part is missing or is not what the manifest says.
-            StoreError: a bundle is on trial, or the disk is full or broken.
+            UpdateRejected: the manifest or a file that is as the manifest says is malformed.
+            StoreError: a file is missing or damaged, a bundle is on trial, or the disk is full or broken.
         """
         if self.state.trial is not None:
             raise StoreError("a bundle is on trial: confirm it or roll it back first")
-        parsed = decode(manifest)
-        try:
-            with whole_folder(self.staged) as unfinished:
-                write_atomically(unfinished / MANIFEST, manifest)
-                for name, part in parsed.files.items():
-                    self._link(part.digest, unfinished / name)
-                bundle = read(unfinished)
-        except OSError as error:
-            raise StoreError(f"cannot write {self.staged}: {error}") from error
-        return replace(bundle, folder=self.staged)
-
-    def take_in(self, bundle: Bundle) -> bytes:
-        """Copy the files of a verified bundle into the store (links where possible); its manifest, for `stage`.
-
-        Raises:
-            StoreError: the disk is full or broken.
-        """
-        for name, part in bundle.manifest.files.items():
-            if part.digest not in self.parts:
-                self._keep(bundle.folder / name, part.digest)
-        return (bundle.folder / MANIFEST).read_bytes()
+        return self._build(self._idle, manifest, folder)
 
     def switch(self, rollout: str | None = None) -> None:
         """Let the staged bundle answer, on trial.
@@ -227,39 +267,68 @@ class Slots:
             self._save(msgspec.structs.replace(self.state, good=self.state.running, trial=None))
             self._sweep()
 
+    def mend(self) -> None:
+        """See that both slots are whole and share no bytes, unless one is on trial: what is damaged is copied anew.
+
+        A file is taken from wherever it is whole; a slot that lacks one for good becomes a copy of the other.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        if self.state.trial is not None or self.running is None:
+            return
+        for slot in (self.state.running, self._idle):
+            assert slot is not None
+            if not _is_whole(self._folder(slot)) or _shares(self._folder(slot)):
+                self._mend(slot)
+
     def roll_back(self, reason: str) -> None:
-        """Give the bundle on trial up for the last good one, and remember it as refused."""
+        """Give the bundle on trial up for the last good one, and remember it as refused.
+
+        It is not refused where it is damaged: that is this disk's fault, and it may be fetched once more.
+        """
+        self._roll_back(reason, lasting=True)
+
+    def _roll_back(self, reason: str, *, lasting: bool) -> None:
         if self.state.trial is None:
             return
         failed = self.running
         assert failed is not None
         refused: Mapping[str, str] = self.state.refused
-        try:
+        if _is_whole(failed):
             digest = digest_in(failed)
-        except OSError as error:  # it has lost its name, and with it what could be remembered
-            log.warning("event=rolled_back slot=%s reason=%r error=%r", failed, reason, str(error))
-        else:
             log.warning("event=rolled_back bundle=%s reason=%r", digest, reason)
             refused = _remembered(refused, digest, reason)
-        self._save(msgspec.structs.replace(self.state, running=self.state.good, trial=None, refused=dict(refused)))
+        else:
+            log.warning("event=damaged slot=%s reason=%r", failed, reason)
+        self._save(
+            msgspec.structs.replace(self.state, running=self.state.good, trial=None, refused=dict(refused)),
+            lasting=lasting,
+        )
 
-    def go_back(self, reason: str) -> Path:
+    def go_back(self, reason: str, *, lasting: bool = True) -> Path:
         """Let the bundle before the running one answer, also after the running one was confirmed; its folder.
 
+        Args:
+            reason: why, for the log and for those who bring the bundle again.
+            lasting: whether that must be written down; where it need not, it holds for this process at least.
+
         Raises:
-            StoreError: there is no other bundle, or it is not whole.
+            StoreError: there is no other bundle, or it is not whole, or it cannot be written down.
         """
-        if self.state.trial is not None and self.state.good is None:
+        if self.running is None or (self.state.trial is not None and self.state.good is None):
             raise StoreError("there is no bundle to go back to")
         try:
             other = read(self.staged)
         except (UpdateRejected, OSError) as error:
             raise StoreError(f"there is no bundle to go back to: {error}") from error
         if self.state.trial is None:
+            if _is_whole(self.running) and digest_in(self.running) == other.digest:
+                raise StoreError("there is no bundle to go back to: both slots hold the same")
             if other.digest in self.state.refused:
                 raise StoreError(f"the only bundle to go back to was refused: {self.state.refused[other.digest]}")
-            self._save(msgspec.structs.replace(self.state, good=self._idle, trial=Trial(rollout=None)))
-        self.roll_back(reason)
+            self._save(msgspec.structs.replace(self.state, good=self._idle, trial=Trial(rollout=None)), lasting=lasting)
+        self._roll_back(reason, lasting=lasting)
         folder = self.running
         assert folder is not None
         return folder
@@ -275,65 +344,82 @@ class Slots:
         return "b" if self.state.running == "a" else "a"
 
     def _path(self, slot: Slot | None) -> Path | None:
-        return None if slot is None else self._folder / slot
+        return None if slot is None else self._folder(slot)
+
+    def _folder(self, slot: Slot) -> Path:
+        return slot_in(self._home, slot)
+
+    def _sources(self, name: str, part: Part, folder: Path | None = None) -> Iterator[Path]:
+        """Where a file of a bundle may lie on this device."""
+        if folder is not None:
+            yield folder / name
+        yield self._home / "parts" / part.digest
+        for slot in get_args(Slot):
+            yield self._folder(slot) / name
+
+    def _build(self, slot: Slot, manifest: bytes, folder: Path | None = None) -> Bundle:
+        """Replace a slot by a bundle, all of whose bytes are copied."""
+        target = self._folder(slot)
+        parsed = decode(manifest)
+        try:
+            with whole_folder(target) as unfinished:
+                write_atomically(unfinished / MANIFEST, manifest)
+                for name, part in parsed.files.items():
+                    _copy(self._sources(name, part, folder), part, unfinished / name)
+                bundle = read(unfinished, again=True)
+        except OSError as error:
+            raise StoreError(f"cannot write {target}: {error}") from error
+        return replace(bundle, folder=target)
+
+    def _mend(self, slot: Slot) -> None:
+        """Build a slot anew, as what it was or else as the other one."""
+        folder = self._folder(slot)
+        other = self.running if slot == self._idle else self.staged
+        assert other is not None
+        try:
+            self._build(slot, (folder / MANIFEST).read_bytes())
+        except (UpdateRejected, StoreError, OSError) as error:
+            try:
+                self._build(slot, (other / MANIFEST).read_bytes())
+            except (UpdateRejected, OSError) as lost:
+                raise StoreError(f"{folder} cannot be mended: {error}") from lost
+        log.warning("event=slot_mended slot=%s", folder)
 
     def _load(self) -> State:
-        """The state on the disk; should it be unreadable, one that runs the newest bundle that is whole."""
+        """The state on the disk; should it be lost or unreadable, one that runs the newest bundle that is whole."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=State)
-        except FileNotFoundError:
-            return State()
-        except OSError as error:
-            raise StoreError(f"cannot read {self._file}: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            log.error("event=state_lost file=%s reason=%r", self._file, str(error))  # noqa: TRY400 - the text is all
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = str(error)
         whole: dict[int, Slot] = {}
-        for slot in ("a", "b"):
-            try:
-                whole[read(self._folder / slot).manifest.release] = slot
-            except UpdateRejected:
-                continue
+        for slot in get_args(Slot):
+            with contextlib.suppress(UpdateRejected, OSError):
+                whole.setdefault(read(self._folder(slot)).manifest.release, slot)
         if not whole:
             return State()
+        log.error("event=state_lost file=%s reason=%r", self._file, reason)
         newest = max(whole)
-        state = State(running=whole[newest], good=whole[newest], highest_release=newest)
-        self._save(state)
-        return state
+        self.state = State()
+        self._save(State(running=whole[newest], good=whole[newest], highest_release=newest), lasting=False)
+        return self.state
 
-    def _save(self, state: State) -> None:
-        write_atomically(self._file, msgspec.json.format(msgspec.json.encode(state), indent=2))
+    def _save(self, state: State, *, lasting: bool = True) -> None:
+        """Write the state down; not `lasting`: where that fails, it is the state of this process all the same."""
+        try:
+            if self._file.is_dir():  # a damaged disk's; nobody else puts a folder there
+                shutil.rmtree(self._file, ignore_errors=True)
+            write_atomically(self._file, msgspec.json.format(msgspec.json.encode(state), indent=2))
+        except StoreError as error:
+            if lasting:
+                raise
+            log.error("event=state_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
         self.state = state
 
-    def _link(self, digest: str, target: Path) -> None:
-        if digest not in self.parts:
-            raise UpdateRejected(f"part {digest} is missing")
-        _link_or_copy(self.parts.path(digest), target)
-
-    def _keep(self, source: Path, digest: str) -> None:
-        target = self.parts.path(digest)
-        temporary = target.with_name(f".tmp-{digest}")
-        try:
-            _link_or_copy(source, temporary)
-            temporary.replace(target)
-            sync_folder(target.parent)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise StoreError(f"cannot write {target}: {error}") from error
-
     def _sweep(self) -> None:
-        """Remove from the store what neither slot names."""
-        named: set[str] = set()
-        for slot in ("a", "b"):
-            try:
-                manifest, _ = look(self._folder / slot)
-            except (OSError, UpdateRejected):
-                continue
-            named |= {part.digest for part in manifest.files.values()}
-        for digest in set(self.parts) - named:
-            self.parts.remove(digest)
-        for kind in ("part", "ranges"):  # of transfers that were given up
-            for left in self.parts.path("").glob(f"*.{kind}"):
-                left.unlink(missing_ok=True)
+        """Empty the store: what a slot needs lies in the slot, and the rest is of transfers that were given up."""
+        for left in (self._home / "parts").glob("*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
 
 def _remembered(refused: Mapping[str, str], digest: str, reason: str) -> dict[str, str]:
@@ -341,12 +427,33 @@ def _remembered(refused: Mapping[str, str], digest: str, reason: str) -> dict[st
     return dict(list({**others, digest: reason[:200]}.items())[-MAX_REFUSED:])
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    """A hard link, or a durable copy on file systems that have none."""
-    target.unlink(missing_ok=True)
+def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:
+    """Copy a file from the first place where it is whole.
+
+    Raises:
+        StoreError: there is none.
+    """
+    for source in sources:
+        try:
+            if source.lstat().st_size == part.size_bytes and copy_durably(source, target) == part.digest:
+                return
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+                raise
+            log.warning("event=not_copied file=%s reason=%r", source, str(error))
+    raise StoreError(f"part {part.digest} is missing or damaged")
+
+
+def _is_whole(folder: Path) -> bool:
     try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP}:
-            raise
-        write_atomically(target, source.read_bytes())
+        read(folder)
+    except (UpdateRejected, OSError):
+        return False
+    return True
+
+
+def _shares(folder: Path) -> bool:
+    """Whether a file of a slot has a second name, as those of fedge 0.1 have: what is done to that is done to this."""
+    return any(path.lstat().st_nlink > 1 for path in folder.iterdir())

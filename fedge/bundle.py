@@ -271,6 +271,16 @@ def digest_in(folder: Path) -> str:
     return digest_of((folder / MANIFEST).read_bytes())
 
 
+def holds(path: Path, part: Part) -> bool:
+    """Whether a plain file holds what a manifest says; all of it is hashed."""
+    try:
+        with _plain(path) as file:
+            _require_same(path, file, part, hashed=True)
+    except (UpdateRejected, OSError):
+        return False
+    return True
+
+
 def find(bundles: Path, digest: str) -> Path | None:
     """The folder below `bundles` of the bundle with this digest, unverified; None if there is none."""
     folders = sorted(path.parent for path in bundles.glob(f"*/{MANIFEST}"))

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from typing import Final
 from fedge.errors import ConfigError, StoreError
 from fedge.tensors import digest_of
 
+COPY_BYTES: Final = 1 << 20
+"""Read and written at a time."""
 LEFT_S: Final = 24 * 3600.0
 """Age at which nobody fills an unfinished folder any more."""
 
@@ -57,6 +60,27 @@ def write_atomically(path: Path, *data: bytes | memoryview) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def copy_durably(source: Path, target: Path) -> str:
+    """Copy the bytes of a plain file, and force them to the disk; the SHA-256 of what was written.
+
+    Raises:
+        OSError: the file cannot be read, or the copy not be written.
+    """
+    import hashlib
+
+    if not stat.S_ISREG(source.lstat().st_mode):
+        raise OSError(errno.EINVAL, "no plain file", str(source))
+    hasher = hashlib.sha256()
+    with source.open("rb") as old, target.open("wb") as new:
+        while data := old.read(COPY_BYTES):
+            hasher.update(data)
+            new.write(data)
+        new.flush()
+        if _durable.get():
+            os.fsync(new.fileno())
+    return hasher.hexdigest()
 
 
 def require_writable(path: Path) -> None:

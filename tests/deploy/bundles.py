@@ -58,3 +58,8 @@ def _with(data, tensor, values):
 
 def digest(folder):
     return sha256((folder / "manifest.json").read_bytes())
+
+
+def source(folder):
+    """What `Slots.stage` takes: a bundle's manifest, and where its files lie."""
+    return (folder / "manifest.json").read_bytes(), folder

@@ -16,7 +16,7 @@ from deploy.slots import Slots, owned
 from fedge.bundle import read
 from fedge.errors import ConfigError, UpdateRejected
 
-from .bundles import GOLDEN, broken_gate, other_gate, variant
+from .bundles import GOLDEN, broken_gate, other_gate, source, variant
 from .repository import Simulator
 
 pytestmark = pytest.mark.torch_free
@@ -41,7 +41,7 @@ def test_the_first_bundle_answers(tmp_path):
     assert Slots(tmp_path / "pi").running == Slots(tmp_path / "pi").good
 
 
-def test_a_part_is_hashed_where_it_comes_in_and_where_it_will_answer(tmp_path, monkeypatch):
+def test_a_part_is_hashed_where_it_comes_in_and_in_both_slots(tmp_path, monkeypatch):
     hashed, real = [], hashlib.file_digest
     monkeypatch.setattr(
         hashlib, "file_digest", lambda file, name: (hashed.append(Path(file.name)), real(file, name))[1]
@@ -49,10 +49,11 @@ def test_a_part_is_hashed_where_it_comes_in_and_where_it_will_answer(tmp_path, m
 
     run("--home", tmp_path / "pi", GOLDEN)
 
-    slot, parts = tmp_path / "pi" / "slots", {part.file_name for part in read(GOLDEN).manifest.parts}
+    home, parts = tmp_path / "pi", {part.file_name for part in read(GOLDEN).manifest.parts}
     del hashed[-len(parts) :]  # by this test
     assert sorted(path.name for path in hashed if path.parent == GOLDEN) == sorted(parts)
-    assert sorted(path.name for path in hashed if slot in path.parents) == sorted(parts)
+    assert parts <= {path.name for path in hashed if path.parent == home / "slot-a"}
+    assert release(home) == read(home / "slot-b").manifest.release
 
 
 def test_a_root_of_trust_alone(tmp_path):
@@ -131,7 +132,7 @@ def test_a_bundle_that_is_handed_over_answers_before_the_command_ends(tmp_path):
         command = person.submit(run, "--home", home, new)
         while not (home / "bundles" / "6").exists():
             time.sleep(0.01)
-        slots.stage(slots.take_in(read(home / "bundles" / "6")))
+        slots.stage(*source(home / "bundles" / "6"))
         slots.switch()
         time.sleep(3 * LOOK_S)
         assert not command.done()
@@ -161,7 +162,7 @@ def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
         command = person.submit(run, "--home", home, eight)  # now it is the newest
         while not (home / "bundles" / "8").exists():
             time.sleep(0.01)
-        slots.stage(slots.take_in(read(variant(tmp_path / "10", release=10))))
+        slots.stage(*source(variant(tmp_path / "10", release=10)))
         slots.switch()  # a rollout's
         with pytest.raises(ConfigError, match="release 10 answers"):
             command.result(timeout=30)

@@ -34,13 +34,12 @@ from deploy.link import (
 )
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
-from fedge.bundle import read
 from fedge.errors import StoreError, UpdateRejected
 from fedge.messages import Announcement, BlobRef, Phase, Quality, Rollout, RolloutState, encode
 from fedge.tensors import digest_of
 from fedge.transport import Inbound
 
-from .bundles import GOLDEN, other_gate, poor_gate, variant
+from .bundles import GOLDEN, other_gate, poor_gate, source, variant
 from .repository import Simulator
 
 pytestmark = pytest.mark.torch_free
@@ -197,16 +196,23 @@ async def followed(home, until, limits=None, announced=None):
 @pytest.fixture
 def home(tmp_path):
     slots = Slots(tmp_path / "home")
-    slots.stage(slots.take_in(read(variant(tmp_path / "first", release=1))))
+    slots.stage(*source(variant(tmp_path / "first", release=1)))
     slots.switch()
     slots.confirm()
     return tmp_path / "home"
 
 
+def switched(slots, _):
+    """The second slot's bundle is the good one."""
+    return slots.state.trial is None and slots.running.name == "slot-b"
+
+
 async def test_a_bundle_that_the_agent_wrote_is_taken_over(home):
     variant(home / "bundles" / "2", release=2, gate=other_gate)
 
-    answering = await followed(home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b")
+    answering = await followed(
+        home, lambda slots, answering: slots.state.trial is None and slots.running.name == "slot-b"
+    )
 
     assert answering.runtime.manifest.release == 2
 
@@ -224,25 +230,34 @@ async def test_one_for_another_task_stays_in_the_inbox(home):
     assert Slots(home).state.refused[digest(folder)].startswith("task: ")
 
 
-async def test_one_that_is_damaged_stays_there_too(home):
-    from .bundles import digest
-
-    folder = variant(home / "bundles" / "2", release=2, gate=poor_gate)
+async def test_one_that_is_damaged_is_not_refused_and_is_taken_over_when_it_is_whole(home, caplog):
+    good = variant(home.parent / "2", release=2, gate=other_gate)
+    folder = home / "bundles" / "2"
+    shutil.copytree(good, folder)
     (folder / "skeleton.onnx").write_bytes(b"no graph")
 
-    answering = await followed(home, lambda slots, answering: digest(folder) in slots.state.refused)
+    def repaired(slots, answering):
+        if "event=inbox_damaged" in caplog.text:
+            shutil.copy(good / "skeleton.onnx", folder)
+        return switched(slots, answering)
 
-    assert answering.runtime.manifest.release == 1
+    answering = await followed(home, repaired)
+
+    assert answering.runtime.manifest.release == 2
+    assert caplog.text.count("event=inbox_damaged") == 1
 
 
 async def test_one_that_was_refused_does_not_hide_an_older_one_that_is_newer_than_what_answers(home):
     folder = variant(home / "bundles" / "9", release=9)
-    (folder / "skeleton.onnx").write_bytes(b"no graph")
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"name": "digits"', '"name": "cats"', 1))
     await followed(home, lambda slots, answering: slots.state.refused)
     (home / "bundles" / "8").mkdir()
     variant(home / "bundles" / "7", release=7, gate=other_gate)
 
-    answering = await followed(home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b")
+    answering = await followed(
+        home, lambda slots, answering: slots.state.trial is None and slots.running.name == "slot-b"
+    )
 
     assert answering.runtime.manifest.release == 7
 
@@ -251,8 +266,7 @@ async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
     slots = Slots(home)
     link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
 
-    with pytest.raises(StoreError):
-        await link._take_in(home / "bundles" / "2")
+    await link._take_in(home / "bundles" / "2")
 
     assert not slots.state.refused
 
@@ -294,7 +308,7 @@ def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tm
 
     new = variant(tmp_path / "new", release=2, gate=other_gate)
     slots = Slots(home)
-    slots.stage(slots.take_in(read(new)))
+    slots.stage(*source(new))
     slots.switch()
     seen = Outcome(digest=digest(new), switched=True, before=Quality(n=1, latency_ms=0.0))
     (home / "outcome.json").write_bytes(msgspec.json.encode(seen))
@@ -331,7 +345,7 @@ async def test_the_inbox_does_not_wait_for_metadata_that_nobody_sends(home, monk
     variant(home / "bundles" / "2", release=2, gate=other_gate)
 
     answering = await followed(
-        home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b", announced=rollout()
+        home, lambda slots, answering: slots.state.trial is None and slots.running.name == "slot-b", announced=rollout()
     )
 
     assert answering.runtime.manifest.release == 2
@@ -389,7 +403,7 @@ async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing
 async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fetched(home, tmp_path, monkeypatch):
     monkeypatch.setattr("deploy.link.METADATA_S", 1e6)
     slots = Slots(home)
-    slots.stage(slots.take_in(read(variant(tmp_path / "2", release=2, gate=poor_gate))))
+    slots.stage(*source(variant(tmp_path / "2", release=2, gate=poor_gate)))
     slots.switch()
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
         x, y = arrays["x"], arrays["y"]
@@ -411,16 +425,16 @@ async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_
 
     free = shutil.disk_usage(home).free
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=min(free, SPARE_DISK_BYTES + 10)))
-    link._require_room(10)
+    link._require_room(6, 4)
     with pytest.raises(StoreError, match=r"^disk: 11 bytes"):
-        link._require_room(11)
+        link._require_room(11, 0)
     with pytest.raises(UpdateRejected, match=r"^oversized: "):
-        link._require_room(MAX_RELEASE_BYTES + 1)
+        link._require_room(MAX_RELEASE_BYTES + 1, 0)
 
 
 async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):
     folder = variant(home / "bundles" / "2", release=2, gate=other_gate)
-    await followed(home, lambda slots, answering: slots.state.trial is None and slots.running.name == "b")
+    await followed(home, switched)
     slots = Slots(home)
     link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
     digest = digest_of((folder / "manifest.json").read_bytes())
@@ -429,5 +443,5 @@ async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):
 
     await link._step()
 
-    assert slots.running.name == "b"
+    assert slots.running.name == "slot-b"
     assert not slots.state.refused

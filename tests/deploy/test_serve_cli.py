@@ -14,11 +14,10 @@ from click.testing import CliRunner
 from deploy.install_cli import install
 from deploy.serve_cli import INTERRUPTED, ServeSettings, serve
 from deploy.slots import Slots, owned
-from fedge.bundle import read
 from fedge.config import describe
 from fedge.errors import ConfigError, TransportError, UpdateRejected
 
-from .bundles import GOLDEN, broken_gate, other_gate, variant
+from .bundles import GOLDEN, broken_gate, other_gate, source, variant
 from .serve_process import PATIENCE, X, ask, process
 from .serving import body
 
@@ -86,7 +85,7 @@ def confirmed(file):
 
 async def test_a_device_with_a_bundle_on_trial_confirms_it_by_its_work(tmp_path):
     slots = Slots(tmp_path)
-    slots.stage(slots.take_in(read(variant(tmp_path / "new", release=4))))
+    slots.stage(*source(variant(tmp_path / "new", release=4)))
     slots.switch()
     async with process("--home", tmp_path) as (child, said, session):
         assert said["models"] == ["digits"]
@@ -154,7 +153,7 @@ async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_pa
 
     home = tmp_path / "home"
     slots = Slots(home)
-    slots.stage(slots.take_in(read(variant(tmp_path / "new", release=4))))
+    slots.stage(*source(variant(tmp_path / "new", release=4)))
     slots.switch()
     slots.confirm()
     variant(home / "bundles" / "5", release=5, gate=other_gate)

@@ -20,10 +20,9 @@ from deploy.runtime import load
 from deploy.server import HEADER_LENGTH, Server
 from deploy.serving import Fixed
 from deploy.slots import Slots
-from fedge.bundle import read
 from fedge.errors import TransportError
 
-from .bundles import GOLDEN, digest, other_gate, variant
+from .bundles import GOLDEN, digest, other_gate, source, variant
 from .serving import binary, body, golden, served
 
 pytestmark = pytest.mark.torch_free
@@ -381,7 +380,7 @@ async def test_updates_switch_under_load_without_a_failed_request(tmp_path):
 
     def put(release):
         folder = variant(tmp_path / str(release), release=release, gate=other_gate if release % 2 else None)
-        slots.stage(slots.take_in(read(folder)))
+        slots.stage(*source(folder))
         slots.switch()
 
     put(1)

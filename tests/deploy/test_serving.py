@@ -15,10 +15,9 @@ from deploy.examination import Limits
 from deploy.runtime import load
 from deploy.serving import Fixed
 from deploy.slots import Slots
-from fedge.bundle import read
 from fedge.errors import ConfigError
 
-from .bundles import GOLDEN, digest, other_gate, poor_gate, variant
+from .bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
 from .serving import body, golden, outputs, served
 
 pytestmark = pytest.mark.torch_free
@@ -73,7 +72,7 @@ async def test_a_bundle_that_is_switched_answers_under_its_own_digest(tmp_path):
     folders = [variant(tmp_path / str(i), release=i, gate=other_gate if i == 2 else None) for i in (1, 2)]
 
     def put(folder):
-        slots.stage(slots.take_in(read(folder)))
+        slots.stage(*source(folder))
         slots.switch()
 
     put(folders[0])
@@ -115,7 +114,7 @@ def test_what_a_bundle_was_not_made_for_drifts_and_is_flagged(tmp_path):
 async def test_samples_whose_class_is_told_bring_the_bundle_before_back(tmp_path):
     slots = Slots(tmp_path / "home")
     for release, gate in ((1, None), (2, poor_gate)):
-        slots.stage(slots.take_in(read(variant(tmp_path / str(release), release=release, gate=gate))))
+        slots.stage(*source(variant(tmp_path / str(release), release=release, gate=gate)))
         slots.switch()
         if release == 1:
             slots.confirm()

@@ -10,7 +10,7 @@ from deploy.slots import MAX_STARTS, Slots, owned
 from fedge.bundle import MANIFEST, SKELETON, decode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 
-from .bundles import digest, other_gate, variant
+from .bundles import digest, other_gate, source, variant
 from .power import in_a_process_cut_off_at
 
 pytestmark = pytest.mark.torch_free
@@ -27,10 +27,16 @@ def second(tmp_path):
 
 
 def install(slots, folder):
-    slots.stage(slots.take_in(read(folder)))
+    slots.stage(*source(folder))
     slots.switch()
     slots.boot()
     slots.confirm()
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def release_of(folder):
@@ -47,7 +53,7 @@ def test_an_empty_device_runs_nothing(tmp_path):
 def test_a_bundle_on_trial_answers_and_the_good_one_stays(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     assert release_of(slots.running) == 1
 
     slots.switch(rollout="r2")
@@ -69,8 +75,8 @@ def test_confirmed_it_is_the_good_one_and_the_old_one_can_be_replaced(tmp_path, 
 def test_rolled_back_it_is_refused_from_then_on(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    manifest = slots.take_in(read(second))
-    slots.stage(manifest)
+    manifest, _ = source(second)
+    slots.stage(manifest, second)
     slots.switch()
 
     slots.roll_back("accuracy fell")
@@ -92,7 +98,7 @@ def test_older_releases_are_refused_also_after_a_rollback(tmp_path, first, secon
 def test_processes_that_die_during_the_trial_bring_the_old_one_back(tmp_path, first, second):
     install(Slots(tmp_path / "home"), first)
     slots = Slots(tmp_path / "home")
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     slots.switch()
 
     loaded = [release_of(Slots(tmp_path / "home").boot()) for _ in range(MAX_STARTS + 2)]
@@ -100,59 +106,52 @@ def test_processes_that_die_during_the_trial_bring_the_old_one_back(tmp_path, fi
     assert loaded == [2] * MAX_STARTS + [1, 1]
 
 
-def test_equal_parts_lie_on_the_disk_once_and_an_update_lacks_only_what_changed(tmp_path, first, second):
+def inodes(folder):
+    return {path.stat().st_ino for path in folder.iterdir()}
+
+
+def test_an_update_lacks_only_what_changed_and_each_slot_has_bytes_of_its_own(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
     manifest = read(second).manifest
 
     assert slots.lacks(manifest) == [(manifest.gate.digest, manifest.gate.size_bytes)]
 
-    slots.stage(slots.take_in(read(second)))
-    expert = manifest.candidates[0].part
-    store = slots.parts.path(expert.digest).stat()
-    assert (slots.running / expert.file_name).stat().st_ino == store.st_ino
-    assert (slots.staged / expert.file_name).stat().st_ino == store.st_ino
+    slots.parts.put((second / manifest.gate.file_name).read_bytes())
+    assert slots.lacks(manifest) == []
+    slots.stage((second / MANIFEST).read_bytes())
+    assert not inodes(slots.running) & inodes(slots.staged)
+    assert not (inodes(slots.running) | inodes(slots.staged)) & (inodes(first) | inodes(second))
+    assert not inodes(slots.staged) & inodes(tmp_path / "home" / "parts")
 
 
-def test_the_store_holds_what_the_slots_name_and_nothing_else(tmp_path, first, second):
-    slots = Slots(tmp_path / "home")
-    third = variant(tmp_path / "third", release=3)
-    for folder in (first, second, third):
-        install(slots, folder)
-    gate = read(second).manifest.gate.digest
-    assert gate in slots.parts  # the last good one but one
-
-    install(slots, variant(tmp_path / "fourth", release=4))
-
-    assert gate not in slots.parts
-    manifest = read(third).manifest
-    assert set(slots.parts) == {part.digest for part in (manifest.skeleton, *manifest.parts)}
-
-
-def test_what_came_of_a_transfer_that_was_given_up_goes_when_the_next_bundle_is_good(tmp_path, first, second):
+def test_the_store_is_empty_when_a_bundle_is_good(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    for kind in ("part", "ranges"):
+    gate = read(second).manifest.gate
+    slots.parts.put((second / gate.file_name).read_bytes())
+    for kind in ("part", "ranges"):  # of a transfer that was given up
         slots.parts.path(f"{'a' * 64}.{kind}").write_bytes(b"1")
 
-    install(slots, second)
+    slots.stage((second / MANIFEST).read_bytes())
+    slots.switch()
+    slots.confirm()
 
-    assert {path.name for path in (tmp_path / "home" / "parts").iterdir()} == set(slots.parts)
+    assert not [*(tmp_path / "home" / "parts").iterdir()]
 
 
-def test_a_part_that_was_altered_in_the_store_is_not_staged(tmp_path, first, second):
+def test_a_part_that_was_altered_in_the_store_is_fetched_again(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    manifest = slots.take_in(read(second))
-    path = slots.parts.path(read(second).manifest.gate.digest)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.unlink()
-    path.write_bytes(data)
+    gate = read(second).manifest.gate
+    slots.parts.put((second / gate.file_name).read_bytes())
+    flip(slots.parts.path(gate.digest), -1)
 
-    with pytest.raises(UpdateRejected, match="does not hash"):
-        slots.stage(manifest)
+    with pytest.raises(StoreError, match=gate.digest):
+        slots.stage((second / MANIFEST).read_bytes())
 
+    assert slots.lacks(read(second).manifest) == [(gate.digest, gate.size_bytes)]
+    assert gate.digest not in slots.parts
     assert release_of(slots.running) == 1
     assert not leftovers(tmp_path / "home")
 
@@ -162,18 +161,18 @@ def test_a_missing_part_is_named(tmp_path, first, second):
     install(slots, first)
     gate = read(second).manifest.gate.digest
 
-    with pytest.raises(UpdateRejected, match=gate):
+    with pytest.raises(StoreError, match=gate):
         slots.stage((second / MANIFEST).read_bytes())
 
 
 def test_nothing_is_staged_while_a_bundle_is_on_trial(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     slots.switch()
 
     with pytest.raises(StoreError, match="on trial"):
-        slots.stage(slots.take_in(read(first)))
+        slots.stage(*source(first))
 
     assert release_of(slots.good) == 1
 
@@ -190,18 +189,6 @@ def test_a_state_file_that_cannot_be_read_runs_the_newest_whole_bundle(tmp_path,
     assert slots.state.highest_release == 2
 
 
-def test_file_systems_without_hard_links_hold_copies(tmp_path, first, second, monkeypatch):
-    def refuse(*_arguments, **_keywords):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    slots = Slots(tmp_path / "home")
-    install(slots, first)
-    install(slots, second)
-
-    assert release_of(slots.running) == 2
-
-
 # ------------------------------------------------------------------------------------------------------ power cuts
 
 
@@ -211,7 +198,7 @@ def leftovers(home):
 
 def update(home, folder):
     slots = Slots(home)
-    slots.stage(slots.take_in(read(folder)))
+    slots.stage(*source(folder))
     slots.switch(rollout="r2")
     slots.confirm()
 
@@ -223,7 +210,7 @@ def take_back(home, folder):
 
 def give_up(home, folder):
     slots = Slots(home)
-    slots.stage(slots.take_in(read(folder)))
+    slots.stage(*source(folder))
     slots.switch(rollout="r2")
     slots.roll_back("worse")
 
@@ -247,7 +234,7 @@ def test_a_power_cut_at_any_point_leaves_a_whole_bundle_that_answers(tmp_path, f
         assert release_of(slots.running) == (2 if on_trial else release_of(slots.good))
         assert not leftovers(home)
         if not on_trial and digest(second) not in slots.state.refused:  # the next attempt brings it to its end
-            slots.stage(slots.take_in(read(second)))
+            slots.stage(*source(second))
             slots.switch()
         if slots.state.trial is not None:
             slots.confirm()
@@ -269,14 +256,12 @@ def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, sec
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", record)
-    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links here")))
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     folder = slots.staged
 
     needed = [folder, folder.parent, folder / MANIFEST, folder / SKELETON, *folder.glob("*.safetensors")]
-    needed += [slots.parts.path(part.digest) for part in read(folder).manifest.parts]
     assert {path.stat().st_ino for path in needed} <= forced
 
     forced.clear()
@@ -288,7 +273,7 @@ def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, sec
 def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     slots.refuse(digest(second), "accuracy: worse")
 
     with pytest.raises(StoreError, match="accuracy"):
@@ -300,7 +285,7 @@ def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
 def test_a_bundle_on_trial_whose_manifest_is_lost_gives_way_all_the_same(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     slots.switch()
     (slots.running / MANIFEST).unlink()
 
@@ -312,7 +297,7 @@ def test_a_bundle_on_trial_whose_manifest_is_lost_gives_way_all_the_same(tmp_pat
 def test_what_answers_is_not_given_up_for_a_good_bundle_that_is_damaged(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.stage(slots.take_in(read(second)))
+    slots.stage(*source(second))
     slots.switch()
     (slots.good / SKELETON).unlink()
     before = slots.state
@@ -321,6 +306,83 @@ def test_what_answers_is_not_given_up_for_a_good_bundle_that_is_damaged(tmp_path
         slots.go_back("aborted")
 
     assert Slots(tmp_path / "home").state == before
+
+
+def test_a_bundle_on_trial_that_is_damaged_gives_way_and_is_not_refused(tmp_path, first, second):
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    slots.stage(*source(second))
+    slots.switch()
+    flip(slots.running / f"{read(second).manifest.gate.digest}.safetensors", -1)
+
+    assert release_of(slots.go_back("it cannot be loaded")) == 1
+
+    slots.may_take(read(second).manifest, digest(second))
+    slots.stage(*source(second))
+
+
+def test_a_trial_that_cannot_be_counted_is_suspended(tmp_path, first, second, monkeypatch):
+    """A full disk: were the bundle on trial to bring the process down, it would do so for ever."""
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    slots.stage(*source(second))
+    slots.switch()
+    state = (tmp_path / "home" / "slots.json").read_bytes()
+    monkeypatch.setattr("deploy.slots.write_atomically", full)
+
+    assert release_of(Slots(tmp_path / "home").boot()) == 1
+    assert (tmp_path / "home" / "slots.json").read_bytes() == state
+
+
+def full(path, *_data):
+    raise StoreError(f"cannot write {path}: no space left")
+
+
+def test_a_copy_of_the_running_bundle_is_none_to_go_back_to(tmp_path, first):
+    slots = Slots(tmp_path / "home")
+    install(slots, first)
+    slots.mend()
+    assert digest(slots.staged) == digest(slots.running)
+
+    with pytest.raises(StoreError, match="both slots hold the same"):
+        slots.go_back("aborted")
+
+
+def as_fedge_0_1_left_it(home):
+    """Slots below one folder, whose files are hard links into a content store."""
+    (home / "slots").mkdir()
+    (home / "parts").mkdir(exist_ok=True)
+    for slot in "ab":
+        (home / f"slot-{slot}").rename(home / "slots" / slot)
+        for path in (home / "slots" / slot).glob("*.safetensors"):
+            kept = home / "parts" / path.stem
+            if kept.exists():
+                path.unlink()
+                os.link(kept, path)
+            else:
+                os.link(path, kept)
+    (home / "slots" / "lock").touch()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_home_of_fedge_0_1_answers_and_its_slots_are_copied_apart(tmp_path, first, second, read_only, monkeypatch):
+    home = tmp_path / "home"
+    install(Slots(home), first)
+    install(Slots(home), second)
+    as_fedge_0_1_left_it(home)
+    assert inodes(home / "slots" / "a") & inodes(home / "slots" / "b")
+    if read_only:
+        with monkeypatch.context() as cannot:
+            cannot.setattr("pathlib.Path.rename", lambda *_: (_ for _ in ()).throw(OSError(30, "read-only")))
+            assert release_of(Slots(home).boot()) == 2
+
+    slots = Slots(home)
+    assert release_of(slots.boot()) == 2
+    slots.mend()
+
+    assert (release_of(slots.running), release_of(slots.staged)) == (2, 1)
+    assert all(path.stat().st_nlink == 1 for slot in "ab" for path in (home / f"slot-{slot}").iterdir())
+    assert not (home / "slots").exists()
 
 
 def test_one_process_at_a_time_owns_a_device(tmp_path, first):

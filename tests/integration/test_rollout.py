@@ -22,7 +22,7 @@ from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Release
 from deploy import load
 from deploy.answering import Answering
-from deploy.slots import state_of
+from deploy.slots import slot_in, state_of
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
@@ -155,15 +155,14 @@ async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rol
     line = Folder(repo).read().devices[canary]
     assert (line.release, line.phase) == (1, Phase.ROLLED_BACK)
     assert line.accuracy[1] >= line.accuracy[0]  # the examination could not know
-    stored_before = {part.digest for part in read(older).manifest.files.values()}
     for name, home in homes.items():
         state = state_of(home)
-        assert digest(home / "slots" / state.running) == digest(older)
+        assert digest(slot_in(home, state.running)) == digest(older)
         assert (state.good, state.trial) == (state.running, None)
         assert [*state.refused] == ([digest(newer)] if name == canary else [])
         assert not list((home / "received").iterdir())
         if name != canary:  # never asked for a byte of it
-            assert {path.name for path in (home / "parts").iterdir()} == stored_before
+            assert not list((home / "parts").glob("*"))
 
 
 async def test_a_device_that_was_off_catches_up(broker, tmp_path, repo, old, new) -> None:
@@ -550,7 +549,6 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
     simulator = Simulator()
     first = variant(tmp_path / "first", release=5)
     home = prepare(tmp_path / "cam0", first, simulator.files["1.root.json"])
-    before = sorted(path.name for path in (home / "parts").iterdir())
 
     def bundle(release: int) -> Path:
         return variant(tmp_path / f"attack-{release}", release=release, gate=other_gate)
@@ -568,8 +566,8 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
         if attack is oversized:
             assert liar.wanted == set()
         assert "f" * 64 not in liar.wanted
-        kept = sorted(path.name for path in (home / "parts").iterdir())
-        assert [name for name in kept if attack is not altered_part or len(name) == 64] == before  # it tries again
+        kept = [path.name for path in (home / "parts").glob("*")]
+        assert not [name for name in kept if attack is not altered_part or len(name) == 64]  # it tries again
 
         simulator.timestamp.expires = LATER  # and the truth is believed afterwards
         number = offered(simulator, variant(tmp_path / "truth", release=7, gate=other_gate), liar)

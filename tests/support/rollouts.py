@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.rollout import Plan, Progress
 from coordinator.rollout.folder import Folder
 from coordinator.rollout.service import Release, Supervisor
-from deploy.slots import state_of
+from deploy.slots import slot_in, state_of
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 def release_of(home: Path) -> int:
     """Of the bundle that answers. Only reads: `Slots` tidies up, which is for the device alone while it runs."""
-    return read(home / "slots" / str(state_of(home).running)).manifest.release
+    return read(slot_in(home, state_of(home).running or "a")).manifest.release
 
 
 def plan_of(repo: Path, bundle: Path, **changes: Any) -> tuple[Release, Plan]:

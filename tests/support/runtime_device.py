@@ -19,12 +19,11 @@ from deploy.examination import Limits
 from deploy.link import Link
 from deploy.slots import Slots
 from deploy.trust import install_root
-from fedge.bundle import read
 from fedge.preprocess import apply
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
 from fedge.validation import Validation
-from tests.deploy.bundles import GOLDEN
+from tests.deploy.bundles import GOLDEN, source
 
 FEDERATION = "test"
 LENIENT = Limits(probation_s=0, latency_ratio=100.0, latency_slack_ms=1000.0)
@@ -34,7 +33,7 @@ LENIENT = Limits(probation_s=0, latency_ratio=100.0, latency_slack_ms=1000.0)
 def prepare(home: Path, first: Path, root: bytes, *, labels_of: Path | None = None) -> Path:
     """A device that answers with the bundle `first` and whose samples are labelled as the bundle `labels_of` says."""
     slots = Slots(home)
-    slots.stage(slots.take_in(read(first)))
+    slots.stage(*source(first))
     slots.switch()
     slots.confirm()
     install_root(home, root)
