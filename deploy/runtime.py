@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deploy.engines import EngineChoice, EngineName, Mode, chosen, make
 from deploy.sessions import chains
-from fedge.bundle import Bundle, Manifest, Reference, read
+from fedge.bundle import Bundle, Manifest, read
 from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.files import require_utf8
@@ -40,7 +40,7 @@ class Prediction:
         energies: (n, M), logsumexp of each candidate's logits, standardised by its validation samples; NaN for a
             candidate whose output was not finite, and for one that engine lazy did not run.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
-        outlier_above: free energy above which a sample is flagged, inf where the bundle has no reference.
+        usual: lowest and highest free energy of a sample that is not flagged.
     """
 
     class_index: NDArray[np.int64]
@@ -49,12 +49,13 @@ class Prediction:
     weights: Floats
     energies: Floats
     latency_ms: float
-    outlier_above: float = math.inf
+    usual: tuple[float, float] = (-math.inf, math.inf)
 
     @property
     def outlier(self) -> NDArray[np.bool_]:
         """(n,) whether a sample is unlike those that the bundle was made with; a sample without free energy is."""
-        flagged: NDArray[np.bool_] = ~(free_energy(self.weights, self.energies) <= self.outlier_above)
+        free = free_energy(self.weights, self.energies)
+        flagged: NDArray[np.bool_] = ~((free >= self.usual[0]) & (free <= self.usual[1]))
         return flagged
 
     def rows(self, start: int, stop: int) -> Prediction:
@@ -89,8 +90,7 @@ class Runtime:
         """
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
-        reference = bundle.manifest.reference
-        self._outlier_above = reference.outlier_above if isinstance(reference, Reference) else math.inf
+        self._usual = bundle.manifest.usual
         self.engine: EngineName = chosen(bundle, engine)
         self.mode = mode
         outputs = self._start(bundle, threads or 1, chains(providers))
@@ -145,7 +145,7 @@ class Runtime:
             weights=weights,
             energies=energies,
             latency_ms=(time.perf_counter() - begin) * 1000,
-            outlier_above=self._outlier_above,
+            usual=self._usual,
         )
 
     def as_batch(self, x: NDArray[Any]) -> NDArray[Any]:

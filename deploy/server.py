@@ -1,5 +1,8 @@
 """The Open Inference Protocol over HTTP, by aiohttp. Whatever comes in, it answers with JSON and stays up.
 
+Who is silent or slow gives way where places are short, and some places are kept for health: whoever connects, however
+often, locks nobody out for long.
+
 Limits, worst case per process: `MAX_CONNECTIONS` bodies of `max_body_bytes` that are being received, the queue of each
 model (`deploy.batching`), and one request in JSON that is being parsed (about ten times its size).
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from enum import Enum, auto
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -26,14 +30,25 @@ log = logging.getLogger("fedge.deploy")
 MAX_BODY_BYTES: Final = 8 << 20
 """A batch of 13 pictures of 224 x 224 in colour as FP32."""
 MAX_CONNECTIONS: Final = 64
+MAX_HEALTH_CONNECTIONS: Final = 8
+"""Beside these: who asks for health and nothing else, when all places are taken."""
+HEAD_TIMEOUT_S: Final = 5.0
+"""For the head of the first request."""
+HEALTH_TIMEOUT_S: Final = 1.0
+"""For a request on one of the places for health."""
+SILENT_S: Final = 0.5
+"""When all places are taken, who has asked for nothing so long gives way to who comes."""
+SLOW_S: Final = 5.0
+"""When all places are taken, whose body has been coming so long gives way, too."""
 BODY_TIMEOUT_S: Final = 30.0
 """For a body to come in whole; a client that trickles holds a connection no longer."""
 IDLE_TIMEOUT_S: Final = 30.0
-"""For the head of a request, and between requests."""
+"""Between requests."""
 LINGER_S: Final = 1.0
 """For the rest of a body that was refused: closed at once, many a client would not see why."""
 DRAIN_S: Final = 10.0
 """For what has been asked when the server is stopped."""
+HEALTH: Final = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,7 +73,10 @@ class Server:
         self._address = (host, port)
         self._max_connections = max_connections
         self._body_timeout_s = body_timeout_s
-        app = web.Application(middlewares=[_errors], client_max_size=max_body_bytes)
+        self._head_timeout_s = min(HEAD_TIMEOUT_S, idle_timeout_s)
+        self._connections: dict[asyncio.BaseTransport, _Connection] = {}
+        self._on_kept_places = 0
+        app = web.Application(middlewares=[self._watched, _errors], client_max_size=max_body_bytes)
         app.add_routes(self._routes())
         self._runner = web.AppRunner(
             app,
@@ -86,7 +104,9 @@ class Server:
         await self._runner.setup()
         host, port = self._address
         try:
-            self._listener = await asyncio.get_running_loop().create_server(self._connection, host, port, backlog=128)
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(self), host, port, backlog=128
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
@@ -99,11 +119,53 @@ class Server:
         self._listener.close()
         await self._runner.cleanup()
 
-    def _connection(self) -> asyncio.Protocol:
-        """What talks to a new client."""
-        server = self._runner.server
-        assert server is not None
-        return _TurnedAway() if len(server.connections) >= self._max_connections else server()
+    # --------------------------------------------------------------------------------------------- connections
+
+    def admit(self, connection: _Connection) -> asyncio.Protocol:
+        """What talks to a new client: aiohttp where there is a place, else what answers for health or turns away."""
+        if len(self._connections) >= self._max_connections:
+            self._make_room()
+        if len(self._connections) < self._max_connections:
+            server = self._runner.server
+            assert server is not None
+            self._connections[connection.transport] = connection
+            connection.limit(self._head_timeout_s, connection.transport.abort)
+            return server()
+        if self._on_kept_places < MAX_HEALTH_CONNECTIONS:
+            self._on_kept_places += 1
+            connection.kept_place = True
+            talker = _HealthAlone(connection.transport)
+            connection.limit(HEALTH_TIMEOUT_S, talker.turn_away)
+            return talker
+        return _TurnedAway()
+
+    def forget(self, connection: _Connection) -> None:
+        """It has ended."""
+        self._connections.pop(connection.transport, None)
+        self._on_kept_places -= connection.kept_place
+        connection.kept_place = False
+
+    def _make_room(self) -> None:
+        """End the connection that has been silent longest, or else the one whose body is slowest, if that is long."""
+        now = asyncio.get_running_loop().time()
+        for phase, patience_s in ((_Phase.WAITING, SILENT_S), (_Phase.BODY, SLOW_S)):
+            those = [one for one in self._connections.values() if one.phase is phase and now - one.since >= patience_s]
+            if those:
+                last = min(those, key=lambda one: one.since)
+                self.forget(last)
+                last.transport.abort()
+                return
+
+    @web.middleware
+    async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = None if request.transport is None else self._connections.get(request.transport)
+        if connection is None:
+            return await handler(request)
+        connection.enter(_Phase.BODY)
+        try:
+            return await handler(request)
+        finally:
+            connection.enter(_Phase.WAITING)
 
     # --------------------------------------------------------------------------------------------- the protocol
 
@@ -111,8 +173,7 @@ class Server:
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
             web.get("/v2", self._server_metadata),
-            web.get("/v2/health/live", self._live),
-            web.get("/v2/health/ready", self._ready),
+            *(web.get(path, self._health) for path in HEALTH),
             *(web.get(model, self._model_metadata) for model in models),
             *(web.get(f"{model}/ready", self._model_ready) for model in models),
             *(web.get(f"{model}/config", self._model_config) for model in models),
@@ -123,11 +184,8 @@ class Server:
         extensions = ["binary_tensor_data", "model_configuration"]
         return _json({"name": "fedge", "version": fedge.__version__, "extensions": extensions})
 
-    async def _live(self, _: web.Request) -> web.Response:
-        return _json({"live": True})
-
-    async def _ready(self, _: web.Request) -> web.Response:
-        return _json({"ready": True})
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json(dict(HEALTH[request.path]))
 
     async def _model_metadata(self, request: web.Request) -> web.Response:
         model = self._model(request)
@@ -147,6 +205,8 @@ class Server:
                 body = await request.read()
         except TimeoutError as error:
             raise web.HTTPRequestTimeout(text=f"the body took longer than {self._body_timeout_s:g} s") from error
+        if request.transport in self._connections:
+            self._connections[request.transport].enter(_Phase.WORK)
         response = await model.infer(body, _header_length(request))
         if response.header_bytes is None:
             return web.Response(body=response.body, content_type="application/json")
@@ -184,7 +244,9 @@ def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | 
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors(  # noqa: PLR0911 - one for each kind
+    request: web.Request, handler: Handler
+) -> web.StreamResponse:
     """What went wrong, as {"error": ...}."""
     try:
         return await handler(request)
@@ -203,8 +265,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if error.status in {408, 413}:
             response.force_close()  # the rest of the body is not wanted
         return response
-    except ConnectionError:
-        raise
+    except ConnectionError as error:
+        log.info("event=client_gone path=%r reason=%r", request.path, str(error))
+        return web.Response(status=400)  # aiohttp finds out that nobody is there
     except Exception:
         log.exception("event=request_failed path=%r", request.path)
         return _json({"error": "the model failed; the server's log says why"}, 500)
@@ -222,14 +285,106 @@ def _text(error: web.HTTPException, request: web.Request) -> str:
             return error.text or error.reason
 
 
+class _Phase(Enum):
+    WAITING = auto()  # for a request
+    BODY = auto()  # its body comes in
+    WORK = auto()  # it is being answered
+
+
+class _Connection(asyncio.Protocol):
+    """A client's connection, passed on to who talks to it.
+
+    Places are counted when a connection is made: many are accepted at a time, and none of them is known before.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.phase, self.since = _Phase.WAITING, self._loop.time()
+        self.kept_place = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def limit(self, seconds: float, then: Callable[[], None]) -> None:
+        """The time for a first request, and what is done when it is over."""
+        self._deadline = self._loop.call_later(seconds, then)
+
+    def enter(self, phase: _Phase) -> None:
+        """A request has come, its body has, or it was answered."""
+        self.phase, self.since = phase, self._loop.time()
+        self._no_deadline()
+
+    def _no_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._talker = self._server.admit(self)
+        self._talker.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._no_deadline()
+        self._server.forget(self)
+        self._talker.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._talker.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._talker.eof_received()
+
+    def pause_writing(self) -> None:
+        self._talker.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._talker.resume_writing()
+
+
+def _last_words(status: bytes, content: dict[str, Any]) -> bytes:
+    """A response that ends the connection."""
+    body = msgspec.json.encode(content)
+    return (
+        b"HTTP/1.1 %b\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (status, len(body), body)
+    )
+
+
+TOO_MANY: Final = _last_words(b"503 Service Unavailable", {"error": "too many connections; try again in a second"})
+
+
+class _HealthAlone(asyncio.Protocol):
+    """On a place that is kept for health: one request, by its first line."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._line = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._line += data[:200]
+        if b"\n" not in self._line and len(self._line) < 200:
+            return
+        method, _, rest = self._line.partition(b" ")
+        health = HEALTH.get(rest.partition(b" ")[0].decode("latin-1")) if method == b"GET" else None
+        self._end(TOO_MANY if health is None else _last_words(b"200 OK", dict(health)))
+
+    def turn_away(self) -> None:
+        """It has not asked."""
+        self._end(TOO_MANY)
+
+    def _end(self, words: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(words)
+            self._transport.close()
+
+
 class _TurnedAway(asyncio.Protocol):
     """A client too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        body = b'{"error":"too many connections; try again in a second"}'
-        transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
+        transport.write(TOO_MANY)
         transport.close()

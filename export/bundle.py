@@ -19,6 +19,7 @@ from export.pool import Pool, expected, pool_parts, pool_skeleton
 from fedge.bundle import (
     BRANCH,
     MANIFEST,
+    OUTLIER_BELOW,
     SKELETON,
     CandidateInfo,
     Fusion,
@@ -148,7 +149,7 @@ class _Found:
     """Largest difference to torch; what the outputs and (M,) the largest energies are on the validation samples."""
 
     difference: float
-    yardstick: Reference | None
+    yardstick: tuple[Reference, float] | None
     energy_max: NDArray[np.floating] | None
 
 
@@ -196,8 +197,9 @@ def _manifest(
         candidates=candidates,
         fusion=fusion,
         pool=pool or UNSET,
-        reference=found.yardstick or UNSET,
-        metrics={name: float(value) for name, value in metrics.items()},
+        reference=found.yardstick[0] if found.yardstick else UNSET,
+        metrics={name: float(value) for name, value in metrics.items()}
+        | ({OUTLIER_BELOW: found.yardstick[1]} if found.yardstick else {}),
         max_abs_diff=found.difference,
     )
 

@@ -20,6 +20,7 @@ describes exactly its data). Who made the manifest is not its concern: a release
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ INPUT: Final = "x"
 LOGITS: Final = "logits"
 """Output of branch.onnx."""
 OUTPUTS: Final = ("probabilities", "weights", "energies")
+OUTLIER_BELOW: Final = "outlier_below"
+"""Metric: a sample of smaller free energy is flagged as out of distribution."""
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
 MAX_INT8_BYTES: Final = 1 << 30
@@ -133,8 +136,9 @@ class Reference(_Part, frozen=True, kw_only=True):
 class Manifest(_Part, frozen=True, kw_only=True):
     """Everything about a bundle but the numbers of its models.
 
-    `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime when the bundle was
-    written.
+    `metrics` are figures for people, and `OUTLIER_BELOW`: a runtime of fedge 0.1 refuses fields that it does not know,
+    and reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime when the
+    bundle was written.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -157,6 +161,13 @@ class Manifest(_Part, frozen=True, kw_only=True):
         """The parts in the order of their slots: the candidates, the gate, the trunk of a pool."""
         trunk = (self.pool.trunk,) if isinstance(self.pool, PoolInfo) and self.pool.trunk else ()
         return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Lowest and highest free energy of a sample that is no outlier; without a reference, all are usual."""
+        if isinstance(self.reference, UnsetType):
+            return -math.inf, math.inf
+        return self.metrics.get(OUTLIER_BELOW, -math.inf), self.reference.outlier_above
 
     @property
     def files(self) -> dict[str, Part]:

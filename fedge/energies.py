@@ -15,8 +15,8 @@ from fedge.bundle import Reference
 
 Floats = NDArray[np.floating]
 
-OUTLIER_DEVIATIONS: Final = 3.0
-"""A sample further above the mean free energy of the validation samples, in their deviations, is an outlier."""
+OUTLIER_SHARE: Final = 0.05
+"""Of samples like the validation samples, about this share is taken for outliers, half of it on either side."""
 
 
 def free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
@@ -36,19 +36,27 @@ def gate_entropy(weights: Floats) -> NDArray[np.float64]:
     return np.maximum(entropy, 0.0)  # a weight that was rounded to more than 1
 
 
-def reference(weights: Floats, energies: Floats) -> Reference | None:
-    """The yardstick of a bundle from its outputs on validation samples; None with fewer than 2 usable ones."""
+def reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
+    """The yardstick of a bundle from its outputs on validation samples; None with fewer than 2 usable ones.
+
+    Beside it the free energy below which a sample is an outlier. Both bounds are order statistics of the n samples, the
+    k-th from either end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))): a further sample like these is outside
+    with probability 2k / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split conformal prediction). No shape of the
+    distribution is assumed; deviations would not do, for the graph's energies are clipped.
+    """
     free, entropy = free_energy(weights, energies), gate_entropy(weights)
     kept = np.isfinite(free)
     free, entropy = free[kept], entropy[kept]
     if len(free) < 2:
         return None
-    mean, std = float(free.mean()), float(free.std(ddof=1))
-    return Reference(
+    k = max(1, int(OUTLIER_SHARE / 2 * (len(free) + 1)))
+    ordered = np.sort(free)
+    yardstick = Reference(
         n=len(free),
-        free_energy_mean=mean,
-        free_energy_std=std,
+        free_energy_mean=float(free.mean()),
+        free_energy_std=float(free.std(ddof=1)),
         gate_entropy_mean=float(entropy.mean()),
         gate_entropy_std=float(entropy.std(ddof=1)),
-        outlier_above=mean + OUTLIER_DEVIATIONS * std,
+        outlier_above=float(ordered[-k]),
     )
+    return yardstick, float(ordered[k - 1])

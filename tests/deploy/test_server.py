@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import aiohttp
 from deploy.answering import Answering
 from deploy.examination import Limits
 from deploy.runtime import load
-from deploy.server import HEADER_LENGTH, Server
+from deploy.server import HEADER_LENGTH, HEALTH, MAX_CONNECTIONS, SILENT_S, Server, _Phase
 from deploy.serving import Fixed
 from deploy.slots import Slots
 from fedge.errors import TransportError
@@ -305,6 +306,79 @@ async def test_a_connection_too_many_is_turned_away():
             writer.close()
             await writer.wait_closed()
         await asyncio.sleep(0.05)
+        await still_answers(session)
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def holding(server, n, first=b""):
+    """The writers of connections that say this and then nothing."""
+    host, port = server.url.removeprefix("http://").split(":")
+    found = [writer for _, writer in [await asyncio.open_connection(host, int(port)) for _ in range(n)]]
+    try:
+        for writer in found:
+            writer.write(first)
+        yield found
+    finally:
+        for writer in found:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+SLOW = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
+
+
+async def bodies_come(server, n):
+    await until(lambda: [one.phase for one in server._connections.values()] == [_Phase.BODY] * n)
+
+
+async def test_300_silent_connections_hold_64_places_and_nobody_is_locked_out():
+    async with serving() as (server, session), holding(server, 300):
+        await until(lambda: len(server._connections) == MAX_CONNECTIONS)
+        assert len(server._runner.server.connections) == MAX_CONNECTIONS
+        await asyncio.sleep(SILENT_S)
+
+        assert await ask(session, path="/v2/health/ready", method="GET") == (200, {"ready": True})
+        await still_answers(session)
+
+
+async def test_health_is_answered_while_all_places_are_at_work():
+    async with serving(max_connections=3) as (server, session), holding(server, 3, SLOW):
+        await bodies_come(server, 3)
+
+        for path in HEALTH:
+            assert await ask(session, path=path, method="GET") == (200, HEALTH[path])
+        assert (await ask(session, body(X)))[0] == 503
+        await bodies_come(server, 3)
+
+
+async def test_slow_bodies_give_way_when_somebody_comes(monkeypatch):
+    monkeypatch.setattr("deploy.server.SLOW_S", 0.1)
+    async with serving(max_connections=3) as (server, session), holding(server, 3, SLOW):
+        await bodies_come(server, 3)
+        await asyncio.sleep(0.2)
+
+        await still_answers(session)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_hangs_up_in_mid_body_is_one_line_in_the_log(caplog, reset):
+    caplog.set_level(logging.INFO)
+    async with serving() as (server, session):
+        async with holding(server, 1, SLOW) as (writer,):
+            await bodies_come(server, 1)
+            if reset:
+                writer.transport.abort()
+        await until(lambda: not server._connections)
+        await asyncio.sleep(0.05)
+        assert [record.message.partition(" ")[0] for record in caplog.records] == ["event=client_gone"]
+        assert not any(record.exc_info for record in caplog.records)
         await still_answers(session)
 
 

@@ -55,7 +55,7 @@ def examination_of(child: Process) -> psutil.Process | None:
     """The process in which a bundle is being examined, stopped where it is."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for found in psutil.Process(child.pid).children():
-            if "deploy.examination" in found.cmdline():
+            if "deploy.examination:examined" in found.cmdline():
                 found.suspend()
                 return found
     return None
@@ -63,7 +63,7 @@ def examination_of(child: Process) -> psutil.Process | None:
 
 def whole(home: Path) -> dict[str, str]:
     """Digest of the bundle in each slot; every byte is checked."""
-    return {path.name: read(path).digest for path in home.glob("slot-?")}
+    return {path.name.removeprefix("slot-"): read(path).digest for path in home.glob("slot-?")}
 
 
 async def test_killed_during_the_examination_it_examines_again(broker, repo, home, old, new) -> None:
