@@ -126,10 +126,14 @@ class Runtime:
         """Predict one raw sample or a batch of them, such as `fedge.preprocess.apply` takes.
 
         Raises:
-            ConfigError: the samples have another shape than the task's.
+            ConfigError: the samples have another shape than the task's, are none, or hold NaN or infinity.
         """
         begin = time.perf_counter()
-        return self._predicted(apply(self.task, self.as_batch(x)), begin)
+        with np.errstate(over="ignore"):  # seen below
+            inputs = apply(self.task, self.as_batch(x))
+        if not len(inputs) or not np.isfinite(inputs).all():
+            raise ConfigError("samples must be one or more, and hold finite numbers alone")
+        return self._predicted(inputs, begin)
 
     def predict_inputs(self, x: Floats) -> Prediction:
         """Predict model inputs, (n, *input_shape) float32: samples that have been preprocessed already."""

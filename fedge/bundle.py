@@ -21,6 +21,7 @@ describes exactly its data). Who made the manifest is not its concern: a release
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.errors import ProtocolError, UpdateRejected
 from fedge.messages import Count, Digest, NonNegative, Role, Share
-from fedge.task import TaskSpec
+from fedge.onnx_wire import unbounded
+from fedge.task import PRINTABLE, TaskSpec
 from fedge.tensors import digest_of, places_in
 
 SCHEMA_VERSION: Final = 1
@@ -54,7 +56,7 @@ MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
 MAX_INT8_BYTES: Final = 1 << 30
 
-Name = Annotated[str, Meta(min_length=1, max_length=100)]
+Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=PRINTABLE)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -137,8 +139,8 @@ class Manifest(_Part, frozen=True, kw_only=True):
     """Everything about a bundle but the numbers of its models.
 
     `metrics` are figures for people, and `OUTLIER_BELOW`: a runtime of fedge 0.1 refuses fields that it does not know,
-    and reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime when the
-    bundle was written.
+    and reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime when
+    the bundle was written.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -255,6 +257,8 @@ def read(folder: Path, *, again: bool = False) -> Bundle:
             raise UpdateRejected(f"{INT8} of {manifest.int8.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
         with _plain(folder / INT8) as file:
             _require_same(folder / INT8, file, manifest.int8, hashed=not again)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+                _require_bounded(folder / INT8, view)
     for part in dict.fromkeys(manifest.parts):
         path = folder / part.file_name
         with _plain(path) as file:
@@ -318,7 +322,17 @@ def _graph(path: Path, part: Part) -> bytes:
     data = _bytes(path, MAX_SKELETON_BYTES)
     if (len(data), digest_of(data)) != (part.size_bytes, part.digest):
         raise UpdateRejected(f"{path} is not the one of the manifest")
+    _require_bounded(path, memoryview(data))
     return data
+
+
+def _require_bounded(path: Path, graph: memoryview) -> None:
+    try:
+        reason = unbounded(graph)
+    except ValueError as error:
+        reason = f"it is no graph: {error}"
+    if reason:
+        raise UpdateRejected(f"{path}: {reason}")
 
 
 def _require_same(path: Path, file: BufferedReader, part: Part, *, hashed: bool) -> None:

@@ -167,7 +167,7 @@ def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
         return {}
     try:
         document = tomllib.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {config_file}: {error}") from error
     _refuse_unknown(document, SECTIONS, str(config_file))
     content = document.get(section, {})

@@ -7,6 +7,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""Text that gives a terminal no command: without control characters."""
+
 
 class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a raw sample becomes a model input: (x / scale - mean) / std, after an image was resized.
@@ -23,8 +26,8 @@ class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is learned: classes, input and network. Coordinator and agents must have equal fingerprints."""
 
-    name: str
-    classes: Annotated[tuple[str, ...], Meta(min_length=2)]
+    name: Annotated[str, Meta(pattern=PRINTABLE)]
+    classes: Annotated[tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...], Meta(min_length=2)]
     input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=3)]  # without batch, channels first
     model: str  # "mlp", "cnn", or "package.module:factory" of the user's own
     model_options: dict[str, int | float | str | bool] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,12 +12,10 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
+from fedge.npz import load
 from fedge.task import TaskSpec
 
 FILE: Final = "validation.npz"
-
-_DAMAGED: Final = (OSError, ValueError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""What NumPy and zipfile raise of a file whose bytes have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +48,10 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     path = home / FILE
     if not path.exists():
         return Validation(np.zeros((0, *task.input_shape), np.float32), None)
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            x, y = np.asarray(arrays["x"], np.float32), arrays.get("y")
-    except _DAMAGED as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    arrays = load(path, ("x", "y"))
+    if "x" not in arrays or arrays["x"].dtype.kind not in "buif":
+        raise ConfigError(f"{path} holds no samples")
+    x, y = np.asarray(arrays["x"], np.float32), arrays.get("y")
     if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
         raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
     if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.npz import load
+from fedge.text import printable
 
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
 TRAIN, VALIDATION, TEST = range(3)
@@ -26,7 +26,7 @@ def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
     Raises:
         ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
     """
-    table = _load(file, KEYS)
+    table = load(file, KEYS)
     if "x" not in table or ("y" not in table and labelled):
         raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
     return checked(table, str(file))
@@ -78,7 +78,7 @@ def columns(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     Raises:
         ConfigError: the file cannot be read, or one of them is missing.
     """
-    table = _load(file, names)
+    table = load(file, names)
     if missing := [name for name in names if name not in table]:
         raise ConfigError(f"{file} must hold the arrays {', '.join(names)}; {', '.join(missing)} is missing")
     return table
@@ -88,21 +88,15 @@ def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[st
     """The names in `classes`, else "0", "1", ... up to the largest label.
 
     Raises:
-        ConfigError: there are fewer names than labels, or there is only one class.
+        ConfigError: there are fewer names than labels, only one class, or a name that cannot be printed.
     """
     largest = int(table["y"].max())
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
     if largest == 0 or largest >= (len(names) if names else 10_000):
         raise ConfigError(f"{file}: the largest label is {largest}, with {len(names or ())} names in classes")
+    if odd := [name for name in names or () if not name.isprintable()]:
+        raise ConfigError(f"{file}: the class name {printable(odd[0])[:100]} holds control characters")
     return names or tuple(str(number) for number in range(largest + 1))
-
-
-def _load(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
-    try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-            return {name: archive[name] for name in names if name in archive}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
 
 
 def _whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:

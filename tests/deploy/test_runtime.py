@@ -71,7 +71,7 @@ def test_other_shapes_are_refused(runtime, shape):
 
 
 def test_a_sample_that_is_not_finite_gets_equal_probabilities(runtime):
-    found = runtime.predict(np.full((8, 8), np.nan))
+    found = runtime.predict_inputs(np.full((1, *runtime.task.input_shape), np.nan, np.float32))
     np.testing.assert_allclose(found.probabilities, 0.1, atol=1e-7)
     assert (found.weights == 0).all()
 
@@ -294,3 +294,9 @@ def test_untampered(bundle, expected):
     """The control of the table above: the copy itself is good."""
     found = deploy.load(bundle).predict(expected["x"])
     np.testing.assert_allclose(found.probabilities, expected["probabilities"], atol=1e-6)
+
+
+@pytest.mark.parametrize("x", [np.zeros((0, 8, 8)), np.full((1, 8, 8), np.nan), np.full((2, 8, 8), 1e300)])
+def test_no_samples_and_such_as_are_not_finite_are_refused(runtime, x):
+    with pytest.raises(ConfigError, match="one or more, and hold finite numbers"):
+        runtime.predict(x)

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from fedge.bundle import MANIFEST, Part, decode, encode, read, slot, with_parts
+from fedge.bundle import MANIFEST, SKELETON, Part, decode, encode, read, slot, with_parts
 from fedge.errors import UpdateRejected
 from fedge.tensors import digest_of
+from tests.deploy.bundles import sha256, variant
 
 GOLDEN = Path(__file__).parents[1] / "deploy" / "golden" / "bundle"
 
@@ -116,3 +117,15 @@ def write(folder, data):
     (folder / f"{part['digest']}.safetensors").write_bytes(data)
     (folder / "skeleton.onnx").write_bytes((GOLDEN / "skeleton.onnx").read_bytes())
     (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def test_a_graph_that_may_never_end_is_refused_before_it_is_run(tmp_path):
+    folder = variant(tmp_path / "1", release=1)
+    graph = bytes.fromhex("3a0c0a0a22044c6f6f702a023200")  # graph { node { op_type: "Loop" attribute { g {} } } }
+    (folder / SKELETON).write_bytes(graph)
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest["skeleton"] = {"digest": sha256(graph), "size_bytes": len(graph)}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+    with pytest.raises(UpdateRejected, match="node Loop has a graph of its own"):
+        read(folder)

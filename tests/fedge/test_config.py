@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec import Meta, Struct
 
-from fedge.config import SECTIONS, Name, Secret, describe, given, nearest, resolve, settings_options
+from fedge.config import SECTIONS, Name, Secret, describe, given, nearest, resolve, section_of, settings_options
 from fedge.errors import ConfigError
 
 
@@ -222,3 +222,10 @@ def test_settings_given_in_python_are_checked_as_flags_are(monkeypatch: pytest.M
     ):
         with pytest.raises(ConfigError, match=words):
             given(Settings, values)
+
+
+def test_lists_in_lists_without_end_are_a_line_not_a_traceback(tmp_path):
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 20_000 + "]" * 20_000)
+
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        section_of(tmp_path / "deep.toml", "serve")

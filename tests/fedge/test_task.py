@@ -44,3 +44,11 @@ def test_a_task_that_cannot_be_is_refused(change: bytes) -> None:
     text = b'{"name":"t","model":"mlp","classes":["a","b"],"input_shape":[4],' + change + b"}"
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=TaskSpec)
+
+
+@pytest.mark.parametrize("changes", [{"name": "a\x1b[2J"}, {"classes": ["a", "b\x9b2J"]}, {"classes": ["a\n", "b"]}])
+def test_names_that_command_a_terminal_are_refused(changes):
+    task = {"name": "t", "classes": ["a", "é 猫"], "input_shape": [2], "model": "mlp"}
+    msgspec.convert(task, TaskSpec)
+    with pytest.raises(msgspec.ValidationError, match="regex"):
+        msgspec.convert(task | changes, TaskSpec)

@@ -15,9 +15,9 @@ from deploy.install_cli import install_in
 from deploy.slots import Slots, owned
 from fedge.bundle import read
 from fedge.errors import StoreError
-
-from .bundles import digest, other_gate, source, variant
-from .serving import golden
+from fedge.files import volatile
+from tests.deploy.bundles import digest, other_gate, source, variant
+from tests.deploy.serving import golden
 
 pytestmark = pytest.mark.torch_free
 
@@ -114,6 +114,11 @@ def asked(answering):
 
 def check(folder, damage, releases, *, serving):
     """Damage each file and folder of a home in turn."""
+    with volatile():  # what a power cut does is asked elsewhere
+        check_each(folder, damage, releases, serving=serving)
+
+
+def check_each(folder, damage, releases, *, serving):
     pristine, known = prepared(folder, releases)
     for n, target in enumerate(targets(pristine, damage)):
         home = shutil.copytree(pristine, folder / f"damaged-{n}")
@@ -170,7 +175,7 @@ def as_others(call):
         pytest.skip("only a user who is not root is ever denied anything")
     done = subprocess.run(
         [setpriv, "--bounding-set=-dac_override,-dac_read_search", sys.executable, "-c",
-         f"from pathlib import Path; from tests.deploy.test_damage import *; {call}"],
+         f"from pathlib import Path; from tests.faults.test_damage import *; {call}"],
         cwd=Path(__file__).parents[2], capture_output=True, check=False, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,60 @@
+"""Arrays in an .npz file from anywhere: what it claims is checked before memory is taken for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+
+MEMORY_SHARE: Final = 0.5
+"""Of this machine's memory, that the arrays of a file may take."""
+
+_DAMAGED: Final = (
+    OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, RecursionError, AttributeError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What NumPy and zipfile raise of a file whose bytes are anything."""
+
+
+def load(file: Path, names: Iterable[str]) -> dict[str, NDArray[Any]]:
+    """Those of the named arrays that a file holds.
+
+    Raises:
+        ConfigError: it cannot be read, is no .npz file, or its arrays take more than half of the memory.
+    """
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            found = [name for name in names if name in archive]
+            allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            claimed = sum(_claimed(archive.zip, name) for name in found)
+            if claimed > allowed:
+                raise ConfigError(
+                    f"{file} holds arrays of {claimed / 2**20:.0f} MiB, at most {allowed / 2**20:.0f} MiB, half of the "
+                    "memory, may be read here"
+                )
+            return {name: archive[name] for name in found}
+    except _DAMAGED as error:
+        raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
+
+
+def _claimed(archive: zipfile.ZipFile, name: str) -> int:
+    """Bytes of an array by its header; a member that holds another number of them is damaged."""
+    member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        claimed = math.prod(shape) * dtype.itemsize
+        held = archive.getinfo(member).file_size - file.tell()
+    if claimed != held:
+        raise ValueError(f"{name} claims {claimed} bytes and holds {held}")
+    return claimed

@@ -1,0 +1,83 @@
+"""What a serialised ONNX graph is made of, read without ONNX: whether it is one that surely comes to an end.
+
+Source: onnx.proto3 (field numbers) and the wire format of Protocol Buffers: a field is a varint (number << 3 | type)
+and its value, where type 0 is a varint, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+GRAPH, FUNCTIONS = 7, 25  # of ModelProto
+NODE: Final = 1  # of GraphProto
+OP_TYPE, ATTRIBUTE = 4, 5  # of NodeProto
+SUBGRAPH, SUBGRAPHS = 6, 11  # of AttributeProto
+MAX_VARINT_BYTES: Final = 10
+
+
+def unbounded(model: memoryview) -> str:
+    """Why a graph may never end, or "".
+
+    Loops need a graph within the graph (Loop, Scan, and If, too), and a function may hide one. Our own graphs have
+    neither: each of their nodes runs once.
+
+    Raises:
+        ValueError: it is no serialised message.
+    """
+    for number, value in _fields(model):
+        if number == FUNCTIONS:
+            return "it has functions of its own"
+        if number == GRAPH:
+            for of_graph, node in _fields(value):
+                if of_graph == NODE and _has_subgraph(node):
+                    return f"its node {_op_type(node)} has a graph of its own"
+    return ""
+
+
+def _has_subgraph(node: memoryview) -> bool:
+    return any(
+        inner in {SUBGRAPH, SUBGRAPHS}
+        for number, attribute in _fields(node)
+        if number == ATTRIBUTE
+        for inner, _ in _fields(attribute)
+    )
+
+
+def _op_type(node: memoryview) -> str:
+    return next(
+        (bytes(value).decode(errors="replace")[:50] for number, value in _fields(node) if number == OP_TYPE), ""
+    )
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Number and bytes of each field; the bytes of one that is a number are none."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        match key & 7:
+            case 0:
+                start = end = _varint(message, at)[1]
+            case 1:
+                start = end = at + 8
+            case 2:
+                length, start = _varint(message, at)
+                end = start + length
+            case 5:
+                start = end = at + 4
+            case kind:
+                raise ValueError(f"a field of wire type {kind}")
+        if end > len(message):
+            raise ValueError("it is cut off")
+        yield key >> 3, message[start:end]
+        at = end
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = 0
+    for i, byte in enumerate(message[at : at + MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * i)
+        if byte < 0x80:
+            return value, at + i + 1
+    raise ValueError("a number is cut off")

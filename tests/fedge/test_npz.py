@@ -1,0 +1,65 @@
+"""Files of arrays from anybody: read, or refused before memory is taken for them."""
+
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+
+from fedge import npz
+from fedge.errors import ConfigError
+
+pytestmark = pytest.mark.torch_free
+
+
+def header(shape):
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+def archive(path, **members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in members.items():
+            file.writestr(f"{name}.npy", data)
+    return path
+
+
+def test_the_named_arrays_that_are_there(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.arange(3), z=np.zeros(2))
+
+    found = npz.load(tmp_path / "a.npz", ("x", "y"))
+
+    assert list(found) == ["x"]
+    assert found["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 1024), (1 << 38,), (26,)])
+def test_a_header_that_claims_more_than_there_is(tmp_path, shape):
+    path = archive(tmp_path / "a.npz", x=header(shape) + bytes(100))
+
+    with pytest.raises(ConfigError, match=r"x claims \d+ bytes and holds 100"):
+        npz.load(path, ("x",))
+
+
+def test_zeros_that_were_packed_into_little(tmp_path, monkeypatch):
+    monkeypatch.setattr(npz, "MEMORY_SHARE", 1e-9)
+    path = archive(tmp_path / "a.npz", x=header((1 << 20,)) + bytes(1 << 22))
+    assert path.stat().st_size < 10_000
+
+    with pytest.raises(ConfigError, match="holds arrays of 4 MiB, at most 0 MiB"):
+        npz.load(path, ("x",))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no array", header((25,))[:20], header("(" * 100 + ")" * 100), header((-1, -25))]
+)
+def test_what_is_no_array(tmp_path, data):
+    with pytest.raises(ConfigError, match=r"is no \.npz file"):
+        npz.load(archive(tmp_path / "a.npz", x=data), ("x",))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", b"\x93NUMPY", header((1 << 38,))])
+def test_what_is_no_archive(tmp_path, data):
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"is no \.npz file"):
+        npz.load(tmp_path / "a.npz", ("x",))
