@@ -329,7 +329,7 @@ def test_an_abort_and_a_complaint_at_once_go_back_but_once(slots, tmp_path, x, m
 
     assert release(answering) == 1
     assert (slots.running, slots.state.trial) == (slots.good, None)
-    assert slots.running.name == "a"
+    assert slots.running.name == "slot-a"
     assert set(slots.state.refused) == {digest(tmp_path / "2")}
 
 
