@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.config import nearest
 from fedge.errors import ConfigError
 
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
@@ -19,16 +20,22 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
-    """Those of `KEYS` that the file holds, checked; other keys are ignored. Not `labelled`: y may be missing.
+    """The arrays that the file holds, checked. Not `labelled`: y may be missing.
 
     Returns: as `checked`.
 
     Raises:
-        ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
+        ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value, or a name
+            that is none of `KEYS`: marks must not be lost by a typo.
     """
-    table = _load(file, KEYS)
+    table = _load(file, None)
     if "x" not in table or ("y" not in table and labelled):
         raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
+    if unknown := sorted(table.keys() - set(KEYS)):
+        raise ConfigError(
+            f"{file} holds an array {unknown[0]!r}, which means nothing here{nearest(unknown[0].lower(), KEYS)}: name it one of "
+            f"{', '.join(KEYS)}, or leave it out"
+        )
     return checked(table, str(file))
 
 
@@ -97,10 +104,11 @@ def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[st
     return names or tuple(str(number) for number in range(largest + 1))
 
 
-def _load(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+def _load(file: Path, names: tuple[str, ...] | None) -> dict[str, NDArray[Any]]:
+    """Those of `names` that the file holds; None: all."""
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-            return {name: archive[name] for name in names if name in archive}
+            return {name: archive[name] for name in names or archive if name in archive}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
 
