@@ -61,7 +61,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     own = resolve_options(config, options)
     check(settings.method, own)
-    task = task_spec(settings.task, settings.data)
+    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
         summary = asyncio.run(until_stopped(serve(settings, task, store, observe, own)))
     if summary is None:

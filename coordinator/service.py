@@ -76,6 +76,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     data: (
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
+    allow: Annotated[
+        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+    ] = ""
     method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
     server_data: (
         Annotated[

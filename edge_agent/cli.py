@@ -75,6 +75,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     steps: Annotated[
         str, Meta(description="Steps of your own, package.module:Class, comma-separated, beside those installed.")
     ] = ""
+    allow: Annotated[
+        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+    ] = ""
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30
@@ -118,7 +121,7 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
     from edge_agent.agent import Agent, Identity, Limits
     from fedge.tasks import task_spec
 
-    task = task_spec(settings.task, settings.data)
+    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     trains = not settings.inference_only and find_spec("torch") is not None
     if settings.train_on is Processor.CUDA and not trains:
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")

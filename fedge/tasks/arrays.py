@@ -32,8 +32,9 @@ def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
     if "x" not in table or ("y" not in table and labelled):
         raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
     if unknown := sorted(table.keys() - set(KEYS)):
+        hint = nearest(unknown[0].lower(), KEYS)
         raise ConfigError(
-            f"{file} holds an array {unknown[0]!r}, which means nothing here{nearest(unknown[0].lower(), KEYS)}: name it one of "
+            f"{file} holds an array {unknown[0]!r}, which means nothing here{hint}: name it one of "
             f"{', '.join(KEYS)}, or leave it out"
         )
     return checked(table, str(file))

@@ -87,9 +87,10 @@ def require_known(folder: Path) -> None:
         hidden = any(part.startswith(".") for part in inside.parts) or path.name in LEFT_BY_DESKTOPS
         if path.is_dir() or hidden or path.suffix.lower() in SUFFIXES or inside.as_posix() in known:
             continue
+        hint = nearest(path.name.lower(), known)
         raise ConfigError(
-            f"{path} means nothing here{nearest(path.name.lower(), known)}: beside images there may be {' and '.join(known)} in "
-            f"{folder} itself; move other files away"
+            f"{path} means nothing here{hint}: beside images there may be {' and '.join(known)} in {folder} "
+            "itself; move other files away"
         )
 
 
