@@ -218,9 +218,18 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         lines.append(f"  {device}: {devices.get(device, 'not seen')}, trained {trained} times{bundle}")
+        if device in summary["clocks"]:
+            lines.append(f"    its clock is {_span(summary['clocks'][device])} the coordinator's: set the wrong one")
         if device in problems:
             lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
     return lines
+
+
+def _span(ahead_s: float) -> str:
+    """How far one clock is from another."""
+    days, seconds = divmod(round(abs(ahead_s)), 86400)
+    length = f"{days} days" if days else f"{seconds // 3600} h {seconds // 60 % 60} min"
+    return f"{length} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:

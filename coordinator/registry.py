@@ -15,12 +15,15 @@ from fedge.messages import Context, Health, Presence, Status
 
 MAX_DEVICES: Final = 10_000
 """Ids that are remembered: a client that invents names cannot fill the memory."""
+CLOCKS_AGREE_S: Final = 60.0
+"""Clocks that differ by more are shown: nothing of ours depends on them, but certificates, logs and signatures do."""
 
 
 @dataclass(slots=True)
 class _Known:
     status: Status
     context: Context | None = None
+    ahead_s: float = 0.0  # of our clock
 
 
 class Registry:
@@ -65,14 +68,14 @@ class Registry:
         if before and status.presence is Presence.OFFLINE and status.incarnation != before.status.incarnation:
             return False  # the last will of an earlier life
         context = before.context if before else self._contexts.get(topic_id)
-        self._known[topic_id] = _Known(status, context)
+        self._known[topic_id] = _Known(status, context, before.ahead_s if before else 0.0)
         self._changed.set()
         if before and before.status.release < status.release and _but_for_release(before.status, status):
             return False
         return status.presence is Presence.ONLINE
 
-    def on_context(self, topic_id: str, context: Context) -> None:
-        """Take note of how a device is.
+    def on_context(self, topic_id: str, context: Context, now: float) -> None:
+        """Take note of how a device is; `now`: seconds since the epoch by our clock.
 
         Raises:
             ProtocolError: `foreign-id` or `unknown-device`; nothing changed.
@@ -83,7 +86,9 @@ class Registry:
             return
         if topic_id not in self._known:
             raise ProtocolError("unknown-device", f"{topic_id} has shown no status yet")
-        self._known[topic_id].context = context
+        known = self._known[topic_id]
+        known.context = context
+        known.ahead_s = 0.0 if context.at is None else context.at - now
         self._changed.set()
 
     def on_health(self, topic_id: str, health: Health) -> None:
@@ -105,6 +110,11 @@ class Registry:
     def presence(self) -> dict[str, Presence]:
         """How each known device is."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
+
+    def wrong_clocks(self) -> dict[str, float]:
+        """The devices whose clocks do not agree with ours: how many seconds they are ahead."""
+        found = sorted(self._known.items())
+        return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
 
     def online(self) -> tuple[Device, ...]:
         """The devices that can be asked now: online and able to train; by ascending id.

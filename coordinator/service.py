@@ -260,6 +260,7 @@ def write_summary(
         "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
         "devices": fleet.registry.presence(),
         "without_bundle": without_bundle(method, state, store),
+        "clocks": fleet.registry.wrong_clocks(),
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }
