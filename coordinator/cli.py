@@ -19,7 +19,7 @@ from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
-from fedge.background import until_stopped
+from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError, TransportError
@@ -28,7 +28,6 @@ from fedge.tasks import task_spec
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 
-INTERRUPTED: Final = 130
 NO_BUNDLES: Final = 6
 """The run came to its end, and no device has a bundle."""
 QUIET_S: Final = 1.0
