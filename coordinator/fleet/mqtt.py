@@ -37,7 +37,7 @@ from coordinator.fleet.orders import (
 from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.update_norms import OneByOne, within_limits
-from coordinator.registry import MAX_DEVICES, Registry
+from coordinator.registry import Registry
 from coordinator.store import EXPIRED, Entry, Store
 from fedge import codec
 from fedge.background import Background
@@ -78,6 +78,10 @@ RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
+MAX_STRANGERS: Final = 100
+"""Problems of names that are no device of ours: whoever invents some shows no more."""
+LINES_PER_MINUTE: Final = 60
+"""Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
 NEEDED: Final = "0.2 or later"
 """What an agent's fedge must be."""
 SLACK_BYTES: Final = 1 << 20
@@ -89,6 +93,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     round: int
     reason: str
+
+
+class Lines:
+    """How many log lines of each kind there may be: a flood of messages must not become a full disk."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counted: Counter[str] = Counter()
+
+    def untold(self, kind: str, now: float) -> int | None:
+        """Whether to write a line of this kind now (seconds): how many of the minute before went untold; None: no."""
+        untold = 0
+        if int(now // 60) != self._minute:
+            self._minute = int(now // 60)
+            untold = sum(max(n - LINES_PER_MINUTE, 0) for n in self._counted.values())
+            self._counted.clear()
+        self._counted[kind] += 1
+        return untold if self._counted[kind] <= LINES_PER_MINUTE else None
 
 
 class MqttFleet:
@@ -126,6 +148,8 @@ class MqttFleet:
     ) -> None:
         self.registry = Registry(task.fingerprint(), store.last_contexts())
         self.problems: dict[str, Problem] = {}
+        self._strangers: set[str] = set()  # among them
+        self._lines = Lines()
         self._paces = Paces()
         self._counted: Counter[str] = Counter()
         self._store = store
@@ -474,20 +498,27 @@ class MqttFleet:
         self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
         harmless = error.name in SAYS_NOTHING
         level = logging.INFO if harmless else logging.WARNING
-        log.log(level, "event=refused name=%s device=%s topic=%s detail=%r", error.name, device, topic, str(error))
+        if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
+            more = f" untold={untold}" if untold else ""
+            text = "event=refused name=%s device=%s topic=%s detail=%r%s"
+            log.log(level, text, error.name, device, topic, str(error), more)
         if not harmless:
             self._note_problem(device, str(error))
 
     def _note_problem(self, device: str, reason: str) -> None:
         """For people to look at: in the events at once, in the status after the round."""
         problem = Problem(round=self._round, reason=reason)
-        if self.problems.get(device) != problem:
-            self._keep_problem(device, problem)
+        if self.problems.get(device) != problem and self._keep_problem(device, problem):
             self._observe("problem", {"device": device, "round": self._round, "reason": reason})
 
-    def _keep_problem(self, device: str, problem: Problem) -> None:
-        if device in self.problems or len(self.problems) < MAX_DEVICES:
-            self.problems[device] = problem
+    def _keep_problem(self, device: str, problem: Problem) -> bool:
+        """Whether there is a place for it: there is for each device that is known, and for some strangers."""
+        if device not in self.problems and not self.registry.knows(device):
+            if len(self._strangers) >= MAX_STRANGERS:
+                return False
+            self._strangers.add(device)
+        self.problems[device] = problem
+        return True
 
     def _on_status(self, device: str, inbound: Inbound) -> None:
         if not inbound.payload:  # a retained status that was cleared

@@ -144,6 +144,22 @@ def test_clocks_that_differ_by_more_than_a_minute_are_told() -> None:
     assert registry.wrong_clocks() == {"b": 61}, "it was set"
 
 
+def test_known_devices_and_those_that_are_there_find_a_place_among_invented_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_DEVICES", 2)
+    registry = Registry("t", {"of the last round": None})
+    for i in ("x", "y"):
+        registry.on_status(i, status(i, presence=Presence.SLEEPING))
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("z", status("z", presence=Presence.SLEEPING))
+    for i in ("a", "b", "of the last round"):
+        registry.on_status(i, status(i))
+    assert set(registry.presence()) == {"a", "b", "of the last round"}
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("c", status("c"))
+
+
 def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_DEVICES", 2)
     registry = here("a", "b")
