@@ -29,7 +29,7 @@ DEADLINE_S = 600.0
 def order(device: str) -> Order:
     return Order(
         id=f"r.1.s.{device}", device_id=device, run="r", round=1, label="s", seed=0, task_fingerprint="t",
-        deadline=DEADLINE_S, step="describe_labels", body=b"",
+        left_s=DEADLINE_S, step="describe_labels", body=b"",
     )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ class Speed:
         for i, own in self.data.items():
             action = Train(starts=(Start(model=BlobRef(digest="0" * 64, size_bytes=1)),), sgd=self.sgd)
             rng = np.random.default_rng(
-                order_for("simulation", 0, 1, "train", i, self.task.fingerprint(), action, deadline=0).seed
+                order_for("simulation", 0, 1, "train", i, self.task.fingerprint(), action, left_s=60).seed
             )
             models.load(module, self.first, self.layout)
             module.train()

@@ -19,7 +19,7 @@ from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
-from fedge.background import until_stopped
+from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError, TransportError
@@ -28,7 +28,6 @@ from fedge.tasks import task_spec
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 
-INTERRUPTED: Final = 130
 NO_BUNDLES: Final = 6
 """The run came to its end, and no device has a bundle."""
 QUIET_S: Final = 1.0
@@ -61,7 +60,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     own = resolve_options(config, options)
     check(settings.method, own)
-    task = task_spec(settings.task, settings.data)
+    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
         summary = asyncio.run(until_stopped(serve(settings, task, store, observe, own)))
     if summary is None:
@@ -218,9 +217,18 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         lines.append(f"  {device}: {devices.get(device, 'not seen')}, trained {trained} times{bundle}")
+        if device in summary["clocks"]:
+            lines.append(f"    its clock is {_span(summary['clocks'][device])} the coordinator's: set the wrong one")
         if device in problems:
             lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
     return lines
+
+
+def _span(ahead_s: float) -> str:
+    """How far one clock is from another."""
+    days, seconds = divmod(round(abs(ahead_s)), 86400)
+    length = f"{days} days" if days else f"{seconds // 3600} h {seconds // 60 % 60} min"
+    return f"{length} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:

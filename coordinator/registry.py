@@ -14,13 +14,18 @@ from fedge.errors import ProtocolError
 from fedge.messages import Context, Health, Presence, Status
 
 MAX_DEVICES: Final = 10_000
-"""Ids that are remembered: a client that invents names cannot fill the memory."""
+"""Ids that are remembered: a client that invents names cannot fill the memory. Those of the last round have a place."""
+LOOK_AGAIN_S: Final = 0.05
+"""Whoever waits for devices looks at all of them so often at most: thousands may come in a second."""
+CLOCKS_AGREE_S: Final = 60.0
+"""Clocks that differ by more are shown: nothing of ours depends on them, but certificates, logs and signatures do."""
 
 
 @dataclass(slots=True)
 class _Known:
     status: Status
     context: Context | None = None
+    ahead_s: float = 0.0  # of our clock
 
 
 class Registry:
@@ -60,19 +65,29 @@ class Registry:
             )
         self._mismatched.discard(topic_id)
         before = self._known.get(topic_id)
-        if before is None and len(self._known) >= MAX_DEVICES:
+        if before is None and topic_id not in self._contexts and not self._has_room(status):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
         if before and status.presence is Presence.OFFLINE and status.incarnation != before.status.incarnation:
             return False  # the last will of an earlier life
         context = before.context if before else self._contexts.get(topic_id)
-        self._known[topic_id] = _Known(status, context)
+        self._known[topic_id] = _Known(status, context, before.ahead_s if before else 0.0)
         self._changed.set()
         if before and before.status.release < status.release and _but_for_release(before.status, status):
             return False
         return status.presence is Presence.ONLINE
 
-    def on_context(self, topic_id: str, context: Context) -> None:
-        """Take note of how a device is.
+    def _has_room(self, newcomer: Status) -> bool:
+        """Whether there is a place; who is there gets that of somebody who is not and was not in the last round."""
+        if len(self._known) < MAX_DEVICES or newcomer.presence is not Presence.ONLINE:
+            return len(self._known) < MAX_DEVICES
+        away = (i for i, known in self._known.items() if known.status.presence is not Presence.ONLINE)
+        gone = next((i for i in away if i not in self._contexts), None)
+        if gone is not None:
+            del self._known[gone]
+        return gone is not None
+
+    def on_context(self, topic_id: str, context: Context, now: float) -> None:
+        """Take note of how a device is; `now`: seconds since the epoch by our clock.
 
         Raises:
             ProtocolError: `foreign-id` or `unknown-device`; nothing changed.
@@ -83,7 +98,9 @@ class Registry:
             return
         if topic_id not in self._known:
             raise ProtocolError("unknown-device", f"{topic_id} has shown no status yet")
-        self._known[topic_id].context = context
+        known = self._known[topic_id]
+        known.context = context
+        known.ahead_s = 0.0 if context.at is None else context.at - now
         self._changed.set()
 
     def on_health(self, topic_id: str, health: Health) -> None:
@@ -97,14 +114,23 @@ class Registry:
         if not health.drift:
             self._drifting.pop(topic_id, None)
             return
-        if topic_id not in self._drifting and len(self._drifting) >= MAX_DEVICES:
+        if topic_id not in self._drifting and len(self._drifting) >= MAX_DEVICES and not self.knows(topic_id):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
         self._drifting[topic_id] = health.bundle_digest or ""
         self._changed.set()
 
+    def knows(self, device_id: str) -> bool:
+        """Whether this is one of our devices, as far as the broker tells."""
+        return device_id in self._known or device_id in self._contexts
+
     def presence(self) -> dict[str, Presence]:
         """How each known device is."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
+
+    def wrong_clocks(self) -> dict[str, float]:
+        """The devices whose clocks do not agree with ours: how many seconds they are ahead."""
+        found = sorted(self._known.items())
+        return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
 
     def online(self) -> tuple[Device, ...]:
         """The devices that can be asked now: online and able to train; by ascending id.
@@ -164,6 +190,7 @@ class Registry:
         while not holds():
             self._changed.clear()
             await self._changed.wait()
+            await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _but_for_release(before: Status, now: Status) -> bool:

@@ -6,6 +6,8 @@ state is loaded and the round under way is run again; the fleet returns what was
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -56,6 +58,8 @@ log = logging.getLogger("fedge.coordinator")
 
 Observer = Callable[[str, dict[str, Any]], None]
 
+TELL_S: Final = 1.0
+"""Before the first round problems are told so often at most, however many there are."""
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
 METHOD_NAMES: Final = ", ".join(installed_methods())
 
@@ -76,6 +80,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     data: (
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
+    allow: Annotated[
+        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+    ] = ""
     method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
     server_data: (
         Annotated[
@@ -158,6 +165,36 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
     return method
 
 
+class Slowly:
+    """Has something done at once when it is asked for, and then again, but no more often than every so many seconds."""
+
+    def __init__(self, act: Callable[[], object], every_s: float) -> None:
+        self._act = act
+        self._every_s = every_s
+        self._next = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ask(self) -> None:
+        """Have it done now, or as soon as it may be."""
+        if self._timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next:
+            self._do()
+        else:
+            self._timer = loop.call_at(self._next, self._do)
+
+    def _do(self) -> None:
+        self._timer = None
+        self._next = asyncio.get_running_loop().time() + self._every_s
+        self._act()
+
+    async def aclose(self) -> None:
+        """Nothing is done any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 async def serve(
     settings: CoordinatorSettings,
     task: TaskSpec,
@@ -179,11 +216,13 @@ async def serve(
     saved = store.state()
     state = method.init(layout, model) if saved is None else load(saved, type(method.init(layout, model)))
 
+    slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
+
     def told(event: str, fields: dict[str, Any]) -> None:
         """Until the first round nobody but `fedge status` shows why devices do not take part."""
         observe(event, fields)
         if event == "problem" and fields["round"] == 0:
-            write_summary(settings, method, state, store, fleet)
+            slowly.ask()
 
     fleet = MqttFleet(
         settings.at(settings.broker),
@@ -198,7 +237,7 @@ async def serve(
         observe=told,
     )
     write_summary(settings, method, state, store, fleet)
-    async with fleet:
+    async with contextlib.aclosing(slowly), fleet:
         while not method.done(state):
             number = state.round + 1
             await fleet.begin(number, settings.devices if number == 1 else 1)
@@ -257,6 +296,7 @@ def write_summary(
         "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
         "devices": fleet.registry.presence(),
         "without_bundle": without_bundle(method, state, store),
+        "clocks": fleet.registry.wrong_clocks(),
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }

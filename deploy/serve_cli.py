@@ -25,7 +25,7 @@ from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
 from deploy.slots import Slots, newest_in_inbox, owned
-from fedge.background import first_failure, on_signal
+from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
@@ -35,7 +35,8 @@ from fedge.transport import BrokerSettings, Transport
 
 log = logging.getLogger("fedge.deploy")
 
-INTERRUPTED: Final = 130
+DRAIN_S: Final = 60.0
+"""Requests that were accepted before SIGTERM are answered, if it takes no longer."""
 LOCAL: Final = "local"
 """Name of device and federation where there is no broker to tell them to."""
 
@@ -151,7 +152,7 @@ async def _run(
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
-    on_signal(stopped.set, again=INTERRUPTED)
+    on_signal(stopped.set, within_s=DRAIN_S)
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
         served = [
             Served(

@@ -49,6 +49,7 @@ from edge_agent.session import (
     WorkStopped,
 )
 from edge_agent.session import Action as SessionAction
+from edge_agent.uptime import uptime_s
 from edge_agent.worker import MAX_REASON
 from fedge.background import Background
 from fedge.errors import ProtocolError, StoreError, TransportError
@@ -94,6 +95,11 @@ WILL_DELAY_S: Final = 10
 
 GOODBYE_S: Final = 5.0
 """How long a stopping agent tries to say that it sleeps; after that the last will says that it is gone."""
+
+
+FETCH_PATIENCE_S: Final = 120.0
+"""An order whose models do not come, although the broker is there, fails after so long and gives way to the next: who
+sent it may be gone, or never was. A coordinator that was restarted is back sooner."""
 
 
 class Works(Protocol):
@@ -212,6 +218,7 @@ class Agent:
                 orders=self._outbox.orders(),
                 reports=self._outbox.reports(),
                 acked=[verdict.order_id for verdict in self._outbox.verdicts],
+                now=uptime_s(),
             )
             self._transport = await self._wire()
             self._connecting = asyncio.current_task()
@@ -314,7 +321,7 @@ class Agent:
     def _feed(self, event: Event) -> None:
         """Let the session decide, and do what it says, in its order."""
         try:
-            for action in self._session.handle(event, time.time()):
+            for action in self._session.handle(event, uptime_s()):
                 self._perform(action)
         finally:
             self._set_timer()
@@ -324,9 +331,9 @@ class Agent:
             self._timer.cancel()
         wakeup = self._session.next_wakeup()
         if wakeup is not None:
-            # At least a moment ahead: the loop's clock and the wall clock do not tick alike. At most LAST_RESEND_S: the
-            # wall clock may be set meanwhile.
-            delay_s = min(max(wakeup - time.time(), 0.01), LAST_RESEND_S)
+            # At least a moment ahead: the loop's clock and ours do not tick alike. At most LAST_RESEND_S: the loop's
+            # stands still while the machine is suspended.
+            delay_s = min(max(wakeup - uptime_s(), 0.01), LAST_RESEND_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
@@ -339,7 +346,7 @@ class Agent:
         match action:
             case Persist(order):
                 self._outbox.persist(order)
-                self._say("order_received", **_about(order), deadline_in_s=round(order.deadline - time.time(), 1))
+                self._say("order_received", **_about(order), left_s=round(order.left_s, 1))
             case Run(order):
                 self._stop_work.clear()
                 self._work = self._background.spawn(self._carry_out(order))
@@ -417,7 +424,9 @@ class Agent:
         wants = self._topics.agent(me, "wants")
         for ref in blobs_of(action):
             chunks = self._topics.model_chunk(ref.digest)
-            path = await self._receiver.fetch(ref, chunks=chunks, wants=wants, device_id=me)
+            path = await self._receiver.fetch(
+                ref, chunks=chunks, wants=wants, device_id=me, patience_s=FETCH_PATIENCE_S
+            )
             with suppress(OSError):  # not ours, or read-only: it may be deleted earlier than others, no more
                 os.utime(path)
 

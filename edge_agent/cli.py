@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from msgspec import Meta
 
-from fedge.background import on_signal
+from fedge.background import INTERRUPTED, STOP_S, on_signal
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
@@ -23,9 +23,6 @@ from fedge.step import Steps, known_steps
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
     from fedge.task import TaskSpec
-
-INTERRUPTED: Final = 130
-"""Exit code: an agent only ever ends because it was asked to."""
 
 
 class AgentSettings(Credentials, frozen=True, kw_only=True):
@@ -75,6 +72,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     steps: Annotated[
         str, Meta(description="Steps of your own, package.module:Class, comma-separated, beside those installed.")
     ] = ""
+    allow: Annotated[
+        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+    ] = ""
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30
@@ -103,7 +103,7 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(AgentSettings, "agent", config, flags)
     try:
-        asyncio.run(_run(settings, _observer(as_json)))
+        asyncio.run(_run(build(settings, _observer(as_json))))
     finally:
         click.echo("", nl=sys.stdout.isatty() and not as_json)
     return INTERRUPTED
@@ -118,7 +118,7 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
     from edge_agent.agent import Agent, Identity, Limits
     from fedge.tasks import task_spec
 
-    task = task_spec(settings.task, settings.data)
+    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     trains = not settings.inference_only and find_spec("torch") is not None
     if settings.train_on is Processor.CUDA and not trains:
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
@@ -178,9 +178,8 @@ def _inference(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[i
     return 0, make_worker
 
 
-async def _run(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> None:
-    agent = build(settings, observe)
-    on_signal(agent.stop, again=INTERRUPTED)  # nothing accepted is lost
+async def _run(agent: Agent) -> None:
+    on_signal(agent.stop, within_s=STOP_S)
     await agent.run()
 
 

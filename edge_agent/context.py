@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ def measure(device_id: str, n_samples: int, home: Path) -> Context:
     """
     return Context(
         device_id=device_id,
+        at=time.time(),
         cpu_ghz=_cpu_ghz(),
         load=psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
         free_ram_gb=psutil.virtual_memory().available / 1e9,

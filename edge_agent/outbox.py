@@ -2,7 +2,7 @@
 
     HOME/outbox/lock             held by the one agent that uses this folder
     HOME/outbox/version          of what follows: "2"; fedge 0.1 wrote none
-    HOME/outbox/orders/{id}      an order; it stays until it is acknowledged or discarded
+    HOME/outbox/orders/{id}      an order, and when it was written; it stays until it is acknowledged or discarded
     HOME/outbox/reports/{id}     its report, once there is one; writing this file is the moment at which work is done
     HOME/outbox/blobs/{digest}   tensors that reports name; written before the report
     HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
@@ -10,6 +10,9 @@
 Every file is replaced atomically, and every step leaves a folder that `Outbox` can read: what a kill -9 left over is
 removed at the next start. A file that cannot be read (a damaged disk) is dropped too: the coordinator repeats an order
 until it has its report, so the work is done again rather than lost.
+
+What is left of an order's time goes on being counted while no agent runs. When the machine was off, nobody knows for
+how long: then half of what was left counts as gone. A coordinator that still wants it says how much there is.
 """
 
 from __future__ import annotations
@@ -24,16 +27,28 @@ from typing import Final, Self, TypeVar
 
 import msgspec
 
+from edge_agent.uptime import boot, uptime_s
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.files import BlobFolder, locked, write_atomically
 from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 
 log = logging.getLogger("fedge.agent")
 
-M = TypeVar("M", Order, Report)
 
 VERSION: Final = "2"
 """Of the folder: that of the messages in it."""
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """An order on the disk: the message, and when it was written, by the clock of which boot."""
+
+    order: bytes
+    boot: str
+    at: float
+
+    def left(self, left_s: float) -> float:
+        """What remains now of the time that was left then."""
+        return left_s - (uptime_s() - self.at) if self.boot and self.boot == boot() else left_s / 2
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -44,6 +59,8 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+T = TypeVar("T")
+_kept = msgspec.msgpack.Decoder(_Kept)
 _verdicts = msgspec.json.Decoder(list[Verdict])
 
 
@@ -96,16 +113,16 @@ class Outbox:
     # ------------------------------------------------------------------------------------------------------ reading
 
     def orders(self) -> list[Order]:
-        """All open orders, the one that was written first at the head."""
+        """All open orders, the one that was written first at the head; `left_s` counts from now, 0: none is left."""
         paths = sorted(self._orders.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        return [order for path in paths if (order := _read(path, Order, lambda order: order.id)) is not None]
+        return [order for path in paths if (order := _read(path, _order, lambda order: order.id)) is not None]
 
     def reports(self) -> list[Report]:
         """The reports of open orders that have one."""
         return [
             report
             for path in sorted(self._reports.iterdir())
-            if (report := _read(path, Report, lambda report: report.order_id)) is not None
+            if (report := _read(path, _report, lambda report: report.order_id)) is not None
         ]
 
     def blob(self, digest: str) -> Path | None:
@@ -115,8 +132,9 @@ class Outbox:
     # ------------------------------------------------------------------------------------------------------ writing
 
     def persist(self, order: Order) -> None:
-        """Write an order, or its new deadline."""
-        write_atomically(self._orders / order.id, encode(order))
+        """Write an order, or that it has more time; its `left_s` counts from now."""
+        kept = _Kept(encode(order), boot(), uptime_s())
+        write_atomically(self._orders / order.id, msgspec.msgpack.encode(kept))
 
     def put_blob(self, digest: str, data: bytes) -> None:
         """Write tensors that the next report names, by their digest. May be called from another thread."""
@@ -166,6 +184,8 @@ class Outbox:
         for order in self.orders():
             if order.id in over:
                 self.discard(order.id)
+            elif order.left_s > 0:
+                self.persist(order)  # a machine that is switched on again and again halves what is left each time
         open_orders = {order.id for order in self.orders()}
         for report in self.reports():
             if report.order_id not in open_orders or any(ref.digest not in self._blobs for ref in blobs_of(report)):
@@ -179,10 +199,23 @@ class Outbox:
                 self._blobs.remove(digest)
 
 
-def _read(path: Path, kind: type[M], name_of: Callable[[M], str]) -> M | None:
+def _order(data: bytes) -> Order:
+    try:
+        kept = _kept.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError("malformed", str(error)) from error
+    order = decode(kept.order, Order)
+    return msgspec.structs.replace(order, left_s=min(max(kept.left(order.left_s), 0.0), order.left_s))
+
+
+def _report(data: bytes) -> Report:
+    return decode(data, Report)
+
+
+def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) -> T | None:
     """Read a message, or delete its file if it is not what its name says."""
     try:
-        message = decode(path.read_bytes(), kind)
+        message = parse(path.read_bytes())
         if name_of(message) == path.name:
             return message
         reason = f"holds {name_of(message)}"

@@ -11,8 +11,9 @@ fit the phase raises `ProtocolError` and changes nothing.
        │                      └────stopped── STOPPING ─────finished────┘ UNKNOWN       UNKNOWN
 
 One order runs at a time, the others wait in the order of their arrival. The same order arrives many times, because the
-coordinator repeats it until it has the report: its id is its identity, and only its deadline may change (a coordinator
-that was restarted gives a fresh one).
+coordinator repeats it until it has the report: its id is its identity, and only the time that is left for it changes (a
+coordinator that was restarted gives more). That time is counted from receipt, by a clock that nobody sets: those of
+coordinator and device need not agree.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ MAX_ACKED: Final = 256
 FIRST_RESEND_S: Final = 2.0
 LAST_RESEND_S: Final = 30.0
 """A report is repeated after 2, 4, 8, ... 30 s: the broker may drop it silently, the coordinator may be restarting."""
+
+
+LATER_S: Final = 1.0
+"""By so much at least a repeated order moves its end: each takes another time on its way, and a write has a price."""
 
 
 class Phase(Enum):
@@ -71,7 +76,7 @@ TRANSITIONS: Final[Mapping[tuple[Phase, Cause], Phase]] = {
     (Phase.RUNNING, Cause.EXPIRED): Phase.STOPPING,
     (Phase.RUNNING, Cause.CLOSED): Phase.STOPPING,
     (Phase.STOPPING, Cause.FINISHED): Phase.REPORTED,  # it was done before it saw that it should stop
-    (Phase.STOPPING, Cause.STOPPED): Phase.QUEUED,  # expires there, unless its deadline was moved meanwhile
+    (Phase.STOPPING, Cause.STOPPED): Phase.QUEUED,  # expires there, unless its end was moved meanwhile
     (Phase.REPORTED, Cause.ACKED): Phase.ACKED,
     (Phase.REPORTED, Cause.EVICTED): Phase.UNKNOWN,
     (Phase.ACKED, Cause.FORGOTTEN): Phase.UNKNOWN,
@@ -132,7 +137,7 @@ Event = OrderReceived | AckReceived | WorkFinished | WorkStopped | Connected | T
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write the order durably (again, if its deadline was moved)."""
+    """Write the order durably (again, if its end was moved); its `left_s` counts from now."""
 
     order: Order
 
@@ -190,6 +195,7 @@ Action = Persist | Run | Stop | Keep | Publish | Acknowledge | Discard
 class _Held:
     order: Order
     phase: Phase
+    due_at: float
     report: Report | None = None
     resend_at: float = 0.0
     resend_after_s: float = FIRST_RESEND_S
@@ -205,14 +211,15 @@ class Session:
         orders: Iterable[Order] = (),
         reports: Iterable[Report] = (),
         acked: Iterable[str] = (),
+        now: float = 0.0,
     ) -> None:
         """Start with what survived the last run: orders (oldest first), their reports, acknowledged ids (oldest first).
 
-        Nothing is running; the first event starts what can be started.
+        `left_s` of the orders counts from `now`. Nothing is running; the first event starts what can be started.
         """
         self._device_id = device_id
         self._closing = False
-        self._held = {order.id: _Held(order, Phase.QUEUED) for order in orders}
+        self._held = {order.id: _Held(order, Phase.QUEUED, now + order.left_s) for order in orders}
         for report in reports:
             held = self._held[report.order_id]
             held.phase, held.report = Phase.REPORTED, report
@@ -238,9 +245,9 @@ class Session:
         return self._running() is None
 
     def next_wakeup(self) -> float | None:
-        """When the next `Tick` is due, in seconds since the epoch; None: only another event can change anything."""
+        """When the next `Tick` is due, by the clock of `handle`; None: only another event can change anything."""
         times = [held.resend_at for held in self._held.values() if held.phase is Phase.REPORTED]
-        times += [held.order.deadline for held in self._held.values() if held.phase in {Phase.QUEUED, Phase.RUNNING}]
+        times += [held.due_at for held in self._held.values() if held.phase in {Phase.QUEUED, Phase.RUNNING}]
         return min(times, default=None)
 
     # ----------------------------------------------------------------------------------------------------- deciding
@@ -250,10 +257,10 @@ class Session:
 
         Args:
             event: what happened.
-            now: seconds since the epoch.
+            now: seconds by a clock that never goes back.
 
         Raises:
-            ProtocolError: `foreign-id`, `expired`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
+            ProtocolError: `foreign-id`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
         """
         match event:
             case OrderReceived(order):
@@ -278,31 +285,29 @@ class Session:
         phase = self.phase(order.id)
         if phase is Phase.ACKED:
             return []
-        if order.deadline <= now and phase is not Phase.REPORTED:
-            raise ProtocolError("expired", f"order {order.id}: {now - order.deadline:.1f} s past its deadline")
         if phase is Phase.UNKNOWN:
             actions = self._make_room(order, now)
-            self._held[order.id] = _Held(order, TRANSITIONS[phase, Cause.ORDERED])
+            self._held[order.id] = _Held(order, TRANSITIONS[phase, Cause.ORDERED], now + order.left_s)
             return [*actions, Persist(order)]
         return self._repeated(self._held[order.id], order, now)
 
     def _repeated(self, held: _Held, order: Order, now: float) -> list[Action]:
-        if msgspec.structs.replace(order, deadline=held.order.deadline) != held.order:
+        if msgspec.structs.replace(order, left_s=held.order.left_s) != held.order:
             raise ProtocolError("order-changed", f"order {order.id} came again with other contents")
         actions: list[Action] = []
-        if order.deadline > held.order.deadline:
-            held.order = order
+        if now + order.left_s > held.due_at + LATER_S:
+            held.order, held.due_at = order, now + order.left_s
             actions.append(Persist(order))
         if held.report is not None:
             actions += self._publish(held, now)
         return actions
 
     def _make_room(self, order: Order, now: float) -> list[Action]:
-        """Give up the oldest report that nobody asked for until its deadline, if there is no place left."""
+        """Give up the oldest report that nobody asked for while its order had time, if there is no place left."""
         if len(self._held) < MAX_ORDERS:
             return []
         for held in self._held.values():
-            if held.phase is Phase.REPORTED and held.order.deadline <= now:
+            if held.phase is Phase.REPORTED and held.due_at <= now:
                 return self._move(held.order.id, Cause.EVICTED)
         raise ProtocolError("queue-full", f"order {order.id}: {MAX_ORDERS} orders are held already")
 
@@ -343,8 +348,6 @@ class Session:
         for held in self._held.values():
             if held.report is None:
                 continue
-            # A clock that was set back must not silence a report for long.
-            held.resend_at = min(held.resend_at, now + held.resend_after_s)
             if held.resend_at <= now:
                 actions += self._publish(held, now, slower=True)
         return actions
@@ -364,7 +367,7 @@ class Session:
         late = [
             held.order.id
             for held in self._held.values()
-            if held.order.deadline <= now and (held.phase, Cause.EXPIRED) in TRANSITIONS
+            if held.due_at <= now and (held.phase, Cause.EXPIRED) in TRANSITIONS
         ]
         return [action for order_id in late for action in self._move(order_id, Cause.EXPIRED)]
 

@@ -1,8 +1,9 @@
 """A task of your own: vibration of a machine -> healthy, worn or broken.
 
 A task is one class with two methods, and a network is one function. Put this file where both the coordinator and the
-agents can import it (their working directory will do), and name it:
+agents can import it, and name it:
 
+    export PYTHONPATH=examples
     fedge coordinator --task custom_task:Vibration --home server ...
     fedge agent       --task custom_task:Vibration --data machine7.npz --home machine7 ...
 

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
 
-def on_signal(act: Callable[[], object], *, again: int | None = None) -> None:
+INTERRUPTED: Final = 130
+"""Exit code of a process that SIGINT or SIGTERM has ended, as a shell gives it."""
+STOP_S: Final = 4.0
+"""Who asked a process to stop waits no longer for it. Whatever is accepted is durable, so that it may end anywhere."""
+
+
+def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> None:
     """Have SIGINT and SIGTERM call `act` in this event loop.
 
-    `again`: who asks twice is in a hurry, and ends the process at once with this exit code; None: `act` once more.
+    `within_s`: the process ends with `INTERRUPTED` where it has not done so by itself so long after the first of them,
+    or at the second: work in a thread may not look whether it should stop, a broker may not let go, who asks twice is
+    in a hurry. That holds beyond the end of the loop.
     """
     loop = asyncio.get_running_loop()
 
-    def interrupted() -> None:
-        act()
-        if again is not None:
+    def interrupted(_number: int, _frame: object) -> None:
+        if within_s is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, os._exit, again)
+                signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+            atexit.register(_hear_no_more)
+            end = threading.Timer(within_s, os._exit, (INTERRUPTED,))
+            end.daemon = True
+            end.start()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(act)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
+        signal.signal(number, interrupted)
+
+
+def _hear_no_more() -> None:
+    """Python forgets its handlers while it ends: a signal would end the process with another code than its own."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
-    """Its result; None if SIGINT or SIGTERM has cancelled it."""
+    """Its result; None if SIGINT or SIGTERM has cancelled it, which may take `STOP_S`."""
     running = asyncio.ensure_future(work)
-    on_signal(running.cancel)
+    on_signal(running.cancel, within_s=STOP_S)
     try:
         return await running
     except asyncio.CancelledError:

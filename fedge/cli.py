@@ -7,7 +7,6 @@ be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import time
@@ -151,8 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of the process) and return its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, one code path
-    if os.getcwd() not in sys.path:  # noqa: PTH109 - a str; last in the path, so that it shadows nothing
-        sys.path.append(os.getcwd())  # noqa: PTH109 - tasks and networks of the user's own lie here
     try:
         result = command.main(arguments, prog_name="fedge", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):

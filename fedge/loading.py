@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 def load_object(path: str) -> Any:
     """What `package.module:name` names: a task class or a network factory; or an object that `hold` named.
 
-    The path comes from the configuration of this machine, never from the network.
+    The path comes from the configuration of this machine, never from the network or a file that came from elsewhere.
 
     Raises:
         ConfigError: there is no such module or name in it, or the module fails when it is imported.
@@ -37,7 +37,10 @@ def load_object(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load {path}: {error}; write package.module:name") from error
+        raise ConfigError(
+            f"cannot load {path}: {error}; write package.module:name, of a package that is installed here or lies in a "
+            "folder of PYTHONPATH"
+        ) from error
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {module_name} fails with {type(error).__name__}: {error}") from error
 

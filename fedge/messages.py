@@ -25,6 +25,9 @@ MAX_MESSAGE_BYTES: Final = 60 * 1024
 MAX_ROOTS: Final = 12
 """Of a repository in one announcement, some 2 KB each: a device that missed more of them needs one by hand."""
 
+MAX_LEFT_S: Final = 24 * 3600.0
+"""No order may take longer: one that was forged or lost is over within a day."""
+
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
 OrderId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -116,6 +119,7 @@ class Context(_Message2, frozen=True, kw_only=True, tag="context"):
     """What psutil sees on a device now; None where the device has no such sensor."""
 
     device_id: Id
+    at: float | None = None  # seconds since the epoch, by the device's clock
     cpu_ghz: NonNegative | None = None
     load: NonNegative | None = None  # 1-minute load average / number of CPUs
     free_ram_gb: NonNegative | None = None
@@ -142,7 +146,7 @@ class Order(_Message2, frozen=True, kw_only=True, tag="order"):
     label: Id  # what the method calls this piece of work; unique within a round
     seed: Count  # all of the device's random numbers in this order come from it
     task_fingerprint: Text
-    deadline: float  # seconds since the epoch; also the message expiry
+    left_s: Annotated[float, Meta(gt=0, le=MAX_LEFT_S)]  # from now on, whatever clocks say; also the message expiry
     step: Id
     version: Count = 1  # of the step
     body: bytes

@@ -25,15 +25,15 @@ _DAMAGED: Final = (
 """What NumPy and zipfile raise of a file whose bytes are anything."""
 
 
-def load(file: Path, names: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """Those of the named arrays that a file holds.
+def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
+    """Those of the named arrays that a file holds; None: all.
 
     Raises:
         ConfigError: it cannot be read, is no .npz file, or its arrays take more than half of the memory.
     """
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-            found = [name for name in names if name in archive]
+            found = [name for name in names or archive.files if name in archive]
             allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
             claimed = sum(_claimed(archive.zip, name) for name in found)
             if claimed > allowed:

@@ -28,6 +28,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import math
 import os
 import secrets
 import sys
@@ -481,20 +482,24 @@ class Receiver:
         if not durable:
             _remove_damaged(folder)
 
-    async def fetch(self, ref: BlobRef, *, chunks: str, wants: str, device_id: str) -> Path:
+    async def fetch(
+        self, ref: BlobRef, *, chunks: str, wants: str, device_id: str, patience_s: float = math.inf
+    ) -> Path:
         """Wait until the blob is in the folder and verified; at once if it is there already.
 
-        It has no time-out: wrap it in `asyncio.timeout`. What arrived before a cancellation (or a kill -9) is kept, and
-        the next fetch goes on from there. Two fetches of one blob share the work of the first.
+        It has no other time-out than `patience_s`: wrap it in `asyncio.timeout`. What arrived before a cancellation (or
+        a kill -9) is kept, and the next fetch goes on from there. Two fetches of one blob share the work of the first.
 
         Args:
             ref: what to fetch; its digest and size are binding.
             chunks: topic filter of its chunks, whose last level is "+" (the byte offset).
             wants: topic where its sender listens for Wants.
             device_id: goes into the Want: who asks, or, from the coordinator, whom it asks.
+            patience_s: how long, connected to the broker, it waits for anything new.
 
         Raises:
-            ProtocolError: `oversized` (larger than `max_bytes`), or `digest` (three times the bytes did not fit).
+            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing came in time), or `digest` (three
+                times the bytes did not fit).
             StoreError: the disk is full or the folder cannot be written.
             TransportError: the broker refused the subscription or the Want, or takes no packet as small as that.
         """
@@ -503,12 +508,12 @@ class Receiver:
         lock = self._locks.setdefault(ref.digest, asyncio.Lock())
         async with lock:
             try:
-                await self._fetch(ref, chunks, wants, device_id)
+                await self._fetch(ref, chunks, wants, device_id, patience_s)
             except OSError as error:
                 raise StoreError(f"cannot store blob {ref.digest}: {error}") from error
         return self._folder.path(ref.digest)
 
-    async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str) -> None:
+    async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
         for _ in range(MAX_ATTEMPTS):
             if ref.digest in self._folder:
                 return
@@ -516,7 +521,7 @@ class Receiver:
             fetch = _Fetch(ref, part, self._stall_s)
             self._fetches.add(fetch)
             try:
-                await self._transfer(fetch, chunks, wants, device_id)
+                await self._transfer(fetch, chunks, wants, device_id, patience_s)
                 await self._transport.unsubscribe(chunks)
                 if part.verified_at_once:
                     right = part.verify_and_keep()
@@ -531,13 +536,15 @@ class Receiver:
                 await self._transport.unsubscribe(chunks)
         raise ProtocolError("digest", f"{ref.digest} is not what {device_id} sent, {MAX_ATTEMPTS} times")
 
-    async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str) -> None:
+    async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
         if fetch.receiving.complete:
             return
         ask = functools.partial(self._ask, fetch, wants, device_id)
         await asyncio.gather(self._transport.subscribe(chunks, fetch.on_chunk), ask())
         while not fetch.receiving.complete:
-            await fetch.wait()
+            await fetch.wait(connected=self._transport.connected)
+            if fetch.quiet_s >= patience_s:
+                raise ProtocolError("stalled", f"nothing of {fetch.ref.digest} came for {fetch.quiet_s:.0f} s")
             await ask()
 
     async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
@@ -576,6 +583,8 @@ class _Fetch:
         self.listening = _drawn()
         """Drawn anew when what is on its way to us may be lost: then the sender takes us for somebody new."""
         self.progress = asyncio.Event()
+        self.quiet_s = 0.0
+        """For how long nothing new has come although the broker was there."""
         self._part = part
         self._failure: OSError | None = None
 
@@ -595,14 +604,16 @@ class _Fetch:
         else:
             for start, end in pieces:
                 self.receiving.stored(start, end)
+        self.quiet_s = 0.0
         self.progress.set()
 
-    async def wait(self) -> None:
+    async def wait(self, *, connected: bool) -> None:
         """Until something new is safe, or nothing was for too long; raises the OSError of a write that failed."""
         try:
             async with asyncio.timeout(self.receiving.patience_s):
                 await self.progress.wait()
         except TimeoutError:
+            self.quiet_s += self.receiving.patience_s if connected else 0.0
             log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
             self.listening = _drawn()
             self.receiving.stalled()

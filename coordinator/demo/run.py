@@ -30,6 +30,7 @@ from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 from fedge.tasks import Share, share_data, write_share, write_task
+from fedge.tasks.specs import code_of
 from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
 
@@ -182,7 +183,7 @@ async def federate(
     """Run coordinator and agents until the coordinator is done, and return its summary."""
     watch.phase(f"{settings.method} over {address}", settings.rounds)
     common = ["--broker", address, "--federation", f"demo-{secrets.token_hex(4)}"]
-    common += ["--task", str(settings.folder / "task.json")]
+    common += ["--task", str(settings.folder / "task.json"), "--allow", ",".join(code_of(cameras.task))]
     home = settings.folder / "coordinator"
     coordinator = children.start(
         "coordinator",

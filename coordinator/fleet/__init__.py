@@ -69,7 +69,7 @@ def order_for(
     task_fingerprint: str,
     action: Action,
     *,
-    deadline: float,
+    left_s: float,
 ) -> Order:
     """The order for one action: the same run, round, label and device always give the same id and seed."""
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
@@ -81,7 +81,7 @@ def order_for(
         label=label,
         seed=int.from_bytes(entropy[:6]),
         task_fingerprint=task_fingerprint,
-        deadline=deadline,
+        left_s=left_s,
         step=action.STEP,
         version=action.VERSION,
         body=body_of(action),

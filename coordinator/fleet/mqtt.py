@@ -37,7 +37,7 @@ from coordinator.fleet.orders import (
 from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.update_norms import OneByOne, within_limits
-from coordinator.registry import MAX_DEVICES, Registry
+from coordinator.registry import Registry
 from coordinator.store import EXPIRED, Entry, Store
 from fedge import codec
 from fedge.background import Background
@@ -78,6 +78,10 @@ RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
+MAX_STRANGERS: Final = 100
+"""Problems of names that are no device of ours: whoever invents some shows no more."""
+LINES_PER_MINUTE: Final = 60
+"""Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
 NEEDED: Final = "0.2 or later"
 """What an agent's fedge must be."""
 SLACK_BYTES: Final = 1 << 20
@@ -89,6 +93,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     round: int
     reason: str
+
+
+class Lines:
+    """How many log lines of each kind there may be: a flood of messages must not become a full disk."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counted: Counter[str] = Counter()
+
+    def untold(self, kind: str, now: float) -> int | None:
+        """Whether to write a line of this kind now (seconds): how many of the minute before went untold; None: no."""
+        untold = 0
+        if int(now // 60) != self._minute:
+            self._minute = int(now // 60)
+            untold = sum(max(n - LINES_PER_MINUTE, 0) for n in self._counted.values())
+            self._counted.clear()
+        self._counted[kind] += 1
+        return untold if self._counted[kind] <= LINES_PER_MINUTE else None
 
 
 class MqttFleet:
@@ -126,6 +148,8 @@ class MqttFleet:
     ) -> None:
         self.registry = Registry(task.fingerprint(), store.last_contexts())
         self.problems: dict[str, Problem] = {}
+        self._strangers: set[str] = set()  # among them
+        self._lines = Lines()
         self._paces = Paces()
         self._counted: Counter[str] = Counter()
         self._store = store
@@ -157,7 +181,7 @@ class MqttFleet:
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
         self._decoding = asyncio.Lock()  # one update in memory at a time
         self._norms: dict[BlobRef, codec.Norms] = {}  # of the updates of this step; not of those from before a restart
-        self._under_way: set[tuple[str, bytes]] = set()
+        self._under_way: set[tuple[str, str]] = set()  # topic, order
         self._failure: asyncio.Future[None] | None = None
         self._settled_at = 0.0
         self._open = contextlib.AsyncExitStack()
@@ -246,7 +270,7 @@ class MqttFleet:
         self._hold(entries)
         if self._streamed:
             asked = {order.device_id: self._actions[order.id] for order in self._streamed.values()}
-            self._open_book(entries, self._deadlines(asked))
+            self._open_book(entries, self._allowed_s(asked))
 
     def _recall(self, order: Order, seconds: float) -> None:
         """How fast a device was, as far as its step is known here."""
@@ -360,7 +384,7 @@ class MqttFleet:
         require_sendable(actions.values())
         known = {device.id: device for device in self._devices}
         unsupported = {i: self._unsupported(i, action) for i, action in actions.items() if not known[i].knows(action)}
-        deadlines = self._deadlines({i: action for i, action in actions.items() if i not in unsupported})
+        allowed_s = self._allowed_s({i: action for i, action in actions.items() if i not in unsupported})
         entries = self._store.write_orders(
             (
                 order_for(
@@ -371,29 +395,31 @@ class MqttFleet:
                     device,
                     self._fingerprint,
                     actions[device],
-                    deadline=deadlines[device],
+                    left_s=allowed_s[device],
                 )
-                for device in sorted(deadlines)
+                for device in sorted(allowed_s)
             ),
             streamed=streamed,
         )
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
-        self._open_book(entries.values(), deadlines)
+        self._open_book(entries.values(), allowed_s)
         return entries, unsupported
 
-    def _deadlines(self, actions: Mapping[str, Action]) -> dict[str, float]:
+    def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
         works = {i: self._work(i, action) for i, action in actions.items()}
-        now = time.time()
-        return {i: now + s for i, s in self._paces.allowed_s(works, least_s=self._deadline_s).items()}
+        return self._paces.allowed_s(works, least_s=self._deadline_s)
 
-    def _open_book(self, entries: Iterable[Entry], deadlines: Mapping[str, float]) -> None:
+    def _open_book(self, entries: Iterable[Entry], allowed_s: Mapping[str, float]) -> None:
         """Begin to follow the orders that are open; from now on devices may have what all open orders name."""
         self._books = [book for book in self._books if not book.done]
         self._books.append(
             OrderBook(
-                msgspec.structs.replace(entry.order, deadline=deadlines[entry.order.device_id])
-                for entry in entries
-                if entry.status is OrderStatus.OPEN
+                (
+                    msgspec.structs.replace(entry.order, left_s=allowed_s[entry.order.device_id])
+                    for entry in entries
+                    if entry.status is OrderStatus.OPEN
+                ),
+                time.monotonic(),
             )
         )
         self._offered = {ref.digest for action in self._actions.values() for ref in blobs_of(action)}
@@ -401,7 +427,7 @@ class MqttFleet:
     async def _wait(self) -> None:
         """Until something happens, or an order is due."""
         due = [at for book in self._books if (at := book.next_wakeup()) is not None]
-        delay = max(min(due) - time.time(), 0.01) if due else None
+        delay = max(min(due) - time.monotonic(), 0.01) if due else None
         self._something_happened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
@@ -472,20 +498,27 @@ class MqttFleet:
         self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
         harmless = error.name in SAYS_NOTHING
         level = logging.INFO if harmless else logging.WARNING
-        log.log(level, "event=refused name=%s device=%s topic=%s detail=%r", error.name, device, topic, str(error))
+        if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
+            more = f" untold={untold}" if untold else ""
+            text = "event=refused name=%s device=%s topic=%s detail=%r%s"
+            log.log(level, text, error.name, device, topic, str(error), more)
         if not harmless:
             self._note_problem(device, str(error))
 
     def _note_problem(self, device: str, reason: str) -> None:
         """For people to look at: in the events at once, in the status after the round."""
         problem = Problem(round=self._round, reason=reason)
-        if self.problems.get(device) != problem:
-            self._keep_problem(device, problem)
+        if self.problems.get(device) != problem and self._keep_problem(device, problem):
             self._observe("problem", {"device": device, "round": self._round, "reason": reason})
 
-    def _keep_problem(self, device: str, problem: Problem) -> None:
-        if device in self.problems or len(self.problems) < MAX_DEVICES:
-            self.problems[device] = problem
+    def _keep_problem(self, device: str, problem: Problem) -> bool:
+        """Whether there is a place for it: there is for each device that is known, and for some strangers."""
+        if device not in self.problems and not self.registry.knows(device):
+            if len(self._strangers) >= MAX_STRANGERS:
+                return False
+            self._strangers.add(device)
+        self.problems[device] = problem
+        return True
 
     def _on_status(self, device: str, inbound: Inbound) -> None:
         if not inbound.payload:  # a retained status that was cleared
@@ -498,7 +531,7 @@ class MqttFleet:
             self._feed(DeviceAppeared(device))
 
     def _on_context(self, device: str, inbound: Inbound) -> None:
-        self.registry.on_context(device, decode(inbound.payload, Context))
+        self.registry.on_context(device, decode(inbound.payload, Context), time.time())
 
     def _on_health(self, device: str, inbound: Inbound) -> None:
         if inbound.payload:
@@ -544,7 +577,7 @@ class MqttFleet:
         self._something_happened.set()
 
     def _decide(self, event: Event) -> None:
-        now = time.time()
+        now = time.monotonic()
         for book in self._books_of(event):
             for action in book.handle(event, now):
                 self._perform(action)
@@ -597,25 +630,26 @@ class MqttFleet:
                 log.warning("event=order_expired device=%s order=%s reason=%r", order.device_id, order.id, EXPIRED)
                 self._note_problem(order.device_id, EXPIRED)
             case Tell(ack):
-                self._publish(self._topics.agent(ack.device_id, "acks"), encode(ack), expires_in_s=3600)
+                self._publish(self._topics.agent(ack.device_id, "acks"), ack, expires_in_s=3600)
 
     def _send(self, order: Order) -> None:
-        left_s = max(int(order.deadline - time.time()), 1)
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
-        self._publish(self._topics.agent(order.device_id, "orders"), encode(order), expires_in_s=left_s)
+        self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
 
-    def _publish(self, topic: str, payload: bytes, *, expires_in_s: int) -> None:
-        if (topic, payload) not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
-            self._under_way.add((topic, payload))
-            self._background.spawn(self._deliver(topic, payload, expires_in_s))
+    def _publish(self, topic: str, message: Order | Ack, *, expires_in_s: int) -> None:
+        key = topic, message.id if isinstance(message, Order) else message.order_id
+        if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
+            self._under_way.add(key)
+            self._background.spawn(self._deliver(key, encode(message), expires_in_s))
 
-    async def _deliver(self, topic: str, payload: bytes, expires_in_s: int) -> None:
+    async def _deliver(self, key: tuple[str, str], payload: bytes, expires_in_s: int) -> None:
+        topic, _ = key
         try:
             await self._transport.publish(topic, payload, expires_in_s=expires_in_s)
         except (TransportError, ValueError) as error:  # one device's topic: the others are served all the same
             log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
         finally:
-            self._under_way.discard((topic, payload))
+            self._under_way.discard(key)
 
     async def _check(self, order: Order, report: Report) -> None:
         """See that a report answers its order, and fetch and check the tensors that it brings."""

@@ -11,6 +11,8 @@ shell feeds events with the time and performs the returned actions **in order**:
 An order is repeated until there is a report; a report may come many times, since the device repeats it until it is
 told. A report for an order that is closed is for the shell, which answers it from the store, and changes nothing here.
 
+What travels is how much time is left for an order; the book counts it by a clock that nobody sets.
+
 An event costs O(log n) for n orders: a heap holds when each is due, and an entry that is no longer true is dropped when
 it comes up.
 """
@@ -24,6 +26,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Final
+
+import msgspec
 
 from fedge.errors import ProtocolError
 from fedge.messages import Ack, Order, Report
@@ -107,7 +111,7 @@ Event = ReportReceived | Checked | DeviceAppeared | Tick
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Publish the order."""
+    """Publish the order; its `left_s` is what is left now."""
 
     order: Order
 
@@ -159,6 +163,7 @@ Action = Send | Check | Accept | Reject | Expire | Tell
 class _Held:
     order: Order
     place: int  # in the book
+    deadline: float
     status: OrderStatus = OrderStatus.OPEN
     report: Report | None = None
     resend_at: float = 0.0
@@ -170,19 +175,18 @@ class _Held:
         """When the next thing happens by itself; NaN: nothing will."""
         if self.status in CLOSED:
             return math.nan
-        return min(self.resend_at, self.order.deadline) if self.status in WAITING else self.order.deadline
+        return min(self.resend_at, self.deadline) if self.status in WAITING else self.deadline
 
 
 class OrderBook:
-    """The open orders of one step. `handle` is the only way to change them."""
+    """The open orders of one step, whose `left_s` counts from `now`. `handle` is the only way to change them."""
 
-    def __init__(self, orders: Iterable[Order]) -> None:
-        self._held = {order.id: _Held(order, place) for place, order in enumerate(orders)}
+    def __init__(self, orders: Iterable[Order], now: float = 0.0) -> None:
+        self._held = {order.id: _Held(order, place, now + order.left_s) for place, order in enumerate(orders)}
         self._in_place = list(self._held.values())
         self._of_device: defaultdict[str, list[_Held]] = defaultdict(list)
         self._n_open = len(self._held)
         self._due: list[tuple[float, int]] = []  # heap of (due at, place)
-        self._now = -math.inf  # of the last event
         for held in self._in_place:
             self._of_device[held.order.device_id].append(held)
             self._enter(held)
@@ -198,7 +202,7 @@ class OrderBook:
         return self._n_open == 0
 
     def next_wakeup(self) -> float | None:
-        """When the next `Tick` is due, in seconds since the epoch; None: nothing is open."""
+        """When the next `Tick` is due, by the clock of `handle`; None: nothing is open."""
         while self._due and self._is_stale(*self._due[0]):
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
@@ -208,14 +212,11 @@ class OrderBook:
 
         Args:
             event: what happened.
-            now: seconds since the epoch.
+            now: seconds by a clock that never goes back.
 
         Raises:
             ProtocolError: `unknown-order` or `foreign-id`; nothing changed.
         """
-        if now < self._now:
-            self._clock_was_set_back(now)
-        self._now = now
         match event:
             case ReportReceived(report):
                 actions = self._reported(report, now)
@@ -231,7 +232,7 @@ class OrderBook:
         """Send it all its open orders at once, and go on as patiently as at first."""
         actions: list[Action] = []
         for held in self._of_device.get(device_id, ()):
-            if held.status in WAITING and now < held.order.deadline:
+            if held.status in WAITING and now < held.deadline:
                 held.resend_after_s = FIRST_RESEND_S
                 actions.append(self._send(held, now))
         return actions
@@ -251,17 +252,11 @@ class OrderBook:
     def _is_stale(self, due_at: float, place: int) -> bool:
         return self._in_place[place].entered_at != due_at
 
-    def _clock_was_set_back(self, now: float) -> None:
-        """No order may be silent for longer than it would be from now on: the one thing that looks at all orders."""
-        for held in self._in_place:
-            held.resend_at = min(held.resend_at, now + held.resend_after_s)
-            self._enter(held)
-
     def _send(self, held: _Held, now: float) -> Action:
         held.resend_at = now + held.resend_after_s
         held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S)
         self._move(held, Cause.SENT)
-        return Send(held.order)
+        return Send(msgspec.structs.replace(held.order, left_s=held.deadline - now))
 
     def _due_by(self, now: float) -> list[Action]:
         """Close what is past its deadline, then repeat what has waited long enough; each in the book's order."""
@@ -271,7 +266,7 @@ class OrderBook:
             self._in_place[place].entered_at = math.nan
             places.append(place)
         due = [self._in_place[place] for place in sorted(places)]
-        expired = [self._expire(held) for held in due if held.order.deadline <= now]
+        expired = [self._expire(held) for held in due if held.deadline <= now]
         return expired + [self._send(held, now) for held in due if held.status in WAITING]
 
     def _expire(self, held: _Held) -> Action:
@@ -284,7 +279,7 @@ class OrderBook:
             raise ProtocolError("unknown-order", f"{report.device_id} reports {report.order_id}")
         if held.order.device_id != report.device_id:
             raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {held.order.device_id}")
-        if held.status not in WAITING or held.order.deadline <= now:
+        if held.status not in WAITING or held.deadline <= now:
             return []
         if held.status is OrderStatus.OPEN:  # sent before a restart
             self._move(held, Cause.SENT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
+from fedge.messages import MAX_LEFT_S
 from fedge.step import Action
 
 ROOM: Final = 4.0
@@ -38,7 +39,11 @@ class Paces:
             self._known[device_id] = work, seconds
 
     def allowed_s(self, works: dict[str, float], *, least_s: float) -> dict[str, float]:
-        """Seconds that each device may take for its work, at least `least_s`; one that is unknown counts as typical."""
+        """Seconds that each device may take for its work, at least `least_s`; one that is unknown counts as typical.
+
+        No order may take longer than a day.
+        """
         rates = {i: seconds / work for i, (work, seconds) in self._known.items()}
         typical = median(rates.values()) if rates else 0.0
-        return {i: max(least_s, ROOM * rates.get(i, typical) * work) for i, work in works.items()}
+        wished = {i: max(least_s, ROOM * rates.get(i, typical) * work) for i, work in works.items()}
+        return {i: min(seconds, MAX_LEFT_S) for i, seconds in wished.items()}

@@ -28,7 +28,7 @@ from fedge import codec
 from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
-from fedge.messages import BlobRef, Codec, Context, blobs_of
+from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
 from fedge.step import Action, Unsupported
 from fedge.task import TaskSpec
@@ -208,7 +208,7 @@ class SimulatedFleet:
         return answers
 
     def _job(self, label: str, device_id: str, action: Action) -> batched.Job:
-        order = order_for(RUN, self._seed, self.round, label, device_id, self._fingerprint, action, deadline=0.0)
+        order = order_for(RUN, self._seed, self.round, label, device_id, self._fingerprint, action, left_s=MAX_LEFT_S)
         return batched.Job(self.workers[device_id], order, action, self._bytes)
 
     def _drops(self, label: str, device_id: str) -> bool:

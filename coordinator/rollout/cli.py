@@ -8,7 +8,7 @@ import json
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import click
 import msgspec
@@ -18,14 +18,12 @@ from coordinator.rollout import Plan
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Observer, Release, Supervisor
 from export.signing import Repository
-from fedge.background import until_stopped
+from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.messages import RolloutState
 from fedge.text import printable
-
-INTERRUPTED: Final = 130
 
 _json = click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")
 _repo = click.argument("repo", type=click.Path(path_type=Path))

@@ -14,9 +14,9 @@ as twelve cameras see them that differ in contrast, half of them inverted:
 
     fedge broker
     fedge coordinator --broker localhost:1883 --federation cameras --home server --task cameras/task.json --devices 12 \
-        --method methods.fedbn:FedBN
+        --method methods.fedbn:FedBN --allow methods.fedbn:network
     fedge agent --broker localhost:1883 --federation cameras --id cam0 --home cam0 --task cameras/task.json \
-        --data cameras/cam0.npz
+        --allow methods.fedbn:network --data cameras/cam0.npz
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.config import nearest
 from fedge.errors import ConfigError
 from fedge.npz import load
 from fedge.text import printable
@@ -19,16 +20,23 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
-    """Those of `KEYS` that the file holds, checked; other keys are ignored. Not `labelled`: y may be missing.
+    """The arrays that the file holds, checked. Not `labelled`: y may be missing.
 
     Returns: as `checked`.
 
     Raises:
-        ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value.
+        ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value, or a name
+            that is none of `KEYS`: marks must not be lost by a typo.
     """
-    table = load(file, KEYS)
+    table = load(file)
     if "x" not in table or ("y" not in table and labelled):
         raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
+    if unknown := sorted(table.keys() - set(KEYS)):
+        hint = nearest(unknown[0].lower(), KEYS)
+        raise ConfigError(
+            f"{file} holds an array {unknown[0]!r}, which means nothing here{hint}: name it one of "
+            f"{', '.join(KEYS)}, or leave it out"
+        )
     return checked(table, str(file))
 
 

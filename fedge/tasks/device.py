@@ -69,6 +69,7 @@ _Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[
 def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
     """Samples, labels (none where they do not matter), split and marks of a source."""
     if source.is_dir():
+        images.require_known(source)
         names = images.names(source, labelled=labelled)
         y = images.labels(names, task.classes) if labelled else np.zeros(0, np.int64)
         x = images.load(task, source, names)

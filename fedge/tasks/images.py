@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.config import nearest
 from fedge.errors import ConfigError
 from fedge.preprocess import load_image
 from fedge.task import TaskSpec
@@ -19,6 +20,8 @@ from fedge.tasks.arrays import TEST, TRAIN, VALIDATION
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
 SENSITIVE_FILE: Final = "sensitive.txt"
 SPLIT_FILE: Final = "split.json"
+LEFT_BY_DESKTOPS: Final = frozenset({"Thumbs.db", "desktop.ini"})
+"""Files that mean nothing, like those whose names begin with a dot."""
 
 
 def names(source: Path, *, labelled: bool = True) -> list[str]:
@@ -69,6 +72,26 @@ def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint
         return np.stack([load_image(task, source / image) for image in images])
     with zipfile.ZipFile(source) as archive:
         return np.stack([_from_archive(task, archive, image) for image in images])
+
+
+def require_known(folder: Path) -> None:
+    """Refuse files beside images that nobody would look at: marks must not be lost by a typo.
+
+    Raises:
+        ConfigError: a file is no image, nor `sensitive.txt` or `split.json` at the top of the folder; hidden files may
+            be anywhere.
+    """
+    known = (SENSITIVE_FILE, SPLIT_FILE)
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts) or path.name in LEFT_BY_DESKTOPS
+        if path.is_dir() or hidden or path.suffix.lower() in SUFFIXES or inside.as_posix() in known:
+            continue
+        hint = nearest(path.name.lower(), known)
+        raise ConfigError(
+            f"{path} means nothing here{hint}: beside images there may be {' and '.join(known)} in {folder} "
+            "itself; move other files away"
+        )
 
 
 def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,7 +59,7 @@ BUILT_IN: Final = {
 }
 
 
-def task_spec(name_or_file: str, data: Path | None = None) -> TaskSpec:
+def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[str] = ()) -> TaskSpec:
     """The task of a name, of a .json file or of a class.
 
     Args:
@@ -66,14 +67,15 @@ def task_spec(name_or_file: str, data: Path | None = None) -> TaskSpec:
             package.module:Class.
         data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. Both describe themselves by
             it; machines that hold a part of the data only read the file that `write_task` wrote.
+        allow: the code, package.module:name, that a .json file may name: such a file comes from elsewhere.
 
     Raises:
-        ConfigError: there is no such task, or the data do not describe one.
+        ConfigError: there is no such task, the data do not describe one, or the file names code that is not allowed.
     """
     if name_or_file in BUILT_IN:
         return BUILT_IN[name_or_file]
     if name_or_file.endswith(".json"):
-        return _read(Path(name_or_file))
+        return _read(Path(name_or_file), allow)
     if ":" in name_or_file:
         return msgspec.structs.replace(user_task(name_or_file).spec(data), name=name_or_file)
     if name_or_file not in _DESCRIBED:
@@ -98,11 +100,22 @@ def write_task(task: TaskSpec, path: Path) -> None:
     write_atomically(path, msgspec.json.format(msgspec.json.encode(task)))
 
 
-def _read(path: Path) -> TaskSpec:
+def code_of(task: TaskSpec) -> tuple[str, ...]:
+    """What is imported and called for a task: the paths package.module:name of its class and of its network."""
+    return tuple(dict.fromkeys(path for path in (task.name, task.model) if ":" in path))
+
+
+def _read(path: Path, allow: Container[str]) -> TaskSpec:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TaskSpec)
+        task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no task: {error}") from error
+    if foreign := [code for code in code_of(task) if code not in allow]:
+        raise ConfigError(
+            f"{path} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so with "
+            f"--allow {','.join(code_of(task))}"
+        )
+    return task
 
 
 def _of_images(data: Path) -> TaskSpec:

@@ -89,6 +89,24 @@ def test_status_says_who_ended_without_a_bundle(home: Path) -> None:
         assert text in said.output
 
 
+@pytest.mark.parametrize(
+    ("ahead_s", "text"),
+    [
+        (365 * 86400, "365 days ahead of"),
+        (-86400, "1 days behind"),
+        (-3725, "1 h 2 min behind"),
+        (61, "0 h 1 min ahead of"),
+    ],
+)
+def test_status_shows_clocks_that_do_not_agree(home: Path, ahead_s: float, text: str) -> None:
+    file = home / "summary.json"
+    summary = json.loads(file.read_bytes())
+    assert summary["clocks"] == {}
+    file.write_text(json.dumps(summary | {"clocks": {"cam1": ahead_s}}))
+    said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False)
+    assert f"    its clock is {text} the coordinator's: set the wrong one\n" in said.output
+
+
 def test_status_as_json_is_the_summary(home: Path) -> None:
     said = CliRunner().invoke(status, ["--home", str(home), "--json"], catch_exceptions=False)
     assert json.loads(said.output) == json.loads((home / "summary.json").read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,8 @@ from coordinator.fleet import Device
 from coordinator.registry import Registry
 from fedge.errors import ProtocolError
 from fedge.messages import Capabilities, Context, Health, Phase, Presence, Status
+
+NOW = 1e9
 
 
 def status(
@@ -24,7 +27,7 @@ def here(*ids: str) -> Registry:
     registry = Registry("t")
     for i in ids:
         registry.on_status(i, status(i))
-        registry.on_context(i, Context(device_id=i))
+        registry.on_context(i, Context(device_id=i), NOW)
     return registry
 
 
@@ -36,7 +39,7 @@ def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known
         Device("b", 5, Context(device_id="b"), incarnation="1"),
     )
     assert registry.online() == (*known, Device("c", 5, None, incarnation="1"))
-    registry.on_context("c", Context(device_id="c", load=0.5))
+    registry.on_context("c", Context(device_id="c", load=0.5), NOW)
     assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), incarnation="1"))
 
 
@@ -108,7 +111,7 @@ def test_stored_contexts_count_until_there_are_new_ones() -> None:
     registry = Registry("t", {"a": Context(device_id="a", load=1.0)})
     registry.on_status("a", status())
     assert registry.online()[0].context == Context(device_id="a", load=1.0)
-    registry.on_context("a", Context(device_id="a", load=2.0))
+    registry.on_context("a", Context(device_id="a", load=2.0), NOW)
     assert registry.online()[0].context == Context(device_id="a", load=2.0)
 
 
@@ -124,11 +127,37 @@ def test_stored_contexts_count_until_there_are_new_ones() -> None:
 def test_refusals_change_nothing(topic_id: str, message: Status | Context, name: str) -> None:
     registry = here("a")
     before = registry.online(), registry.presence()
-    take = registry.on_status if isinstance(message, Status) else registry.on_context
+    take = registry.on_status if isinstance(message, Status) else partial(registry.on_context, now=NOW)
     with pytest.raises(ProtocolError) as caught:
         take(topic_id, message)
     assert caught.value.name == name
     assert (registry.online(), registry.presence()) == before
+
+
+def test_clocks_that_differ_by_more_than_a_minute_are_told() -> None:
+    registry = Registry("t")
+    for device, at in (("a", NOW + 60), ("b", NOW + 61), ("c", NOW - 365 * 86400), ("d", None)):
+        registry.on_status(device, status(device))
+        registry.on_context(device, Context(device_id=device, at=at), NOW)
+    assert registry.wrong_clocks() == {"b": 61, "c": -365 * 86400}
+    registry.on_context("c", Context(device_id="c", at=NOW), NOW)
+    assert registry.wrong_clocks() == {"b": 61}, "it was set"
+
+
+def test_known_devices_and_those_that_are_there_find_a_place_among_invented_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_DEVICES", 2)
+    registry = Registry("t", {"of the last round": None})
+    for i in ("x", "y"):
+        registry.on_status(i, status(i, presence=Presence.SLEEPING))
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("z", status("z", presence=Presence.SLEEPING))
+    for i in ("a", "b", "of the last round"):
+        registry.on_status(i, status(i))
+    assert set(registry.presence()) == {"a", "b", "of the last round"}
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("c", status("c"))
 
 
 def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

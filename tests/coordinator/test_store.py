@@ -22,7 +22,7 @@ from fedge.errors import ConfigError, StoreError
 from fedge.messages import Context, Order, Outcome, Report
 
 
-def order(device: str = "a", *, round_: int = 1, label: str = "s", deadline: float = 60.0) -> Order:
+def order(device: str = "a", *, round_: int = 1, label: str = "s", left_s: float = 60.0) -> Order:
     return Order(
         id=f"r.{round_}.{label}.{device}",
         device_id=device,
@@ -31,7 +31,7 @@ def order(device: str = "a", *, round_: int = 1, label: str = "s", deadline: flo
         label=label,
         seed=0,
         task_fingerprint="t",
-        deadline=deadline,
+        left_s=left_s,
         step="profile",
         body=b"",
     )
@@ -64,8 +64,8 @@ def test_the_snapshot_of_a_round_stays(store: Store, tmp_path: Path) -> None:
 
 def test_orders_that_are_there_stay_as_they_were(store: Store) -> None:
     store.write_orders([order("a")])
-    entries = store.write_orders([order("a", deadline=99.0), order("b", deadline=99.0)])
-    assert [e.order.deadline for e in entries.values()] == [60.0, 99.0]
+    entries = store.write_orders([order("a", left_s=99.0), order("b", left_s=99.0)])
+    assert [e.order.left_s for e in entries.values()] == [60.0, 99.0]
     assert list(entries) == ["a", "b"]
     assert store.entries(1) == tuple(entries.values())
 

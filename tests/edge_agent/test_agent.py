@@ -22,7 +22,7 @@ from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import Ack, BlobRef, Context, Order, Outcome, Presence, Want, encode
+from fedge.messages import MAX_LEFT_S, Ack, BlobRef, Context, Order, Outcome, Presence, Want, encode
 from fedge.step import Action, installed_steps, read_result
 from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
@@ -281,6 +281,22 @@ async def test_a_model_that_nobody_sends_costs_the_deadline_at_most(one_broker: 
         assert peer.wants["ab" * 32] >= 1
 
 
+async def test_an_order_whose_model_nobody_has_gives_way_to_the_next(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forged, lost, or of a coordinator whose home is gone: it may have a day, and the device goes on all the same."""
+    monkeypatch.setattr("edge_agent.agent.FETCH_PATIENCE_S", 5.0)
+    agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())
+    async with Peer(one_broker, tmp_path) as peer, running(agent):
+        await peer.presence(Presence.ONLINE)
+        forged = order_of(train(BlobRef(digest="ab" * 32, size_bytes=10)), "forged", in_s=MAX_LEFT_S)
+        genuine = order_of(train(peer.model()), "r.2.s.pi")
+        await peer.send(forged)
+        await peer.send(genuine)
+        assert "stalled" in (await peer.report_of(forged)).reason
+        assert (await peer.report_of(genuine)).outcome is Outcome.DONE
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 
@@ -295,7 +311,10 @@ async def test_a_model_that_nobody_sends_costs_the_deadline_at_most(one_broker: 
         ("orders", msgspec.msgpack.encode((2, {"type": "order", "id": "../../etc"})), "malformed"),
         ("orders", encode(Ack(order_id="a", device_id=ME, accepted=True)), "unexpected-type"),
         ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), device="pi-2")), "foreign-id"),
-        ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), in_s=-1)), "expired"),
+        *(
+            ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), in_s=left_s)), "malformed")
+            for left_s in (-1.0, 0.0, 86401.0, 4e12)
+        ),
         ("acks", b"\x93", "malformed"),
         ("acks", encode(Ack(order_id="never", device_id=ME, accepted=True)), "unknown-order"),
         ("acks", encode(Ack(order_id="never", device_id="pi-2", accepted=True)), "foreign-id"),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fedge.tensors import digest_of
 DEVICE = "pi-1"
 
 
-def order(order_id: str = "a", deadline: float = 100.0) -> Order:
+def order(order_id: str = "a", left_s: float = 100.0) -> Order:
     return Order(
         id=order_id,
         device_id=DEVICE,
@@ -28,7 +29,7 @@ def order(order_id: str = "a", deadline: float = 100.0) -> Order:
         label="train",
         seed=0,
         task_fingerprint="f",
-        deadline=deadline,
+        left_s=left_s,
         step="train",
         body=b"what is to be done",
     )
@@ -45,6 +46,14 @@ def ack(order_id: str = "a", accepted: bool = True, reason: str = "") -> Ack:
     return Ack(order_id=order_id, device_id=DEVICE, accepted=accepted, reason=reason)
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock that stands still unless a test sets it."""
+    now = [1000.0]
+    monkeypatch.setattr("edge_agent.outbox.uptime_s", lambda: now[0])
+    return now
+
+
 def files(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {"lock", "version"}
 
@@ -52,11 +61,11 @@ def files(folder: Path) -> set[str]:
 def test_everything_written_is_there_after_a_restart(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
         outbox.persist(order("a"))
-        outbox.persist(order("b", deadline=7))
+        outbox.persist(order("b", left_s=7))
         outbox.put_blob(digest_of(b"update"), b"update")
         outbox.keep(report("a", b"update"))
     with Outbox(tmp_path) as outbox:
-        assert outbox.orders() == [order("a"), order("b", deadline=7)]
+        assert outbox.orders() == [order("a"), order("b", left_s=7)]
         assert outbox.reports() == [report("a", b"update")]
         path = outbox.blob(digest_of(b"update"))
         assert path is not None
@@ -84,9 +93,32 @@ def test_only_the_last_verdicts_are_remembered(tmp_path: Path) -> None:
 
 def test_a_new_deadline_replaces_the_old_one(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a", deadline=1))
-        outbox.persist(order("a", deadline=2))
-        assert outbox.orders() == [order("a", deadline=2)]
+        outbox.persist(order("a", left_s=1))
+        outbox.persist(order("a", left_s=2))
+        assert outbox.orders() == [order("a", left_s=2)]
+
+
+def test_what_is_left_is_counted_while_no_agent_runs(tmp_path: Path, clock: list[float]) -> None:
+    with Outbox(tmp_path) as outbox:
+        outbox.persist(order("a", left_s=100))
+    for now, left in ((1040.0, 60), (1040.0, 60), (1099.0, 1), (1200.0, 0), (9e9, 0)):
+        clock[0] = now
+        with Outbox(tmp_path) as outbox:
+            assert outbox.orders() == [order("a", left_s=left)]
+
+
+@pytest.mark.parametrize("boots", [("first", "second", "third"), ("", "", "")])
+def test_while_the_machine_was_off_half_of_it_passed(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, boots: tuple[str, str, str]
+) -> None:
+    """Nobody knows how long it was off; a device that is switched on again and again must not keep it for ever."""
+    for name, left in zip(boots, (100, 50, 25), strict=True):
+        monkeypatch.setattr("edge_agent.outbox.boot", lambda name=name: name)
+        clock[0] = 3.0  # the clock of each boot begins anew
+        with Outbox(tmp_path) as outbox:
+            if left == 100:
+                outbox.persist(order("a", left_s=100))
+            assert [round(o.left_s) for o in outbox.orders()] == [left if name else left // 2]
 
 
 def test_a_blob_lives_as_long_as_a_report_names_it(tmp_path: Path) -> None:
@@ -169,16 +201,18 @@ def test_a_folder_that_cannot_be_used_is_a_store_error(tmp_path: Path) -> None:
 DIES = """
     import json, os, sys
     from pathlib import Path
+    import edge_agent.outbox
     from edge_agent.outbox import Outbox
     from fedge.tensors import digest_of
     from tests.edge_agent.test_outbox import ack, order, report
 
+    edge_agent.outbox.uptime_s = lambda: 1000.0
     STEPS = [
         ("persist a", lambda o: o.persist(order("a"))),
         ("put a", lambda o: o.put_blob(digest_of(b"update"), b"update")),
         ("keep a", lambda o: o.keep(report("a", b"update"))),
         ("persist b", lambda o: o.persist(order("b"))),
-        ("move b", lambda o: o.persist(order("b", deadline=200))),
+        ("move b", lambda o: o.persist(order("b", left_s=200))),
         ("ack a", lambda o: o.acknowledge(ack("a"), remember=8)),
         ("keep b", lambda o: o.keep(report("b"))),
         ("discard b", lambda o: o.discard("b")),
@@ -216,7 +250,7 @@ DIES = """
         with Outbox(folder) as outbox:
             left = {
                 "done": done,
-                "orders": {o.id: o.deadline for o in outbox.orders()},
+                "orders": {o.id: round(o.left_s) for o in outbox.orders()},
                 "reports": [r.order_id for r in outbox.reports()],
                 "acked": [v.order_id for v in outbox.verdicts],
                 "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()),

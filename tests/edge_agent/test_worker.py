@@ -178,7 +178,7 @@ def test_a_step_that_needs_no_torch_loads_none() -> None:
         "own = Worker('d', task, data, pathlib.Path('unused'), trains=False)\n"
         "body = body_of(Route(gate=BlobRef(digest='0' * 64, size_bytes=1)))\n"
         "order = Order(id='a', device_id='d', run='r', round=1, label='l', seed=0, task_fingerprint='',\n"
-        "              deadline=0.0, step='route', body=body)\n"
+        "              left_s=60.0, step='route', body=body)\n"
         "print(type(own.execute(order, lambda _: b'no graph').result).__name__)\n"
         "print([m for m in ('torch', 'sklearn', 'onnx') if m in sys.modules])"
     )

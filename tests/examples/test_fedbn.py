@@ -27,6 +27,7 @@ from tests.support.federation import NAME, ROOT, Federation
 
 NORM = ("norm",)
 FEDBN = "methods.fedbn:FedBN"
+NETWORK = "methods.fedbn:network"
 
 
 @pytest.mark.statistical
@@ -76,13 +77,14 @@ async def test_no_byte_of_a_normalisation_travels(
     devices = ("cam0", "cam1", "cam2")
     federation = Federation(mosquitto, tmp_path, devices=devices)
     write_cameras(tmp_path, len(devices), limit=300)
-    task = task_spec(str(tmp_path / "task.json"))
+    task = task_spec(str(tmp_path / "task.json"), allow=[NETWORK])
     layout, _ = models.initial(task, 0)
     spy, everything = Spy(), transport(mosquitto, "spy")
     await everything.subscribe(f"{Topics(NAME).prefix}/#", spy.note)
     async with everything, federation:
-        await federation.agents()
-        coordinator = await federation.coordinator(method=FEDBN, rounds=3)
+        for device in devices:
+            await federation.agent(device, allow=NETWORK)
+        coordinator = await federation.coordinator(method=FEDBN, rounds=3, allow=NETWORK)
         assert await coordinator.ended() == 0
 
     travelled = _named_by(spy)

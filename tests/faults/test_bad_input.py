@@ -149,13 +149,13 @@ async def bother_agent(mallory: RawDevice, cam0: Running, order: Order) -> None:
         (orders, encode(order)),
         (acks, encode(ACK)),
         (wants, encode(UNKNOWN)),
-        (orders, encode(msgspec.structs.replace(mine, id="old", deadline=1.0))),
+        (orders, encode(msgspec.structs.replace(mine, id="old", left_s=0.0))),
         (acks, encode(msgspec.structs.replace(ACK, device_id="cam0"))),
         (wants, encode(msgspec.structs.replace(UNKNOWN, device_id="cam0"))),
     ):
         await mallory.transport.publish(topic, payload)
-    threes = dict.fromkeys(("malformed", "version", "oversized", "unexpected-type", "foreign-id"), 3)
-    await until(lambda: cam0.refused() == {**threes, "expired": 1, "unknown-order": 1, "unknown-blob": 1})
+    threes = dict.fromkeys(("version", "oversized", "unexpected-type", "foreign-id"), 3)
+    await until(lambda: cam0.refused() == {**threes, "malformed": 4, "unknown-order": 1, "unknown-blob": 1})
 
 
 async def garbage_chunks(mallory: Mallory, coordinator: Running, digest: str) -> None:

@@ -7,15 +7,19 @@ and every later one must be equal to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fedge.background import STOP_S
 from fedge.broker import LocalBroker
 from fedge.messages import BlobRef, Order, Presence
 from fedge.step import read_result
@@ -65,6 +69,54 @@ async def until(condition: Callable[[], bool]) -> None:
 def executions(home: Path) -> list[str]:
     path = home / "executions"
     return path.read_text().split() if path.exists() else []
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_sigterm_ends_an_agent_in_time_though_its_work_does_not_look(
+    broker: LocalBroker, home: Path, tmp_path: Path, signals: int
+) -> None:
+    for name in ("hold", "deaf"):
+        (home / name).touch()
+    async with Peer(broker, tmp_path) as peer, started(broker, home) as process:
+        await peer.presence(Presence.ONLINE)
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await until(lambda: executions(home) == [order.id])
+        for _ in range(signals):
+            process.terminate()
+            await asyncio.sleep(0.2)
+        async with asyncio.timeout(STOP_S + 1 if signals == 1 else 1):
+            assert await process.wait() == 130
+        for name in ("hold", "deaf"):
+            (home / name).unlink()
+        async with started(broker, home):
+            await settle(peer, order)
+        assert executions(home) == [order.id] * 2
+
+
+@pytest.mark.parametrize("role", ["agent", "coordinator"])
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_sigterm_ends_who_waits_for_a_broker_that_says_nothing(tmp_path: Path, role: str, signals: int) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    server.setblocking(False)
+    np.savez(tmp_path / "d.npz", x=np.zeros((20, 8, 8), np.float32), y=np.arange(20) % 10)
+    own = ("--id", "cam0", "--data", tmp_path / "d.npz") if role == "agent" else ("--method", "fedavg")
+    where = ("--broker", f"127.0.0.1:{server.getsockname()[1]}", "--federation", "f", "--task", "digits")
+    command = (sys.executable, "-m", "fedge.cli", role, *where, "--home", tmp_path / role, *own)
+    process = await asyncio.create_subprocess_exec(*map(str, command), cwd=ROOT)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            silent, _ = await asyncio.get_running_loop().sock_accept(server)
+        with silent:
+            for _ in range(signals):
+                with contextlib.suppress(ProcessLookupError):  # one was enough
+                    process.terminate()
+                await asyncio.sleep(0.1)
+            async with asyncio.timeout(STOP_S + 1):
+                assert await process.wait() == 130
+    finally:
+        await kill(process)
+        server.close()
 
 
 async def settle(peer: Peer, order: Order) -> Trained:

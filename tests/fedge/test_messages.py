@@ -16,7 +16,7 @@ DIGEST = "ab" * 32
 REF = {"digest": DIGEST, "size_bytes": 10, "codec": "float32"}
 ORDER: dict[str, Any] = {
     "type": "order", "id": "r.1.train.cam1", "device_id": "cam1", "run": "r", "round": 1, "label": "train", "seed": 7,
-    "task_fingerprint": "0" * 16, "deadline": 1e9, "step": "train", "version": 1, "body": b"an action",
+    "task_fingerprint": "0" * 16, "left_s": 60.5, "step": "train", "version": 1, "body": b"an action",
 }  # fmt: skip
 REPORT: dict[str, Any] = {
     "type": "report", "order_id": "r.1.train.cam1", "device_id": "cam1", "seconds": 1.5, "outcome": "done",
@@ -142,8 +142,11 @@ BAD_ORDERS = {
     "id with a wildcard": ("malformed", packed(ORDER | {"device_id": "+"})),
     "id with a newline at its end": ("malformed", packed(ORDER | {"device_id": "cam1\n"})),
     "empty id": ("malformed", packed(ORDER | {"device_id": ""})),
-    "deadline NaN": ("not-finite", packed(ORDER | {"deadline": math.nan})),
-    "deadline infinite": ("not-finite", packed(ORDER | {"deadline": math.inf})),
+    "no time left": ("malformed", packed(ORDER | {"left_s": 0})),
+    "more than a day": ("malformed", packed(ORDER | {"left_s": 24 * 3600 + 1})),
+    "until the year 128726": ("malformed", packed(ORDER | {"left_s": 4e12})),
+    "time NaN": ("malformed", packed(ORDER | {"left_s": math.nan})),
+    "time infinite": ("malformed", packed(ORDER | {"left_s": math.inf})),
     "too long": ("oversized", b"\0" * (messages.MAX_MESSAGE_BYTES + 1)),
     "nested too deeply": ("malformed", b"\x91" * 50_000),
 }  # fmt: skip

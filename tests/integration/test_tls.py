@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fedge.topics import Topics
-from fedge.transport import CHECK_TLS, BrokerSettings, Transport
+from fedge.errors import TransportError
+from fedge.topics import ClientRole, Topics
+from fedge.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
 from tests.support.federation import NAME, Federation, Running, words
 from tests.support.tls import Authority, TlsBroker
 
@@ -63,11 +64,102 @@ async def test_nobody_speaks_for_another(broker: TlsBroker, authority: Authority
         assert "knows no device of a federation" in seen.log.read_text()
 
 
-async def test_agent_and_runtime_of_a_device_share_its_certificate(broker: TlsBroker, authority: Authority) -> None:
-    files = {key: str(path) for key, path in authority.client("cam1").items()}
-    settings = BrokerSettings(broker.host, broker.port, **files)
+def transport(port: int, client: dict[str, object], role: ClientRole = "agent", name: str = "x") -> Transport:
+    files = {key: str(path) for key, path in client.items()}
+    return Transport(BrokerSettings("127.0.0.1", port, **files), Topics(NAME).client_id(role, name))  # type: ignore[arg-type]
+
+
+class Heard:
+    """What came to a topic filter."""
+
+    def __init__(self) -> None:
+        self.topics: list[str] = []
+
+    async def note(self, inbound: Inbound) -> None:
+        self.topics.append(inbound.topic)
+
+
+@pytest.mark.parametrize("role", ["status", "rollout"])
+async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
+    broker: TlsBroker, authority: Authority, role: ClientRole
+) -> None:
     topics = Topics(NAME)
-    agent, runtime = (Transport(settings, topics.client_id(role, "cam1")) for role in ("agent", "serve"))
+    may = {"status": set(), "rollout": {topics.rollout, topics.model_chunk("a" * 64, 0)}}[role]
+    here, coordinator = (
+        transport(broker.port, authority.client(role), role),
+        transport(broker.port, authority.client("coordinator"), "coordinator"),
+    )
+    heard = Heard()
+    for topic_filter in ("#", f"{topics.prefix}/#", topics.model_chunk("+", "+"), topics.agent(role, "#")):
+        await here.subscribe(topic_filter, heard.note)
+    everything = [
+        *(topics.agent(i, leaf) for i in (role, "cam0") for leaf in ("status", "reports", "orders", "acks", "health")),
+        *(topics.model_chunk("a" * 64, 0), topics.update_chunk("cam0", "a" * 64, 0), topics.update_chunk(role, "a", 0)),
+        *(topics.coordinator_wants(role), topics.rollout),
+    ]
+    async with here, coordinator:
+        for topic in everything:
+            if topic in may:
+                await here.publish(topic, b"x")
+            else:
+                with pytest.raises(TransportError, match="Not authorized"):
+                    await here.publish(topic, b"x")
+        heard.topics.clear()
+        for topic in everything:
+            await coordinator.publish(topic, b"x")
+        await coordinator.publish(topics.agent("end", "status" if role == "status" else "health"), b"x")
+        async with asyncio.timeout(10):
+            while not any("/end/" in topic for topic in heard.topics):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    leaf = "status" if role == "status" else "health"
+    others = {topics.agent("cam0", leaf), topics.agent("end", leaf)}
+    assert set(heard.topics) <= others | ({topics.rollout} | {t for t in everything if "/blobs/aa" in t})
+    assert role != "status" or set(heard.topics) == others
+
+
+async def test_a_certificate_of_one_federation_is_nobody_in_another(
+    mosquitto_program: str, authority: Authority, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path / "of another")
+    async with TlsBroker(authority, tmp_path / "broker", other=("g", other)) as broker:
+        there = Heard()
+        cam1, cam2 = (
+            transport(broker.port, authority.client("cam1")),
+            transport(broker.other_port, other.client("cam2")),
+        )
+        await cam1.subscribe(f"{Topics('g').prefix}/#", there.note)
+        async with cam1, cam2:
+            await cam1.publish(Topics(NAME).agent("cam1", "status"), b"x")
+            await cam2.publish(Topics("g").agent("cam2", "status"), b"x")
+            for device in ("cam1", "cam2"):
+                for leaf in ("status", "reports", "orders"):
+                    with pytest.raises(TransportError, match="Not authorized"):
+                        await cam1.publish(Topics("g").agent(device, leaf), b"x")
+            coordinator = transport(broker.other_port, other.client("coordinator"), "coordinator")
+            async with coordinator:
+                for topic in (Topics("g").model_chunk("a" * 64, 0), Topics("g").agent("cam1", "orders")):
+                    await coordinator.publish(topic, b"x")
+        assert there.topics == []
+        log = tmp_path / "foreign.log"
+        where = {"broker": f"{broker.host}:{broker.other_port}", "federation": "g"}
+        asked = await Running.start(log, "status", *words(where | authority.client("status") | {"ca_file": other.file}))
+        assert await asked.ended() == 3, "its listener knows another authority"
+
+
+async def test_who_is_revoked_is_not_let_in(mosquitto_program: str, authority: Authority, tmp_path: Path) -> None:
+    clients = {name: authority.client(name) for name in ("status", "coordinator")}
+    authority.revoke(clients["status"])
+    async with TlsBroker(authority, tmp_path / "broker") as broker:
+        async with transport(broker.port, clients["coordinator"]) as good:
+            await good.publish(Topics(NAME).agent("cam0", "status"), b"", retain=True)
+        code, asked = await status(broker, tmp_path / "log", **clients["status"])
+        assert code == 3
+        assert "it does not accept our certificate" in asked.log.read_text()
+
+
+async def test_agent_and_runtime_of_a_device_share_its_certificate(broker: TlsBroker, authority: Authority) -> None:
+    topics, client = Topics(NAME), authority.client("cam1")
+    agent, runtime = (transport(broker.port, client, role, "cam1") for role in ("agent", "serve"))
     async with agent, runtime:
         for _ in range(3):
             await agent.publish(topics.agent("cam1", "reports"), b"")

@@ -2,13 +2,13 @@
 
     python -m tests.support.agent_process HOST PORT HOME
 
-Each execution of an order appends its id to HOME/executions, and waits while HOME/hold exists.
+Each execution of an order appends its id to HOME/executions, and waits while HOME/hold exists; while HOME/deaf exists
+it does not look whether it should stop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from edge_agent.agent import Agent, Identity
 from edge_agent.worker import Finished
+from fedge.background import STOP_S, on_signal
 from fedge.messages import BlobRef, Order
 from fedge.step import Action
 from fedge.transport import BrokerSettings
@@ -35,7 +36,7 @@ class WatchedWorker(EchoWorker):
         with (self._home / "executions").open("a") as file:
             file.write(order.id + "\n")
         while (self._home / "hold").exists():
-            if stop():
+            if stop() and not (self._home / "deaf").exists():
                 raise InterruptedError
             time.sleep(0.01)
         return super().execute(order, fetch, stop=stop, action=action)
@@ -50,7 +51,7 @@ async def main(host: str, port: str, home: str) -> None:
         folder,
         lambda: WatchedWorker(folder),
     )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, agent.stop)
+    on_signal(agent.stop, within_s=STOP_S)
     await agent.run()
 
 

@@ -21,6 +21,6 @@ LAYOUT = Layout(
 
 def order_of(action: Action) -> Order:
     return Order(
-        id="r.1.l.d", device_id="d", run="r", round=1, label="l", seed=0, task_fingerprint="f", deadline=0.0,
+        id="r.1.l.d", device_id="d", run="r", round=1, label="l", seed=0, task_fingerprint="f", left_s=60.0,
         step=action.STEP, version=action.VERSION, body=body_of(action),
     )  # fmt: skip

@@ -64,7 +64,9 @@ class Running:
         """Run `fedge ARGUMENTS --json`."""
         command = (sys.executable, "-m", "fedge.cli", *map(str, arguments), "--json")
         with log.open("ab") as stderr:
-            return cls(await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=stderr, cwd=ROOT), log)
+            return cls(
+                await asyncio.create_subprocess_exec(*command, limit=2**24, stdout=PIPE, stderr=stderr, cwd=ROOT), log
+            )
 
     async def _read(self) -> None:
         assert self.process.stdout is not None

@@ -96,7 +96,7 @@ def order(
         label=label,
         seed=100 + number if seed is None else seed,
         task_fingerprint=task.fingerprint(),
-        deadline=0.0,
+        left_s=60.0,
         step=action.STEP,
         version=action.VERSION,
         body=body_of(action),

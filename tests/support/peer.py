@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -120,7 +119,7 @@ class Peer:
 
 
 def order_of(action: Action, order_id: str = "r.1.s.pi", *, device: str = "pi", in_s: float = 60.0) -> Order:
-    """An order whose deadline is `in_s` away."""
+    """An order with so many seconds left."""
     return Order(
         id=order_id,
         device_id=device,
@@ -129,7 +128,7 @@ def order_of(action: Action, order_id: str = "r.1.s.pi", *, device: str = "pi", 
         label="s",
         seed=0,
         task_fingerprint=TASK.fingerprint(),
-        deadline=time.time() + in_s,
+        left_s=in_s,
         step=action.STEP,
         version=action.VERSION,
         body=body_of(action),
@@ -175,5 +174,5 @@ class EchoWorker:
 
 
 def later(order: Order, in_s: float) -> Order:
-    """The same order with another deadline."""
-    return msgspec.structs.replace(order, deadline=time.time() + in_s)
+    """The same order with another time left."""
+    return msgspec.structs.replace(order, left_s=in_s)

@@ -37,7 +37,7 @@ ACTION = Install(model=BlobRef(digest="0" * 64, size_bytes=8), method="fedavg")
 
 
 def order(*, run: str = "r", seed: int = 0, number: int = 1, label: str = "train", device: str = "d") -> Order:
-    return order_for(run, seed, number, label, device, TASK.fingerprint(), ACTION, deadline=5.0)
+    return order_for(run, seed, number, label, device, TASK.fingerprint(), ACTION, left_s=5.0)
 
 
 def test_the_same_work_has_the_same_id_and_seed() -> None:
@@ -58,7 +58,7 @@ def test_the_seed_depends_on_the_federations_and_not_on_the_run() -> None:
 
 
 def test_the_longest_names_fit() -> None:
-    longest = order_for("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK.fingerprint(), ACTION, deadline=5.0)
+    longest = order_for("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK.fingerprint(), ACTION, left_s=5.0)
     assert decode(encode(longest), Order) == longest
 
 

@@ -64,7 +64,7 @@ async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) ->
     alone = SimulatedFleet(fleet.task, layout, fleet.workers, seed=0, execute=one_by_one)
     alone.put(fleet.get_tensors(first))
     answers = await alone.run("train", {"d01": order})
-    sent = order_for("simulation", 0, 0, "train", "d01", fleet.task.fingerprint(), order, deadline=0.0)
+    sent = order_for("simulation", 0, 0, "train", "d01", fleet.task.fingerprint(), order, left_s=60.0)
     outcome = fleet.workers["d01"].execute(sent, alone._bytes)
     (data,) = outcome.blobs.values()
     device, update = codec.decode(data, codec_, layout), answers["d01"].result.update

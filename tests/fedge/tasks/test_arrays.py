@@ -17,7 +17,7 @@ X, Y = np.zeros((4, 3), np.float32), np.array([0, 1, 1, 0], np.uint8)
 
 
 def test_reads_and_converts(tmp_path: Path) -> None:
-    table = arrays.read(file_of(tmp_path, x=X, y=Y, split=[0, 0, 1, 2], sensitive=[True, False, 1, 0], other="ignored"))
+    table = arrays.read(file_of(tmp_path, x=X, y=Y, split=[0, 0, 1, 2], sensitive=[True, False, 1, 0]))
     assert set(table) == {"x", "y", "split", "sensitive"}
     assert (table["y"].dtype, table["split"].dtype, table["sensitive"].dtype) == (np.int64, np.int64, np.bool_)
     assert table["sensitive"].tolist() == [True, False, True, False]
@@ -38,6 +38,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "people that are no numbers": ({"x": X, "y": Y, "user": [0, 1, -1, 0]}, "user must be"),
     "mask of other numbers": ({"x": X, "y": Y, "sensitive": [0, 1, 2, 0]}, "sensitive must be"),
     "unknown part": ({"x": X, "y": Y, "split": [0, 1, 3, 0]}, "split must be"),
+    "mark under another name": ({"x": X, "y": Y, "Sensitive": [True] * 4}, r"'Sensitive'.*did you mean sensitive"),
+    "mark in capitals": ({"x": X, "y": Y, "SENSITIVE": [True] * 4}, "did you mean sensitive"),
+    "unknown array": ({"x": X, "y": Y, "weather": X}, "x, y, split, sensitive, user, classes"),
     "objects": ({"x": np.array([[{}]] * 4, dtype=object), "y": Y}, "no .npz"),
 }
 

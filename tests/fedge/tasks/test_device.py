@@ -83,6 +83,27 @@ def test_a_device_that_does_not_train_needs_no_labels(tmp_path: Path) -> None:
         device_inputs(WINDOWS, tmp_path / "none.npz")
 
 
+@pytest.mark.parametrize(
+    "wrong", ["Sensitive.txt", "sensitive.txt.bak", "cat/sensitive.txt", "splits.json", "cat/5.webp"]
+)
+def test_files_beside_images_that_nobody_would_look_at_are_refused(tmp_path: Path, wrong: str) -> None:
+    for number in range(10):
+        path = tmp_path / ("cat" if number < 5 else "dog") / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((32, 32, 3), 10 * number, np.uint8)).save(path)
+    task = task_spec("image-folder", tmp_path)
+    for harmless in (".DS_Store", "cat/Thumbs.db", ".cache/index.bin", "sensitive.txt"):
+        (tmp_path / harmless).parent.mkdir(exist_ok=True)
+        (tmp_path / harmless).write_bytes(b"")
+    assert device_data(task, tmp_path, seed=0).n_shared == 8
+    (tmp_path / wrong).write_text("cat/1.png\n")
+    for read in (lambda: device_data(task, tmp_path, seed=0), lambda: device_inputs(task, tmp_path)):
+        with pytest.raises(ConfigError, match=f"{Path(wrong).name} means nothing here") as error:
+            read()
+        if "ensitive" in wrong:
+            assert "did you mean sensitive.txt?" in str(error.value)
+
+
 def test_images_without_class_folders_are_read_by_a_device_that_does_not_train(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / "seen" / "today").mkdir(parents=True, exist_ok=True)

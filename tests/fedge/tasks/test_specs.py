@@ -28,6 +28,29 @@ def test_a_written_task_is_read_again(tmp_path: Path) -> None:
     assert task_spec(str(tmp_path / "task.json")) == task_spec("mnist")
 
 
+@pytest.mark.parametrize("field", ["name", "model"])
+@pytest.mark.parametrize("code", ["os:fork", "my_evil_module:run", "here:Net-1"])
+def test_a_file_names_no_code_that_its_reader_did_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, code: str
+) -> None:
+    (tmp_path / "my_evil_module.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*_): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_task(msgspec.structs.replace(BUILT_IN["digits"], **{field: code}), tmp_path / "task.json")
+    for allow in ((), ("",), (code[:-1],), ("my_evil_module",)):
+        with pytest.raises(ConfigError, match=f"names code that would be run here: {code}.* --allow {code}$"):
+            task_spec("task.json", allow=allow)
+    assert not (tmp_path / "ran").exists()
+    assert getattr(task_spec("task.json", allow=("a:b", code)), field) == code
+
+
+def test_what_must_be_allowed_is_said_in_one_piece(tmp_path: Path) -> None:
+    task = msgspec.structs.replace(BUILT_IN["digits"], name="own.task:Mine", model="own.task:network")
+    write_task(task, tmp_path / "task.json")
+    with pytest.raises(ConfigError, match=r"run here: own\.task:network; .* --allow own\.task:Mine,own\.task:network$"):
+        task_spec(str(tmp_path / "task.json"), allow=["own.task:Mine"])
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"name": "x"}', b"\xff"])
 def test_a_file_that_is_no_task(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.json").write_bytes(content)
