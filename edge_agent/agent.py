@@ -427,7 +427,8 @@ class Agent:
             if self._worker is None:
                 self._worker = self._make_worker()
             finished = self._worker.execute(order, self._model, stop=self._stop_work.is_set, action=action)
-            report = report_of(order, finished.result, time.monotonic() - began)
+            seconds = max(time.monotonic() - began - finished.untimed_s, 0.0) if action.TIMED else 0.0
+            report = report_of(order, finished.result, seconds)
             read_result(decode(encode(report), Report), action)  # what the coordinator would refuse is refused here
         except StoreError:
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -77,10 +78,11 @@ class Unpacked:
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What a training step kept: its name, and the tensors."""
+    """What a training step kept: its name, the tensors, and whether they learned from D_L alone."""
 
     step: str
     tensors: bytes
+    shareable: bool = False
 
 
 class Files:
@@ -173,6 +175,16 @@ class Device:
     stop: Stop = never
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    untimed_s: float = 0.0
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Work on sensitive samples: how long it takes is not told."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.untimed_s += time.perf_counter() - began
 
     @property
     def task(self) -> TaskSpec:
@@ -230,9 +242,18 @@ class Device:
         self.blobs[ref.digest] = data
         return ref
 
-    def keep(self, tensors: Tensors) -> None:
-        """Keep what stays on the device, for later rounds of this step and for the bundle."""
-        self.files.write(PERSONAL, msgspec.msgpack.encode(Kept(step=self.order.step, tensors=to_bytes(tensors))))
+    def keep(self, tensors: Tensors, *, shareable: bool = False) -> None:
+        """Keep what stays on the device, for later rounds of this step and for the bundle.
+
+        `shareable`: whether it learned from D_L alone, so that its owner may let it leave.
+        """
+        kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
+        self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
+
+    def may_share_kept(self) -> bool:
+        """Whether what was kept last may leave the device, if its owner agrees."""
+        data = self.files.read(PERSONAL)
+        return data is not None and kept_of(data).shareable
 
     def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Tensors | None:
         """What a training step of this name kept last, up to this round or before another; None: nothing.

@@ -32,11 +32,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What came of an order; by digest what the result refers to. `unpacked`: only where no device is (`encoding`)."""
+    """What came of an order; by digest what the result refers to. `unpacked`: only where no device is (`encoding`).
+
+    `untimed_s`: of the time that the work took, what sensitive samples may have shaped.
+    """
 
     result: Result
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    untimed_s: float = 0.0
 
 
 class Worker:
@@ -127,7 +131,7 @@ class Worker:
     @staticmethod
     def finished(device: Device, result: Result) -> Finished:
         """A result with what it refers to."""
-        return Finished(result, device.blobs, device.unpacked)
+        return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
     def guarded(self, work: Callable[[], R]) -> R | Failed:
         """What the work gives, or `Failed` where the order or its blobs are unfit or a user's code raised anything.

@@ -91,6 +91,8 @@ class Action(Struct, frozen=True, kw_only=True):
     RESULT: ClassVar[type[Result]]
     DEVICE: ClassVar[str]
     TRAINS: ClassVar[bool] = True
+    TIMED: ClassVar[bool] = True
+    """Whether the time of the work may be told: not where sensitive samples shape it from the beginning."""
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Forward passes of one sample that the step costs, roughly: what the clock and deadlines go by.

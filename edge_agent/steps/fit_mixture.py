@@ -148,4 +148,4 @@ def _write(
         space=action.space,
     )
     info = device.write_bundle(made, "scmoe-pfl", {})
-    return installed(info, roles, guarded=False)
+    return installed(info)

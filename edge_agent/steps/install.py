@@ -44,7 +44,7 @@ def served(device: Device, action: Served) -> Model:
     return model if action.kept_by is None else device.overlaid(action.kept_by, model, mine)
 
 
-def install_alone(device: Device, model: Model, role: Role, method: str, *, guarded: bool = False) -> Installed:
+def install_alone(device: Device, model: Model, role: Role, method: str) -> Installed:
     """Write the bundle of one model, as it is: a mixture of one."""
     alone = Mixture(
         candidates=(Candidate(role=role, name=role.value, model=model),),
@@ -53,18 +53,12 @@ def install_alone(device: Device, model: Model, role: Role, method: str, *, guar
         gate=GateWeights.untrained(gate.n_features(device.task.input_shape), 1),
     )
     log_p = calibrated(logits(device, model, device.data.x_val), prior(device), PLAIN)
-    return installed(device.write_bundle(alone, method, metrics(device, log_p)), (role,), guarded=guarded)
+    return installed(device.write_bundle(alone, method, metrics(device, log_p)))
 
 
-def installed(info: BundleInfo, roles: tuple[Role, ...], *, guarded: bool) -> Installed:
+def installed(info: BundleInfo) -> Installed:
     """The result of a step that wrote a bundle."""
-    return Installed(
-        bundle_digest=info.digest,
-        roles=roles,
-        max_abs_diff=info.max_abs_diff,
-        guarded=guarded,
-        release=int(info.path.name),
-    )
+    return Installed(release=int(info.path.name))
 
 
 def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:

@@ -37,6 +37,8 @@ def run(device: Device, action: SharePrivate) -> Result:
     mine = device.kept(action.kept_by, layout)
     if mine is None:
         return Declined(reason="nothing is kept here: this device never trained")
+    if not device.may_share_kept():
+        return Declined(reason="what is kept here learned from sensitive samples")
     if action.clip is not None:
         mine = clipped(mine, action.clip)
     known = device.files.read(GIVEN)

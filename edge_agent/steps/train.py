@@ -103,15 +103,16 @@ def train(device: Device, action: Train, learn: Learn) -> Result:
     mine = device.kept(action.STEP, layout, before=device.order.round)
     wholes = [whole(device, s.model, action.personal, mine, action.initial) for s in action.starts]
     start, chosen = best_of(device, wholes, action.starts, action.choose)
-    before = look(device, device.overlaid(action.STEP, start, mine), measure=action.measure)
+    told = mine if action.shareable else None
+    before = look(device, device.overlaid(action.STEP, start, told), measure=action.measure)
     trained, mine = learn(start, mine)
     loss_after = None
     if action.measure:
-        device.network.load(device.overlaid(action.STEP, trained, mine))
+        device.network.load(device.overlaid(action.STEP, trained, mine if action.shareable else None))
         loss_after = mean_loss(device.network, *device.data.shared)
     update = Model(trained.params - start.params, trained.buffers, trained.counters)
     result = report(device, action, chosen, before, loss_after, update)
-    device.keep(mine)
+    device.keep(mine, shareable=action.shareable)
     return result
 
 
@@ -120,7 +121,7 @@ def report(
 ) -> Trained:
     """The result of a training: the part that travels of the change that it made to its start.
 
-    `before`, `loss_after`: of the model that the device would use.
+    `before`, `loss_after`: of the model that the device would use; of the shared one where nothing may be told of it.
 
     Raises:
         FailedError: training diverged.

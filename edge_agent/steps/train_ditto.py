@@ -38,7 +38,8 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
     network.load(w if mine is None else flatten(mine, network.layout))
     drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
     # a stream of its own: the shared model learns the same, whatever is kept beside it
-    Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
-        sgd.steps_for(data.n_train), device.stop
-    )
+    with device.untimed():
+        Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
+            sgd.steps_for(data.n_train), device.stop
+        )
     return trained, unflatten(network.dump(), network.layout)
