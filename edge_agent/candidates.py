@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from edge_agent import mixture, private_model
 from edge_agent.device import FailedError
-from edge_agent.evaluation import logits, pooled_samples, shared_prior
+from edge_agent.evaluation import logits, shared_prior
 from edge_agent.mixture import Array
 from edge_agent.private_model import Samples
 from export.reference import calibrated, raw_energies, standardised
@@ -180,4 +180,6 @@ def pooled_candidates(
     device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
 ) -> Candidates:
     """The candidates that the fleet pools, on V_L: where samples are marked, shadows that were fitted on D_L alone."""
-    return candidates(device, fitted_on(device), pooled_samples(device), shared_prior(device), calibration, pooled)
+    return candidates(
+        device, fitted_on(device), device.data.shared_validation, shared_prior(device), calibration, pooled
+    )

@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fedge.errors import StoreError
+from fedge.errors import FedgeError, ProtocolError, StoreError, TransportError
 from fedge.files import highest_release, write_atomically
-from fedge.messages import BlobRef, Codec, Order
-from fedge.step import Steps, device_half
+from fedge.messages import BlobRef, Codec, Order, Why
+from fedge.step import Failed, Steps, device_half
 from fedge.stopping import Stop, never
 from fedge.tensors import digest_of, flatten, from_bytes, to_bytes
 
@@ -65,7 +65,7 @@ def remembering(n_models: int = 8) -> Iterator[None]:
 
 
 class FailedError(Exception):
-    """The order cannot be done; the text goes into the report."""
+    """The order cannot be done; the text goes into the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +332,19 @@ def kept_of(data: bytes) -> Kept:
         return msgspec.msgpack.decode(data, type=Kept)
     except msgspec.DecodeError as error:
         raise StoreError(f"what was kept for later rounds cannot be read: {error}") from error
+
+
+def failed(error: Exception) -> Failed:
+    """What an error comes to: a code for the coordinator, its text for the log."""
+    match error:
+        case ProtocolError(name="not-finite"):
+            why = Why.NOT_FINITE
+        case ProtocolError():
+            why = Why.MALFORMED
+        case TransportError():
+            why = Why.UNREACHABLE
+        case FedgeError() | FailedError() | ValueError():
+            why = Why.UNFIT
+        case _:
+            return Failed(why=Why.ERROR, reason=f"{type(error).__name__}: {error}")
+    return Failed(why=why, reason=str(error))

@@ -20,8 +20,6 @@ from fedge.tensors import Model
 if TYPE_CHECKING:
     from edge_agent.device import Device
 
-FEWEST: Final = 10
-"""Samples in D_L below which a device has no say in what is pooled."""
 WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 
 
@@ -79,13 +77,6 @@ def accuracy(device: Device, model: Model) -> float | None:
     """On V_L; None without any."""
     x, y = device.data.shared_validation
     return float((logits(device, model, x).argmax(axis=1) == y).mean()) if len(y) else None
-
-
-def pooled_samples(device: Device) -> Samples:
-    """V_L, on which the fleet compares candidates; none where D_L is too small to fit any (fedge.md 3.1)."""
-    x, y = device.data.shared_validation
-    enough = device.data.n_shared >= FEWEST
-    return (x, y) if enough else (x[:0], y[:0])
 
 
 def shared_prior(device: Device) -> Array:

@@ -6,7 +6,7 @@ from typing import Final
 
 from edge_agent import candidates, mixture
 from edge_agent.device import Device
-from edge_agent.evaluation import best_start, logits, pooled_samples, shared_prior
+from edge_agent.evaluation import best_start, logits, shared_prior
 from fedge.messages import Role
 from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.tensors import Model
@@ -35,7 +35,7 @@ def run(device: Device, action: FitCandidates) -> CandidatesFitted:
     data = device.data
     fitted = candidates.fit(device, models, plan, action.sgd, data.shared, data.shared_validation, (PRIVATE, LOCAL))
     candidates.keep(device, fitted)
-    (x, y), classes = pooled_samples(device), shared_prior(device)
+    (x, y), classes = device.data.shared_validation, shared_prior(device)
     losses = {
         role: mixture.grid_losses(logits(device, fitted.model(device, role), x), y, classes, role)
         for role in fitted.roles

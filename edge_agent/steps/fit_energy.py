@@ -5,7 +5,6 @@ from __future__ import annotations
 from edge_agent import mixture
 from edge_agent.candidates import Candidates, pooled_candidates
 from edge_agent.device import Device
-from edge_agent.evaluation import pooled_samples
 from edge_agent.mixture import Array
 from export.reference import fuse
 from fedge.calibration import BETAS
@@ -24,10 +23,12 @@ def run(device: Device, action: FitEnergy) -> EnergyFitted:
         plain, half, full = (_loss(device, found, own, beta) for beta in BETAS)
         beta_losses.append((plain, half, full))
     return EnergyFitted(
-        pooled_losses=tuple(pooled_losses), beta_losses=tuple(beta_losses), n_validation=len(pooled_samples(device)[1])
+        pooled_losses=tuple(pooled_losses),
+        beta_losses=tuple(beta_losses),
+        n_validation=len(device.data.shared_validation[1]),
     )
 
 
 def _loss(device: Device, found: Candidates, weights: Array, beta: float) -> float:
     log_p, _ = fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
-    return -float(mixture.of_labels(log_p, pooled_samples(device)[1]).sum())
+    return -float(mixture.of_labels(log_p, device.data.shared_validation[1]).sum())

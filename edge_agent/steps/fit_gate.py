@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
@@ -84,7 +85,10 @@ def final_candidates(device: Device, action: FitGate) -> Fitted:
         return fitted
     shared = {name: fitted.model(device, name) for name in fitted.models if name not in {Role.PRIVATE, Role.LOCAL}}
     data = device.data
-    return fit(device, shared, fitted.plan, action.sgd, data.training, data.validation, (REAL_PRIVATE, REAL_LOCAL))
+    streams = REAL_PRIVATE, REAL_LOCAL
+    return private_model.or_before(
+        lambda: fit(device, shared, fitted.plan, action.sgd, data.training, data.validation, streams), fitted
+    )
 
 
 def chosen_guard(
@@ -119,13 +123,16 @@ def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
         match role:
             case Role.PRIVATE:
                 start, rng = kept.model(device, kept.plan.private_start), device.rng(FINAL_PRIVATE)
-                again = private_model.fit(network, start, everything, sgd, kept.private_steps, rng, device.stop)
-                final.append(private_model.mean_model([model, again]))
+                fit_again = partial(
+                    private_model.fit, network, start, everything, sgd, kept.private_steps, rng, device.stop
+                )
+                final.append(private_model.mean_model([model, private_model.or_before(fit_again, model)]))
             case Role.LOCAL:
                 start, rng = kept.model(device, INITIAL), device.rng(FINAL_LOCAL)
-                final.append(
-                    private_model.fit(network, start, everything, sgd, kept.plan.local_steps, rng, device.stop)
+                fit_again = partial(
+                    private_model.fit, network, start, everything, sgd, kept.plan.local_steps, rng, device.stop
                 )
+                final.append(private_model.or_before(fit_again, model))
             case _:
                 final.append(model)
     return final

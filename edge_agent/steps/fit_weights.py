@@ -5,7 +5,6 @@ from __future__ import annotations
 from edge_agent import mixture
 from edge_agent.candidates import pooled_candidates
 from edge_agent.device import Device
-from edge_agent.evaluation import pooled_samples
 from fedge.steps.fit_weights import FitWeights, WeightsFitted
 
 
@@ -16,4 +15,4 @@ def run(device: Device, action: FitWeights) -> WeightsFitted:
         found = pooled_candidates(device, action.calibration, pooled)
         own = mixture.em_weights(found.log_p, mixture.spread(pooled, found.roles), action.shrinkage)
         weights.append({role: min(float(w), 1.0) for role, w in zip(found.roles, own, strict=True)})
-    return WeightsFitted(weights=tuple(weights), n_validation=len(pooled_samples(device)[1]))
+    return WeightsFitted(weights=tuple(weights), n_validation=len(device.data.shared_validation[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from edge_agent import gate
+from edge_agent import gate, private_model
 from edge_agent.device import PERSONAL, Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior
 from edge_agent.mixture import PLAIN, TIE
@@ -66,9 +66,6 @@ def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
 
     A single checkpoint is that many steps, whatever validation says; without validation samples `otherwise` is. Where
     training diverges, the best checkpoint before it counts, and `start` if there is none.
-
-    Raises:
-        ProtocolError: `not-finite`: a number of steps without competition diverged.
     """
     network, validation = device.network, device.data.validation
     checkpoints = sorted(set(tuning.checkpoints))
@@ -76,7 +73,7 @@ def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
     trainer = Trainer(network, *device.data.training, tuning.sgd, device.rng())
     if len(checkpoints) == 1 or not len(validation[1]):
         trainer.run(checkpoints[0] if len(checkpoints) == 1 else tuning.otherwise, device.stop)
-        return network.dump()
+        return private_model.or_before(network.dump, start)
     best, smallest = start, math.inf
     for before, after in zip([0, *checkpoints], checkpoints, strict=False):
         trainer.run(after - before, device.stop)

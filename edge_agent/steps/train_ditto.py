@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from edge_agent import private_model
 from edge_agent.device import Device
 from edge_agent.steps import train
 from fedge.models.training import Trainer
@@ -42,4 +43,5 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
         Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
             sgd.steps_for(data.n_train), device.stop
         )
-    return trained, unflatten(network.dump(), network.layout)
+    before = w if mine is None else flatten(mine, network.layout)
+    return trained, unflatten(private_model.or_before(network.dump, before), network.layout)

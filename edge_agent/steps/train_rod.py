@@ -73,7 +73,9 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) 
             excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
             velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
             own.sub_(velocity, alpha=sgd.learning_rate)
-    head = own.cpu().numpy()
+    learned = own.cpu().numpy()
+    if np.isfinite(learned).all():  # of one that diverged nobody is told: it learns from all samples
+        head = learned
     return network.dump(), {weight: head[:, :-1].copy(), bias: head[:, -1].copy()}
 
 

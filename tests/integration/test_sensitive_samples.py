@@ -21,7 +21,28 @@ from fedge.tasks import DeviceData, Pool, partition, pool, share_data
 from fedge.tensors import unflatten
 
 ROUNDS = 5
-METHODS = ["local", "fedavg", "fedavg+ft", "fedavgm", "fedprox", "ditto", "ditto+ft", "fedper", "fedrep", "lg-fedavg", "fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl", "fedge"]
+METHODS = [
+    "local",
+    "fedavg",
+    "fedavg+ft",
+    "fedavgm",
+    "fedprox",
+    "ditto",
+    "ditto+ft",
+    "fedper",
+    "fedrep",
+    "lg-fedavg",
+    "fedrod",
+    "dbe",
+    "pm-moe",
+    "pm-moe:base=fedrod",
+    "pm-moe:base=dbe",
+    "cfic",
+    "fedepc",
+    "fedcoe",
+    "scmoe-pfl",
+    "fedge",
+]
 
 
 class Wire:
