@@ -46,7 +46,8 @@ class Validation:
         """
         buffer = io.BytesIO()
         optional = {"y": self.y, "sensitive": self.sensitive}
-        np.savez(buffer, x=self.x, **{name: array for name, array in optional.items() if array is not None})
+        arrays = {"x": self.x, **{name: array for name, array in optional.items() if array is not None}}
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # allow_pickle is no array
         write_atomically(home / FILE, buffer.getvalue())
 
 
