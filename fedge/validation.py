@@ -62,9 +62,12 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
         return Validation(np.zeros((0, *task.input_shape), np.float32), None)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            strange = sorted(set(arrays.files) - {"x", "y", "sensitive"})  # marks under another name would be lost
             x, y, sensitive = np.asarray(arrays["x"], np.float32), arrays.get("y"), arrays.get("sensitive")
     except _DAMAGED as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+    if strange:
+        raise ConfigError(f"{path} holds {', '.join(strange)}: x, y and sensitive are known")
     if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
         raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
     if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
