@@ -15,7 +15,7 @@ from fedge.messages import Role, blobs_of
 from fedge.sgd import Sgd
 from fedge.steps.fit_pool import FitPool
 from fedge.steps.share_private import SharePrivate
-from tests.support.simulation import digits
+from tests.support.simulation import digits, manifests, roles
 
 
 class Paper(PmMoe):
@@ -39,9 +39,9 @@ async def test_stage_one_is_the_base_and_stage_two_ends_in_bundles(tmp_path, bas
     assert state.model == after.model
     assert load(dump(state), type(state)) == state
     assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
-    for i, result in state.installed.items():
-        assert result.max_abs_diff < 1e-4
-        assert Role.PRIVATE in result.roles
+    for i, manifest in manifests(fleet, state).items():
+        assert manifest.max_abs_diff < 1e-4
+        assert Role.PRIVATE in roles(fleet, state)[i]
         p = load_bundle(tmp_path / "a" / i / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32)).probabilities
         np.testing.assert_allclose(p.sum(axis=1), 1, atol=1e-5)
     assert method.summary(state)["base"] == base
