@@ -41,7 +41,7 @@ class Registry:
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
         self._mismatched: set[str] = set()  # devices of another task
-        self._drifting: dict[str, str] = {}  # device -> digest of the bundle that drifts
+        self._drifting: dict[str, int] = {}  # device -> release of the bundle that drifts
         self._changed = asyncio.Event()
 
     def on_status(self, topic_id: str, status: Status) -> bool:
@@ -116,7 +116,7 @@ class Registry:
             return
         if topic_id not in self._drifting and len(self._drifting) >= MAX_DEVICES and not self.knows(topic_id):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
-        self._drifting[topic_id] = health.bundle_digest or ""
+        self._drifting[topic_id] = health.release
         self._changed.set()
 
     def knows(self, device_id: str) -> bool:

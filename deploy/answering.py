@@ -290,8 +290,7 @@ class Answering:
         """Why labelled samples speak for the bundle before, or "". The lock is held."""
         if self._before is None or not self._paired.worse(self._limits.accuracy_drop):
             return ""
-        p = self._paired
-        return f"accuracy: {p.right_now} of {p.n} labelled samples right, {p.right_before} with the bundle before"
+        return "accuracy: the bundle before has a higher one on samples that were labelled since"
 
     def _take(self, runtime: Runtime, before: str | None = None) -> None:
         """Let a bundle answer, for now not on trial; `before`: digest of the one to be compared with, if any."""
@@ -333,7 +332,7 @@ class Answering:
             self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
             median = float(np.median(self._trial_latencies))
             if len(self._trial_latencies) == LATENCY_WINDOW and median > self._allowed_ms:
-                return f"latency: {median:.2f} ms a sample at work, at most {self._allowed_ms:.2f} ms allowed"
+                return "latency: it takes longer for a sample at work than this device allows"
         return ""
 
     def _note_failure(self, runtime: Runtime, error: Exception) -> None:

@@ -70,6 +70,8 @@ RETRY_CAP_S: Final = 600.0
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 """Name, inode, time and size of the files of a folder."""
+REMEMBERED: Final = 8
+"""Bundles of rollouts whose origin is remembered: those in the slots, and some that were refused."""
 
 INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
 
@@ -183,13 +185,19 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """HOME/outcome.json: what the last examination found. `switched`: the bundle was let answer after it."""
+    """HOME/outcome.json: what the last examination found. `switched`: the bundle was let answer after it.
+
+    against: digest of the bundle that answered then. signed: digests of the last bundles that came here by a rollout,
+    newest first. All others may have been made on this device, with its sensitive samples: what they are is not told.
+    """
 
     rollout: str | None = None
     digest: str = ""
     switched: bool = False
+    against: str = ""
     before: Quality | None = None
     now: Quality | None = None
+    signed: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------ shell
@@ -564,6 +572,9 @@ class Link:
             examine, self._slots.running, self._slots.staged, self._home, self._limits, self._answering.engine
         )
         fit = not found.reason
+        signed = self._outcome.signed
+        if rollout is not None:
+            signed = (digest, *(known for known in signed if known != digest))[:REMEMBERED]
         if fit and rollout is not None and not self._wanted(rollout):
             return
         self._note(
@@ -571,8 +582,10 @@ class Link:
                 rollout=None if rollout is None else rollout.id,
                 digest=digest,
                 switched=fit,
+                against=self._answering.runtime.digest,
                 before=found.before,
                 now=found.now,
+                signed=signed,
             )
         )
         if not fit:
@@ -611,18 +624,20 @@ class Link:
         if self._fetching:
             phase, reason = Phase.FETCHING, ""
         concerned = rollout is not None and (situation.takes_part or situation.announced == situation.running)
-        measured = self._outcome.digest == (situation.announced if concerned else situation.running)
+        outcome = self._outcome
+        signed = {*outcome.signed, situation.announced}
+        measured = outcome.digest == (situation.announced if concerned else situation.running)
         counters = self._answering.counters
         return Health(
             device_id=self._id,
             at=time.time(),
             phase=phase,
             release=runtime.manifest.release,
-            bundle_digest=runtime.digest,
-            rollout=rollout.id if concerned and rollout is not None else self._outcome.rollout,
+            bundle_digest=runtime.digest if runtime.digest in signed else None,
+            rollout=rollout.id if concerned and rollout is not None else outcome.rollout,
             reason=reason[:1000],
-            before=self._outcome.before if measured else None,
-            now=self._outcome.now if measured else None,
+            before=outcome.before if measured and outcome.against in signed else None,
+            now=outcome.now if measured and outcome.digest in signed else None,
             temperature_c=temperature_c(),
             n_predictions=counters.n_predictions,
             n_failed=counters.n_failed,

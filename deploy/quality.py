@@ -29,7 +29,10 @@ ERROR: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A bundle on validation samples. correct: (n,) bool, None without labels; finite: of all probabilities."""
+    """A bundle on validation samples. correct: (n,) bool, None without labels; finite: of all probabilities.
+
+    quality: what may be told, of the samples that are not marked sensitive.
+    """
 
     quality: Quality
     predicted: NDArray[np.int64]
@@ -73,9 +76,9 @@ class Paired:
 
 def measure(runtime: Runtime, validation: Validation) -> Measured:
     """Predict all validation samples in batches and some one by one; without any, a sample of zeros for the time."""
-    n = len(validation.x)
+    n, told = len(validation.x), validation.told
     answers = [runtime.predict_inputs(validation.x[i : i + BATCH]) for i in range(0, n, BATCH)]
-    single = validation.x[:TIMED] if n else np.zeros((1, *runtime.task.input_shape), np.float32)
+    single = validation.x[told][:TIMED] if told.any() else np.zeros((1, *runtime.task.input_shape), np.float32)
     latency = _median_ms(runtime, single)
     if not answers:
         finite = bool(np.isfinite(runtime.predict_inputs(single).probabilities).all())
@@ -86,10 +89,10 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
     correct = None if validation.y is None else predicted == validation.y
     return Measured(
         Quality(
-            n=n,
-            accuracy=None if correct is None else float(correct.mean()),
-            gate_entropy=_indecision(entropy, len(runtime.manifest.candidates)),
-            free_energy=_shift(free, runtime),
+            n=int(told.sum()),
+            accuracy=None if correct is None or not told.any() else float(correct[told].mean()),
+            gate_entropy=_indecision(entropy[told], len(runtime.manifest.candidates)),
+            free_energy=_shift(free[told], runtime),
             latency_ms=latency,
         ),
         predicted,
@@ -108,8 +111,8 @@ def _shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
 
 
 def _indecision(entropy: NDArray[np.float64], n_candidates: int) -> float | None:
-    """Mean gate entropy as a share of log M, the largest that M candidates can have; None with a single one."""
-    return None if n_candidates == 1 else min(1.0, float(entropy.mean()) / math.log(n_candidates))
+    """Mean gate entropy as a share of log M, the largest that M candidates can have; None with one, or no sample."""
+    return None if n_candidates == 1 or not len(entropy) else min(1.0, float(entropy.mean()) / math.log(n_candidates))
 
 
 def _median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:

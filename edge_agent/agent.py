@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import fedge
 from edge_agent import context
-from edge_agent.device import CACHED_MODELS
+from edge_agent.device import CACHED_MODELS, failed
 from edge_agent.outbox import Outbox
 from edge_agent.session import (
     LAST_RESEND_S,
@@ -50,7 +50,6 @@ from edge_agent.session import (
 )
 from edge_agent.session import Action as SessionAction
 from edge_agent.uptime import uptime_s
-from edge_agent.worker import MAX_REASON
 from fedge.background import Background
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, highest_release
@@ -64,6 +63,7 @@ from fedge.messages import (
     Report,
     Status,
     Want,
+    Why,
     blobs_of,
     decode,
     encode,
@@ -73,6 +73,7 @@ from fedge.step import (
     Declined,
     Failed,
     Refusal,
+    Result,
     Steps,
     Unsupported,
     installed_steps,
@@ -119,18 +120,21 @@ class Limits:
     max_temperature_c: float | None = None
     min_battery: float | None = None  # share of a full one
 
-    def excuse(self, now: Context) -> str | None:
+    def excuse(self, now: Context) -> Declined | None:
         """Why the device declines work now, or None."""
         if self.min_free_ram_gb is not None and now.free_ram_gb is not None and now.free_ram_gb < self.min_free_ram_gb:
-            return f"free RAM {now.free_ram_gb:.2f} GB is below {self.min_free_ram_gb:g} GB"
+            text = f"free RAM {now.free_ram_gb:.2f} GB is below {self.min_free_ram_gb:g} GB"
+            return Declined(why=Why.MEMORY, reason=text)
         if (
             self.max_temperature_c is not None
             and now.temperature_c is not None
             and now.temperature_c > self.max_temperature_c
         ):
-            return f"temperature {now.temperature_c:.0f} C is above {self.max_temperature_c:g} C"
+            text = f"temperature {now.temperature_c:.0f} C is above {self.max_temperature_c:g} C"
+            return Declined(why=Why.HOT, reason=text)
         if self.min_battery is not None and now.battery is not None and now.battery < self.min_battery:
-            return f"battery {now.battery:.0%} is below {self.min_battery:.0%}"
+            text = f"battery {now.battery:.0%} is below {self.min_battery:.0%}"
+            return Declined(why=Why.BATTERY, reason=text)
         return None
 
 
@@ -382,14 +386,14 @@ class Agent:
         try:
             action = read_action(order, self._identity.steps)
             if isinstance(action, Unsupported):
-                report = report_of(order, action, time.monotonic() - began)
+                report = self._report(order, action, began)
             elif (refused := self._refuse_work(order, action)) is not None:
-                report = report_of(order, refused, time.monotonic() - began)
+                report = self._report(order, refused, began)
             elif await self._fetch(action):
                 work = partial(self._execute, order, action, began)
                 report = await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
-            report = report_of(order, Failed(reason=str(error)[:MAX_REASON]), time.monotonic() - began)
+            report = self._report(order, failed(error), began)
         self._forget_models()
         self._feed(WorkStopped(order.id) if report is None else WorkFinished(report))
 
@@ -397,12 +401,13 @@ class Agent:
         """What needs no model and no worker to be answered."""
         mine = self._identity.task.fingerprint()
         if order.task_fingerprint != mine:
-            return Failed(reason=f"task: the order is for task {order.task_fingerprint}, this device has {mine}")
+            text = f"the order is for task {order.task_fingerprint}, this device has {mine}"
+            return Failed(why=Why.OTHER_TASK, reason=text)
         needed = sum(ref.size_bytes for ref in blobs_of(action) if ref.digest not in self._models)
         if needed > (free := shutil.disk_usage(self._home).free):
-            return Declined(reason=f"disk: the models need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
-        excuse = self._limits.excuse(self._measure())
-        return None if excuse is None else Declined(reason=excuse)
+            text = f"the models need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free"
+            return Declined(why=Why.DISK, reason=text)
+        return self._limits.excuse(self._measure())
 
     async def _fetch(self, action: Action) -> bool:
         """Bring all models that an action names into the folder; False if it was stopped meanwhile."""
@@ -436,7 +441,7 @@ class Agent:
             if self._worker is None:
                 self._worker = self._make_worker()
             finished = self._worker.execute(order, self._model, stop=self._stop_work.is_set, action=action)
-            report = report_of(order, finished.result, time.monotonic() - began)
+            report = self._report(order, finished.result, began + finished.untimed_s if action.TIMED else None)
             read_result(decode(encode(report), Report), action)  # what the coordinator would refuse is refused here
         except StoreError:
             raise
@@ -444,11 +449,19 @@ class Agent:
             if self._stop_work.is_set():
                 return None
             log.exception("event=order_failed order=%s", order.id)
-            failed = Failed(reason=f"{type(error).__name__}: {error}"[:MAX_REASON])
-            return report_of(order, failed, time.monotonic() - began)
+            return self._report(order, failed(error), began if action.TIMED else None)
         for digest, data in finished.blobs.items():
             self._outbox.put_blob(digest, data)
         return report
+
+    def _report(self, order: Order, result: Result, began: float | None) -> Report:
+        """The report of an order; why there is no result is said here, and to the coordinator by its code alone.
+
+        `began`: of the work, by the monotonic clock; None: how long it took is not told.
+        """
+        if isinstance(result, Refusal):
+            log.warning("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
+        return report_of(order, result, 0.0 if began is None else max(time.monotonic() - began, 0.0))
 
     def _model(self, ref: BlobRef) -> bytes:
         return self._models.get(ref.digest)

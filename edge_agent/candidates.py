@@ -10,13 +10,15 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from edge_agent import mixture
+from edge_agent import mixture, private_model
 from edge_agent.device import FailedError
-from edge_agent.evaluation import logits, prior
+from edge_agent.evaluation import logits, shared_prior
 from edge_agent.mixture import Array
+from edge_agent.private_model import Samples
 from export.reference import calibrated, raw_energies, standardised
 from fedge.errors import StoreError
 from fedge.messages import Role
+from fedge.sgd import Sgd
 from fedge.steps.fit_weights import Calibration
 from fedge.tensors import Model, flatten, from_bytes, to_bytes, unflatten
 
@@ -27,16 +29,24 @@ CANDIDATES: Final = "candidates"
 INITIAL: Final = "initial"
 
 
-class Fitted(Struct, frozen=True, kw_only=True):
-    """What was fitted: models by role, and how the private and the local one were trained.
+class Plan(Struct, frozen=True, kw_only=True):
+    """How the private and the local model are trained.
 
-    `private_start`: the role of the model that the private one began with, or "initial".
+    `private_start`: the role of the model that the private one begins with, or "initial"; `private_steps` None: as many
+    as validation asks for.
     """
 
-    models: dict[str, bytes]
     private_start: str
-    private_steps: int
+    private_steps: int | None
     local_steps: int
+
+
+class Fitted(Struct, frozen=True, kw_only=True):
+    """What was fitted: models by role or "initial", how, and how many steps the private one took."""
+
+    models: dict[str, bytes]
+    plan: Plan
+    private_steps: int
 
     def model(self, device: Device, name: str) -> Model:
         """A model by its role, or "initial"."""
@@ -46,6 +56,39 @@ class Fitted(Struct, frozen=True, kw_only=True):
     def roles(self) -> tuple[Role, ...]:
         """The candidates, in the order of the mixture."""
         return tuple(role for role in Role if role in self.models)
+
+
+def fit(
+    device: Device,
+    models: Mapping[str, Model],
+    plan: Plan,
+    sgd: Sgd,
+    training: Samples,
+    validation: Samples,
+    streams: tuple[int, int],
+) -> Fitted:
+    """The private and the local model beside the given ones (fedge.md section 6); neither with fewer than two samples.
+
+    `streams`: of the order's random numbers, for the two.
+    """
+    found, private_steps = dict(models), 0
+    if len(training[1]) >= 2:
+        found[Role.PRIVATE], private_steps = private_model.fit_private(
+            device.network,
+            models[plan.private_start],
+            training,
+            validation,
+            sgd,
+            device.rng(streams[0]),
+            device.stop,
+            steps=plan.private_steps,
+        )
+        if plan.local_steps:
+            found[Role.LOCAL] = private_model.fit(
+                device.network, models[INITIAL], training, sgd, plan.local_steps, device.rng(streams[1]), device.stop
+            )
+    packed = {name: to_bytes(unflatten(model, device.layout)) for name, model in found.items()}
+    return Fitted(models=packed, plan=plan, private_steps=private_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +111,8 @@ class Candidates:
         return tuple(k for k, role in enumerate(self.roles) if role.is_shared)
 
 
-def keep(
-    device: Device, models: Mapping[str, Model], *, private_start: str, private_steps: int, local_steps: int
-) -> None:
+def keep(device: Device, fitted: Fitted) -> None:
     """Make the candidates durable."""
-    fitted = Fitted(
-        models={name: to_bytes(unflatten(model, device.layout)) for name, model in models.items()},
-        private_start=private_start,
-        private_steps=private_steps,
-        local_steps=local_steps,
-    )
     device.files.write(CANDIDATES, msgspec.msgpack.encode(fitted))
 
 
@@ -97,20 +132,34 @@ def fitted_on(device: Device) -> Fitted:
         raise StoreError(f"the candidates cannot be read: {error}") from error
 
 
-def candidates(device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]) -> Candidates:
-    """The kept candidates that have a calibration and a pooled weight, on the validation samples.
+def candidates(
+    device: Device,
+    fitted: Fitted,
+    samples: Samples,
+    classes: Array,
+    calibration: Mapping[Role, Calibration],
+    pooled: Mapping[Role, float],
+) -> Candidates:
+    """The candidates that have a calibration and a pooled weight, on some samples.
+
+    Args:
+        device: whose candidates.
+        fitted: what was fitted.
+        samples: (m, *input_shape) and (m,), m >= 0.
+        classes: (C,) log class shares.
+        calibration: of each candidate.
+        pooled: weights u.
 
     Raises:
         FailedError: the device has none of them.
     """
-    data, fitted = device.data, fitted_on(device)
+    x, y = samples
     roles = tuple(role for role in fitted.roles if role in calibration and role in pooled)
     if not roles:
         raise FailedError(f"the order names {', '.join(pooled)}, this device has {', '.join(fitted.roles)}")
     models = tuple(fitted.model(device, role) for role in roles)
-    found = np.stack([logits(device, model, data.x_val) for model in models])
+    found = np.stack([logits(device, model, x) for model in models])
     chosen = tuple(calibration[role] for role in roles)
-    classes = prior(device)
     log_q = np.stack([calibrated(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
     raw = raw_energies(found)
     mean, std = mixture.energy_statistics(raw)
@@ -120,8 +169,17 @@ def candidates(device: Device, calibration: Mapping[Role, Calibration], pooled: 
         models=models,
         calibrations=chosen,
         log_q=log_q,
-        log_p=mixture.of_labels(log_q, data.y_val).T,
+        log_p=mixture.of_labels(log_q, y).T,
         energies=standardised(raw, mean, std),
         energy_mean=mean,
         energy_std=std,
+    )
+
+
+def pooled_candidates(
+    device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
+) -> Candidates:
+    """The candidates that the fleet pools, on V_L: where samples are marked, shadows that were fitted on D_L alone."""
+    return candidates(
+        device, fitted_on(device), device.data.shared_validation, shared_prior(device), calibration, pooled
     )

@@ -147,7 +147,7 @@ def _training(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[in
 
         torch_device(settings.train_on)  # what is missing is said at once, not with the first order
     data = device_data(task, settings.data, seed=settings.seed)
-    Validation(data.x_val, data.y_val).save(settings.home)
+    Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)
 
     def make_worker() -> Works:
         """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,10 +21,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fedge.errors import StoreError
+from fedge.errors import FedgeError, ProtocolError, StoreError, TransportError
 from fedge.files import highest_release, write_atomically
-from fedge.messages import BlobRef, Codec, Order
-from fedge.step import Steps, device_half
+from fedge.messages import BlobRef, Codec, Order, Why
+from fedge.step import Failed, Steps, device_half
 from fedge.stopping import Stop, never
 from fedge.tensors import digest_of, flatten, from_bytes, to_bytes
 
@@ -64,7 +65,7 @@ def remembering(n_models: int = 8) -> Iterator[None]:
 
 
 class FailedError(Exception):
-    """The order cannot be done; the text goes into the report."""
+    """The order cannot be done; the text goes into the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,11 @@ class Unpacked:
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What a training step kept: its name, and the tensors."""
+    """What a training step kept: its name, the tensors, and whether they learned from D_L alone."""
 
     step: str
     tensors: bytes
+    shareable: bool = False
 
 
 class Files:
@@ -173,6 +175,16 @@ class Device:
     stop: Stop = never
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    untimed_s: float = 0.0
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Work on sensitive samples: how long it takes is not told."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.untimed_s += time.perf_counter() - began
 
     @property
     def task(self) -> TaskSpec:
@@ -230,9 +242,18 @@ class Device:
         self.blobs[ref.digest] = data
         return ref
 
-    def keep(self, tensors: Tensors) -> None:
-        """Keep what stays on the device, for later rounds of this step and for the bundle."""
-        self.files.write(PERSONAL, msgspec.msgpack.encode(Kept(step=self.order.step, tensors=to_bytes(tensors))))
+    def keep(self, tensors: Tensors, *, shareable: bool = False) -> None:
+        """Keep what stays on the device, for later rounds of this step and for the bundle.
+
+        `shareable`: whether it learned from D_L alone, so that its owner may let it leave.
+        """
+        kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
+        self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
+
+    def may_share_kept(self) -> bool:
+        """Whether what was kept last may leave the device, if its owner agrees."""
+        data = self.files.read(PERSONAL)
+        return data is not None and kept_of(data).shareable
 
     def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Tensors | None:
         """What a training step of this name kept last, up to this round or before another; None: nothing.
@@ -311,3 +332,19 @@ def kept_of(data: bytes) -> Kept:
         return msgspec.msgpack.decode(data, type=Kept)
     except msgspec.DecodeError as error:
         raise StoreError(f"what was kept for later rounds cannot be read: {error}") from error
+
+
+def failed(error: Exception) -> Failed:
+    """What an error comes to: a code for the coordinator, its text for the log."""
+    match error:
+        case ProtocolError(name="not-finite"):
+            why = Why.NOT_FINITE
+        case ProtocolError():
+            why = Why.MALFORMED
+        case TransportError():
+            why = Why.UNREACHABLE
+        case FedgeError() | FailedError() | ValueError():
+            why = Why.UNFIT
+        case _:
+            return Failed(why=Why.ERROR, reason=f"{type(error).__name__}: {error}")
+    return Failed(why=why, reason=str(error))

@@ -33,14 +33,14 @@ class Look:
 
 
 def look(device: Device, model: Model, *, measure: bool = True) -> Look:
-    """How a model does on the validation samples, and on D_L, n >= 1. The network is left with its weights."""
+    """How a model does on V_L, and on D_L, n >= 1. The network is left with its weights."""
     found = accuracy(device, model)
     device.network.load(model)
     return Look(found, *(loss_and_gradient_norm(device.network, *device.data.shared) if measure else ()))
 
 
 def best_start(device: Device, starts: Sequence[Start], choose: Choice = "loss") -> tuple[Model, Start]:
-    """The start that does best on the validation samples, on D_L where there are none; the first on a tie."""
+    """The start that does best on V_L, on D_L where that is empty; the first on a tie."""
     return best_of(device, [device.model(start.model) for start in starts], starts, choose)
 
 
@@ -55,17 +55,17 @@ def best_of(device: Device, found: Sequence[Model], starts: Sequence[Start], cho
 def rank(device: Device, model: Model, choose: Choice) -> tuple[float, float]:
     """(samples classified correctly or 0, log-likelihood): the larger the better; without samples (0, 0)."""
     data = device.data
-    x, y = data.validation if len(data.y_val) else data.shared
+    x, y = data.shared_validation if len(data.shared_validation[1]) else data.shared
     if choose == "loss":
         return 0.0, -loss(device, model, (x, y))
     found = logits(device, model, x)
-    return float((found.argmax(axis=1) == y).sum()), -mixture.total_loss(found, y, prior(device), PLAIN)
+    return float((found.argmax(axis=1) == y).sum()), -mixture.total_loss(found, y, shared_prior(device), PLAIN)
 
 
 def loss(device: Device, model: Model, samples: Samples) -> float:
-    """Sum of losses with T = 1, kappa = 1 and the prior of the training samples."""
+    """Sum of losses with T = 1, kappa = 1 and the prior of D_L."""
     x, y = samples
-    return mixture.total_loss(logits(device, model, x), y, prior(device), WITH_PRIOR)
+    return mixture.total_loss(logits(device, model, x), y, shared_prior(device), WITH_PRIOR)
 
 
 def logits(device: Device, model: Model, x: NDArray[np.float32]) -> Array:
@@ -74,14 +74,18 @@ def logits(device: Device, model: Model, x: NDArray[np.float32]) -> Array:
 
 
 def accuracy(device: Device, model: Model) -> float | None:
-    """On the validation samples; None without any."""
-    if not len(device.data.y_val):
-        return None
-    return float((logits(device, model, device.data.x_val).argmax(axis=1) == device.data.y_val).mean())
+    """On V_L; None without any."""
+    x, y = device.data.shared_validation
+    return float((logits(device, model, x).argmax(axis=1) == y).mean()) if len(y) else None
+
+
+def shared_prior(device: Device) -> Array:
+    """Log class shares (C,) of D_L: for all that leaves the device or shapes what leaves."""
+    return mixture.log_prior(device.data.shared_counts(device.task.n_classes))
 
 
 def prior(device: Device) -> Array:
-    """Log class shares (C,) of the training samples."""
+    """Log class shares (C,) of all training samples: for what stays."""
     return mixture.log_prior(device.data.class_counts(device.task.n_classes))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, log_prior, total_loss
+from fedge.errors import ProtocolError
 from fedge.models.training import Network, Trainer
 from fedge.sgd import Sgd
 from fedge.stopping import never
@@ -17,7 +19,10 @@ from fedge.tensors import Model
 CHECKPOINTS: Final = (20, 40, 80, 160)
 """Steps after which the private model is looked at; 40 unless validation clearly asks for another."""
 
+log = logging.getLogger("fedge.agent")
+
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
+T = TypeVar("T")
 
 
 def fit_private(
@@ -74,6 +79,17 @@ def fit(
     network.load(start)
     Trainer(network, *training, sgd, rng).run(steps, stop)
     return network.dump()
+
+
+def or_before(work: Callable[[], T], before: T) -> T:
+    """What training on all samples gives; what there was before where it diverged: that nobody is told."""
+    try:
+        return work()
+    except ProtocolError as error:
+        if error.name != "not-finite":
+            raise
+        log.warning("event=diverged reason=%r", str(error))
+        return before
 
 
 def mean_model(models: Sequence[Model]) -> Model:

@@ -7,11 +7,23 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from edge_agent.device import PERSONAL, Device, FailedError, Fetch, Host, Owner, Unpacked, kept_of, newest, overlay
+from edge_agent.device import (
+    PERSONAL,
+    Device,
+    FailedError,
+    Fetch,
+    Host,
+    Owner,
+    Unpacked,
+    failed,
+    kept_of,
+    newest,
+    overlay,
+)
 from fedge.errors import FedgeError, StoreError
-from fedge.messages import Order
+from fedge.messages import Order, Why
 from fedge.step import Action, Declined, Failed, Refusal, Result, Steps, device_half, installed_steps, read_action
 from fedge.stopping import Stop, StoppedError, never
 
@@ -25,18 +37,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedge.agent")
 
-MAX_REASON: Final = 1000
-"""`Text` of a message is no longer."""
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What came of an order; by digest what the result refers to. `unpacked`: only where no device is (`encoding`)."""
+    """What came of an order; by digest what the result refers to. `unpacked`: only where no device is (`encoding`).
+
+    `untimed_s`: of the time that the work took, what sensitive samples may have shaped.
+    """
 
     result: Result
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    untimed_s: float = field(default=0.0, compare=False)
 
 
 class Worker:
@@ -119,7 +133,7 @@ class Worker:
             return Finished(asked)
         self._steps.setdefault(asked.STEP, type(asked))
         if asked.TRAINS and not self.trains:
-            return Finished(Declined(reason="this device does not train"))
+            return Finished(Declined(why=Why.NO_TRAINING))
         with self._seeded(asked, order.seed):
             result = self.guarded(lambda: device_half(type(asked)).run(device, asked))
         return self.finished(device, result)
@@ -127,7 +141,7 @@ class Worker:
     @staticmethod
     def finished(device: Device, result: Result) -> Finished:
         """A result with what it refers to."""
-        return Finished(result, device.blobs, device.unpacked)
+        return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
     def guarded(self, work: Callable[[], R]) -> R | Failed:
         """What the work gives, or `Failed` where the order or its blobs are unfit or a user's code raised anything.
@@ -142,10 +156,10 @@ class Worker:
         except (StoreError, StoppedError):
             raise
         except (FedgeError, FailedError, ValueError) as error:
-            return Failed(reason=f"{self.id}: {error}"[:MAX_REASON])
+            return failed(error)
         except Exception as error:
             log.exception("event=work_failed device=%s", self.id)
-            return Failed(reason=f"{self.id}: {type(error).__name__}: {error}"[:MAX_REASON])
+            return failed(error)
 
     def _seeded(self, action: Action, seed: int) -> AbstractContextManager[None]:
         """Dropout in a user's network draws from the order's seed."""

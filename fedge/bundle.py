@@ -296,12 +296,6 @@ def holds(path: Path, part: Part) -> bool:
     return True
 
 
-def find(bundles: Path, digest: str) -> Path | None:
-    """The folder below `bundles` of the bundle with this digest, unverified; None if there is none."""
-    folders = sorted(path.parent for path in bundles.glob(f"*/{MANIFEST}"))
-    return next((folder for folder in folders if digest_in(folder) == digest), None)
-
-
 def _plain(path: Path) -> BufferedReader:
     """Open a file that is neither a link nor anything else."""
     if path.is_symlink() or not path.is_file():

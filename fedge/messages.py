@@ -161,14 +161,66 @@ class Outcome(StrEnum):
     UNSUPPORTED = "unsupported"  # the device does not know the step, or not in this version
 
 
+class Why(StrEnum):
+    """Why there is no result: all that a device tells of it. The rest is in its own log."""
+
+    NO_DATA = "no-data"
+    NO_TRAINING = "no-training"
+    NOT_ALLOWED = "not-allowed"
+    LEARNED_FROM_ALL = "learned-from-all"
+    NOTHING_KEPT = "nothing-kept"
+    DISK = "disk"
+    MEMORY = "memory"
+    HOT = "hot"
+    BATTERY = "battery"
+    OTHER_TASK = "other-task"
+    UNREACHABLE = "unreachable"
+    MALFORMED = "malformed"
+    NOT_FINITE = "not-finite"
+    UNFIT = "unfit"
+    ERROR = "error"
+    UNKNOWN_STEP = "unknown-step"
+    OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Why | None:
+        return cls.OTHER if isinstance(value, str) else None  # of a newer fedge
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    Why.NO_DATA: "it has no samples that may be used for this",
+    Why.NO_TRAINING: "it does not train",
+    Why.NOT_ALLOWED: "its owner does not allow it",
+    Why.LEARNED_FROM_ALL: "what it keeps has learned from all of its samples, and stays there",
+    Why.NOTHING_KEPT: "it keeps nothing of this run",
+    Why.DISK: "its disk has no room for the models",
+    Why.MEMORY: "it has too little free memory",
+    Why.HOT: "it is too hot",
+    Why.BATTERY: "its battery is too low",
+    Why.OTHER_TASK: "its task is another one",
+    Why.UNREACHABLE: "the broker does not let it fetch a model",
+    Why.MALFORMED: "the order or a model in it cannot be read there",
+    Why.NOT_FINITE: "training diverged, or a model in the order is not finite",
+    Why.UNFIT: "the order does not fit what the device has",
+    Why.ERROR: "its own code failed",
+    Why.UNKNOWN_STEP: "it does not know the step in this version",
+    Why.OTHER: "for a reason that this fedge does not know",
+}
+
+
 class Report(_Message2, frozen=True, kw_only=True, tag="report"):
     """What came of an order. Kept by the device and repeated until it is acknowledged."""
 
     order_id: OrderId
     device_id: Id
-    seconds: NonNegative  # time the work took on the device
+    seconds: NonNegative  # time of the work on samples that are not marked; 0: not told
     outcome: Outcome
-    reason: Text = ""  # of all but `done`
+    why: Why | None = None  # of all but `done`
     body: bytes = b""  # of `done`: the result of the step (`fedge.step`)
     blobs: Annotated[tuple[BlobRef, ...], Meta(max_length=64)] = ()  # that the result names
 
@@ -247,9 +299,9 @@ class Phase(StrEnum):
 
 
 class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A bundle on one device's own samples; None where nothing was measured."""
+    """A bundle on those of a device's own samples that are not marked sensitive; None where nothing was measured."""
 
-    n: Count  # validation samples
+    n: Count  # validation samples that are not marked
     accuracy: Share | None = None  # on labelled validation samples
     gate_entropy: Share | None = None  # mean over samples, 1 where all candidates have equal shares; None: only one
     free_energy: float | None = None  # mean over samples, in deviations from the bundle's reference
@@ -263,10 +315,10 @@ class Health(_Message, frozen=True, kw_only=True, tag="health"):
     at: NonNegative  # seconds since the epoch, by the device's clock
     phase: Phase
     release: Count  # of the bundle that answers; 0: none
-    bundle_digest: Digest | None = None
+    bundle_digest: Digest | None = None  # of a bundle that came by a rollout; what others hold stays on the device
     rollout: Id | None = None  # the last one that it took part in
     reason: Text = ""
-    before: Quality | None = None  # the bundle that answered when the rollout's came
+    before: Quality | None = None  # the bundle that answered when the rollout's came, if it came by one, too
     now: Quality | None = None  # the rollout's
     temperature_c: float | None = None
     n_predictions: Count = 0  # since the start of the process

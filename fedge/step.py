@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from fedge.errors import ConfigError, ProtocolError
 from fedge.loading import load_object
-from fedge.messages import BlobRef, Order, Outcome, Report, Text, all_finite, blobs_of
+from fedge.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
 
 if TYPE_CHECKING:
     from fedge.task import TaskSpec
@@ -59,9 +59,10 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Result, frozen=True, kw_only=True):
-    """No result, and why. The text names no sample and no label."""
+    """No result, and why. `reason`: for the device's own log; it does not travel."""
 
-    reason: Text = ""
+    why: Why = Why.OTHER
+    reason: str = ""
 
 
 class Declined(Refusal, frozen=True, kw_only=True):
@@ -74,6 +75,8 @@ class Failed(Refusal, frozen=True, kw_only=True):
 
 class Unsupported(Refusal, frozen=True, kw_only=True):
     """The device does not know the step, or not in this version."""
+
+    why: Why = Why.UNKNOWN_STEP
 
 
 REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.UNSUPPORTED: Unsupported}
@@ -91,6 +94,8 @@ class Action(Struct, frozen=True, kw_only=True):
     RESULT: ClassVar[type[Result]]
     DEVICE: ClassVar[str]
     TRAINS: ClassVar[bool] = True
+    TIMED: ClassVar[bool] = True
+    """Whether the time of the work may be told: not where sensitive samples shape it from the beginning."""
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Forward passes of one sample that the step costs, roughly: what the clock and deadlines go by.
@@ -186,7 +191,7 @@ def read_result(report: Report, action: Action) -> Result:
         ProtocolError: `malformed` or `not-finite`.
     """
     if report.outcome is not Outcome.DONE:
-        return REFUSALS[report.outcome](reason=report.reason)
+        return REFUSALS[report.outcome](why=report.why or Why.OTHER)
     return _read(report.body, action.RESULT)
 
 
@@ -198,7 +203,7 @@ def report_of(order: Order, result: Result, seconds: float) -> Report:
         device_id=order.device_id,
         seconds=seconds,
         outcome=refused or Outcome.DONE,
-        reason=result.reason if isinstance(result, Refusal) else "",
+        why=result.why if isinstance(result, Refusal) else None,
         body=b"" if refused else body_of(result),
         blobs=tuple(blobs_of(result)),
     )

@@ -20,10 +20,19 @@ FILE: Final = "validation.npz"
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """x: (n, *input_shape) float32 model inputs; y: (n,) int64 class numbers, None without labels."""
+    """x: (n, *input_shape) float32 model inputs; y: (n,) int64 class numbers, None without labels.
+
+    sensitive: (n,) bool, of which nothing may be told; None: none is.
+    """
 
     x: NDArray[np.float32]
     y: NDArray[np.int64] | None
+    sensitive: NDArray[np.bool_] | None = None
+
+    @property
+    def told(self) -> NDArray[np.bool_]:
+        """Which samples are not marked sensitive, (n,): figures on them may be told."""
+        return np.ones(len(self.x), np.bool_) if self.sensitive is None else ~self.sensitive
 
     def save(self, home: Path) -> None:
         """Write HOME/validation.npz, readable by its owner alone.
@@ -32,10 +41,9 @@ class Validation:
             StoreError: the disk is full or broken.
         """
         buffer = io.BytesIO()
-        if self.y is None:
-            np.savez(buffer, x=self.x)
-        else:
-            np.savez(buffer, x=self.x, y=self.y)
+        optional = {"y": self.y, "sensitive": self.sensitive}
+        arrays = {"x": self.x, **{name: array for name, array in optional.items() if array is not None}}
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # allow_pickle is no array
         write_atomically(home / FILE, buffer.getvalue())
 
 
@@ -48,12 +56,16 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     path = home / FILE
     if not path.exists():
         return Validation(np.zeros((0, *task.input_shape), np.float32), None)
-    arrays = load(path, ("x", "y"))
+    arrays = load(path)
+    if strange := sorted(set(arrays) - {"x", "y", "sensitive"}):  # marks under another name would be lost
+        raise ConfigError(f"{path} holds {', '.join(strange)}: x, y and sensitive are known")
     if "x" not in arrays or arrays["x"].dtype.kind not in "buif":
         raise ConfigError(f"{path} holds no samples")
-    x, y = np.asarray(arrays["x"], np.float32), arrays.get("y")
+    x, y, sensitive = np.asarray(arrays["x"], np.float32), arrays.get("y"), arrays.get("sensitive")
     if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
         raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
     if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
         raise ConfigError(f"{path} holds samples that are not finite, or labels that are no class numbers")
-    return Validation(x, y)
+    if sensitive is not None and (sensitive.shape != x.shape[:1] or sensitive.dtype != np.bool_):
+        raise ConfigError(f"{path} holds marks that are not one truth value for each sample")
+    return Validation(x, y, sensitive)

@@ -236,16 +236,16 @@ async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, wa
 
 
 def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, Path]:
-    """The bundle that each device wrote, found by the digest that it reported.
+    """The bundle that each device wrote, of the release that it reported.
 
     Raises:
         ProcessError: a device has none; the text holds the end of its log.
     """
     bundles: dict[str, Path] = {}
     for device_id in cameras.shares:
-        digest = summary["installed"].get(device_id, {}).get("bundle_digest", "")
-        found = bundle.find(settings.folder / device_id / "home" / "bundles", digest)
-        if found is None:
+        release = summary["installed"].get(device_id, {}).get("release")
+        found = settings.folder / device_id / "home" / "bundles" / str(release)
+        if release is None or not found.is_dir():
             log = settings.folder / "logs" / f"{device_id}.log"
             raise ProcessError(f"{device_id} ended without a bundle; {log} ends with:\n{tail(log)}")
         bundles[device_id] = found

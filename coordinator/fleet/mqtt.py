@@ -53,6 +53,7 @@ from fedge.messages import (
     Report,
     Status,
     Want,
+    Why,
     blobs_of,
     decode,
     encode,
@@ -718,4 +719,6 @@ def outdated(device: str) -> str:
 
 def _trouble(report: Report | None) -> str:
     """Why a device did not do what it was asked; empty: it did, or said nothing."""
-    return "" if report is None or report.outcome is Outcome.DONE else f"{report.outcome}: {report.reason}"
+    if report is None or report.outcome is Outcome.DONE:
+        return ""
+    return f"{report.outcome}: {(report.why or Why.OTHER).words}; the log of {report.device_id} says more"

@@ -35,7 +35,7 @@ class Paces:
 
     def note(self, device_id: str, work: float, seconds: float) -> None:
         """A device took so long for so much work."""
-        if work > 0 and work >= self._known.get(device_id, (0.0, 0.0))[0]:
+        if seconds > 0 and work > 0 and work >= self._known.get(device_id, (0.0, 0.0))[0]:
             self._known[device_id] = work, seconds
 
     def allowed_s(self, works: dict[str, float], *, least_s: float) -> dict[str, float]:

@@ -20,4 +20,4 @@ class FedRod(PersonalLayers[PersonalState]):
 
     def step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
         """Both heads learn."""
-        return TrainRod(**common)
+        return TrainRod(poolable=self.pooled, **common)

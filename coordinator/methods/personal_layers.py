@@ -42,6 +42,8 @@ class PersonalLayers(Method[P], Generic[P]):
     State: ClassVar[type[Any]] = PersonalState
     personal: ClassVar[Selector] = ()
     needs_head: ClassVar[bool] = False
+    pooled = False
+    """Whether what stays is to be pooled at the end (PM-MoE), and so must learn from D_L alone."""
     sends_initial: ClassVar[bool] = True
 
     def step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds

@@ -82,6 +82,7 @@ class PmMoe(Method[PersonalState]):
         assert self.selection is not None
         base = make(self.options.base, msgspec.structs.replace(settings, options={"selection": self.selection}), server)
         assert isinstance(base, PersonalLayers)
+        base.pooled = True
         self._base: PersonalLayers[Any] = base
 
     def init(self, layout: Layout, model: BlobRef) -> PersonalState:
@@ -142,7 +143,6 @@ class PmMoe(Method[PersonalState]):
         return self._base.serves(state, device_id)
 
     def summary(self, state: State) -> dict[str, Any]:
-        """The base's, and how many devices' guards preferred their own module."""
+        """The base's, and which that was."""
         base: dict[str, Any] = self._base.summary(state)
-        guarded = sum(result.guarded for result in state.installed.values())
-        return base | {"method": self.name, "base": self.options.base, "guarded": guarded}
+        return base | {"method": self.name, "base": self.options.base}

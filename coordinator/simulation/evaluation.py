@@ -20,7 +20,7 @@ from coordinator.methods import Method, State
 from coordinator.simulation.federation import Federation, Samples
 from coordinator.simulation.outcome import Score, score
 from edge_agent.worker import Worker
-from fedge import bundle, preprocess
+from fedge import preprocess
 from fedge.messages import Role
 from fedge.models.training import CPU, Network
 from fedge.tensors import Model
@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The end of a device's run: its score, its bundle's name under bundles/, its private model's mean weight."""
+    """The end of a device's run: its score, its bundle's name under bundles/, its private model's mean weight.
+
+    `max_abs_diff`: of the bundle's probabilities, torch against ONNX Runtime.
+    """
 
     score: Score
     release: str | None = None
     private_weight: float | None = None
+    max_abs_diff: float = 0.0
 
 
 class Evaluation:
@@ -87,7 +91,7 @@ class Evaluation:
         with self._timed():
             for i, share in self._federation.shares.items():
                 installed = state.installed.get(i)
-                folder = bundle.find(self._workers[i].home / "bundles", installed.bundle_digest) if installed else None
+                folder = self._workers[i].home / "bundles" / str(installed.release) if installed else None
                 if folder is None:
                     without.append(i)
                     continue
@@ -95,7 +99,9 @@ class Evaluation:
                 said = runtime.predict(share.x_test)
                 private = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
                 weight = float(said.weights[:, private].mean()) if any(private) else None
-                found[i] = Final(score(said.class_index, share.y_test), folder.name, weight)
+                found[i] = Final(
+                    score(said.class_index, share.y_test), folder.name, weight, runtime.manifest.max_abs_diff
+                )
         if without:
             served = self.now(method, state, fleet)
             found |= {i: Final(served[i]) for i in without}

@@ -154,7 +154,7 @@ async def _run(
         bytes_down=fleet.bytes_down,
         seconds=fleet.seconds,
         bundles=sum(device.bundle for device in everybody),
-        max_abs_diff=max((done.max_abs_diff for done in state.installed.values()), default=0.0),
+        max_abs_diff=max((end.max_abs_diff for end in final.values()), default=0.0),
         split=bool(summary["split"]),
         clusters={str(k): tuple(members) for k, members in summary["clusters"].items()},
         curve=tuple(curve),

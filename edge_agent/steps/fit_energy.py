@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edge_agent import mixture
-from edge_agent.candidates import Candidates, candidates
+from edge_agent.candidates import Candidates, pooled_candidates
 from edge_agent.device import Device
 from edge_agent.mixture import Array
 from export.reference import fuse
@@ -16,17 +16,19 @@ def run(device: Device, action: FitEnergy) -> EnergyFitted:
     pooled_losses: list[float] = []
     beta_losses: list[tuple[float, float, float]] = []
     for pooled in action.pooled:
-        found = candidates(device, action.calibration, pooled)
+        found = pooled_candidates(device, action.calibration, pooled)
         u = mixture.spread(pooled, found.roles)
         own = mixture.em_weights(found.log_p, u, action.shrinkage)
         pooled_losses.append(_loss(device, found, u, 0.0))
         plain, half, full = (_loss(device, found, own, beta) for beta in BETAS)
         beta_losses.append((plain, half, full))
     return EnergyFitted(
-        pooled_losses=tuple(pooled_losses), beta_losses=tuple(beta_losses), n_validation=len(device.data.y_val)
+        pooled_losses=tuple(pooled_losses),
+        beta_losses=tuple(beta_losses),
+        n_validation=len(device.data.shared_validation[1]),
     )
 
 
 def _loss(device: Device, found: Candidates, weights: Array, beta: float) -> float:
     log_p, _ = fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
-    return -float(mixture.of_labels(log_p, device.data.y_val).sum())
+    return -float(mixture.of_labels(log_p, device.data.shared_validation[1]).sum())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from edge_agent import gate, mixture, private_model
-from edge_agent.candidates import INITIAL, Candidates, Fitted, candidates
+from edge_agent.candidates import INITIAL, Candidates, Fitted, candidates, fit, fitted_on
 from edge_agent.device import Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior, score
 from edge_agent.mixture import PLAIN, Array
@@ -21,14 +22,16 @@ from fedge.steps.fit_weights import Calibration
 from fedge.steps.install import Installed
 from fedge.tensors import Model
 
-FINAL_PRIVATE, FINAL_LOCAL = 3, 4
+FINAL_PRIVATE, FINAL_LOCAL, REAL_PRIVATE, REAL_LOCAL = range(3, 7)
 """Streams of random numbers within the order."""
 
 
 def run(device: Device, action: FitGate) -> Installed:
     """Write the bundle of the mixture."""
     data = device.data
-    found = candidates(device, action.calibration, action.pooled)
+    found = candidates(
+        device, final_candidates(device, action), data.validation, prior(device), action.calibration, action.pooled
+    )
     beta = action.beta if len(data.y_val) else 0.0
     weights = mixture.em_weights(found.log_p, mixture.spread(action.pooled, found.roles), action.shrinkage)
     with np.errstate(divide="ignore"):
@@ -69,7 +72,23 @@ def run(device: Device, action: FitGate) -> Installed:
         "fedge",
         metrics(device, fused),
     )
-    return installed(info, tuple(c.role for c in made), guarded=guard is not None)
+    return installed(info)
+
+
+def final_candidates(device: Device, action: FitGate) -> Fitted:
+    """What stays: where samples are marked, the private and the local model anew, on all of the device's samples (3.1).
+
+    Nothing of it leaves the device. Without marks the candidates that were pooled are these already.
+    """
+    fitted = fitted_on(device)
+    if not device.data.any_sensitive:
+        return fitted
+    shared = {name: fitted.model(device, name) for name in fitted.models if name not in {Role.PRIVATE, Role.LOCAL}}
+    data = device.data
+    streams = REAL_PRIVATE, REAL_LOCAL
+    return private_model.or_before(
+        lambda: fit(device, shared, fitted.plan, action.sgd, data.training, data.validation, streams), fitted
+    )
 
 
 def chosen_guard(
@@ -103,12 +122,17 @@ def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
     for role, model in zip(found.roles, found.models, strict=True):
         match role:
             case Role.PRIVATE:
-                start, rng = kept.model(device, kept.private_start), device.rng(FINAL_PRIVATE)
-                again = private_model.fit(network, start, everything, sgd, kept.private_steps, rng, device.stop)
-                final.append(private_model.mean_model([model, again]))
+                start, rng = kept.model(device, kept.plan.private_start), device.rng(FINAL_PRIVATE)
+                fit_again = partial(
+                    private_model.fit, network, start, everything, sgd, kept.private_steps, rng, device.stop
+                )
+                final.append(private_model.mean_model([model, private_model.or_before(fit_again, model)]))
             case Role.LOCAL:
                 start, rng = kept.model(device, INITIAL), device.rng(FINAL_LOCAL)
-                final.append(private_model.fit(network, start, everything, sgd, kept.local_steps, rng, device.stop))
+                fit_again = partial(
+                    private_model.fit, network, start, everything, sgd, kept.plan.local_steps, rng, device.stop
+                )
+                final.append(private_model.or_before(fit_again, model))
             case _:
                 final.append(model)
     return final

@@ -79,7 +79,10 @@ def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Mod
     if action.private_data == "sensitive" and data.sensitive.any():  # without any there is nothing else
         training = (data.x_train[data.sensitive], data.y_train[data.sensitive])
     rng = device.rng(0)
-    return private_model.fit(device.network, start, training, action.sgd, action.sgd.steps, rng, device.stop)
+    return private_model.or_before(
+        lambda: private_model.fit(device.network, start, training, action.sgd, action.sgd.steps, rng, device.stop),
+        start,
+    )
 
 
 def fit_gate(
@@ -148,4 +151,4 @@ def _write(
         space=action.space,
     )
     info = device.write_bundle(made, "scmoe-pfl", {})
-    return installed(info, roles, guarded=False)
+    return installed(info)

@@ -79,18 +79,18 @@ def run(device: Device, action: FitPool) -> Installed:
     m = len(modules.items)
     top = action.top or math.ceil(m / 2)
     if data.n_train == 0 or m == 1:
-        return _own(device, model, guarded=False)
+        return _own(device, model)
     experts, added, rest, g = _outputs(device, modules, data.x_train)
     conf = confidences(experts, action.own)
     fit = usable(added).all(axis=0)
     keep = denoised(np.where(fit, conf, -np.inf), action.own, action.denoise, modules.present)
     top = min(top, int(keep.sum()))
     if keep.sum() == 1 or (top == 1 and action.preset == "anchored"):  # no gradient for a gate
-        return _own(device, model, guarded=False)
+        return _own(device, model)
     left = np.where(keep[:, np.newaxis], added, 0.0)  # 0 times what is not finite is no number
     trained = train_gate(g, left, rest, data.y_train, keep, top, action, device.seed, device.stop)
     if not all(np.isfinite(numbers).all() for numbers in (*trained.weights, *trained.biases)):
-        return _own(device, model, guarded=True)
+        return _own(device, model)
     pool = Pool(
         kind=modules.kind,
         trunk=modules.trunk,
@@ -105,11 +105,10 @@ def run(device: Device, action: FitPool) -> Installed:
     p = _predict(device, modules, pool, data.x_val)
     own = logits(device, model, data.x_val)
     if action.guard and (p.argmax(axis=1) == data.y_val).sum() < (own.argmax(axis=1) == data.y_val).sum():
-        return _own(device, model, guarded=True)
+        return _own(device, model)
     with np.errstate(divide="ignore"):
         info = device.write_bundle(pool, METHOD, metrics(device, np.log(p)))
-    others = (Role.PRIVATE if k == action.own else Role.EXPERT for k in range(m))
-    return installed(info, tuple(others), guarded=False)
+    return installed(info)
 
 
 # --------------------------------------------------------------------------------------------------------- the pool
@@ -184,9 +183,9 @@ def _predict(device: Device, modules: Modules, pool: Pool, x: NDArray[np.float32
     return pool_reference(pool, added, rest, g)[0]
 
 
-def _own(device: Device, model: Model, *, guarded: bool) -> Installed:
+def _own(device: Device, model: Model) -> Installed:
     """The own module serves."""
-    return install_alone(device, model, Role.PRIVATE, METHOD, guarded=guarded)
+    return install_alone(device, model, Role.PRIVATE, METHOD)
 
 
 # ------------------------------------------------------------------------------------------- section 6: denoising

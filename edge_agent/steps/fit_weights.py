@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edge_agent import mixture
-from edge_agent.candidates import candidates
+from edge_agent.candidates import pooled_candidates
 from edge_agent.device import Device
 from fedge.steps.fit_weights import FitWeights, WeightsFitted
 
@@ -12,7 +12,7 @@ def run(device: Device, action: FitWeights) -> WeightsFitted:
     """Weights for each pooled mean."""
     weights = []
     for pooled in action.pooled:
-        found = candidates(device, action.calibration, pooled)
+        found = pooled_candidates(device, action.calibration, pooled)
         own = mixture.em_weights(found.log_p, mixture.spread(pooled, found.roles), action.shrinkage)
         weights.append({role: min(float(w), 1.0) for role, w in zip(found.roles, own, strict=True)})
-    return WeightsFitted(weights=tuple(weights), n_validation=len(device.data.y_val))
+    return WeightsFitted(weights=tuple(weights), n_validation=len(device.data.shared_validation[1]))

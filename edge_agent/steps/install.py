@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from edge_agent import gate
+from edge_agent import gate, private_model
 from edge_agent.device import PERSONAL, Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior
 from edge_agent.mixture import PLAIN, TIE
@@ -44,7 +44,7 @@ def served(device: Device, action: Served) -> Model:
     return model if action.kept_by is None else device.overlaid(action.kept_by, model, mine)
 
 
-def install_alone(device: Device, model: Model, role: Role, method: str, *, guarded: bool = False) -> Installed:
+def install_alone(device: Device, model: Model, role: Role, method: str) -> Installed:
     """Write the bundle of one model, as it is: a mixture of one."""
     alone = Mixture(
         candidates=(Candidate(role=role, name=role.value, model=model),),
@@ -53,18 +53,12 @@ def install_alone(device: Device, model: Model, role: Role, method: str, *, guar
         gate=GateWeights.untrained(gate.n_features(device.task.input_shape), 1),
     )
     log_p = calibrated(logits(device, model, device.data.x_val), prior(device), PLAIN)
-    return installed(device.write_bundle(alone, method, metrics(device, log_p)), (role,), guarded=guarded)
+    return installed(device.write_bundle(alone, method, metrics(device, log_p)))
 
 
-def installed(info: BundleInfo, roles: tuple[Role, ...], *, guarded: bool) -> Installed:
+def installed(info: BundleInfo) -> Installed:
     """The result of a step that wrote a bundle."""
-    return Installed(
-        bundle_digest=info.digest,
-        roles=roles,
-        max_abs_diff=info.max_abs_diff,
-        guarded=guarded,
-        release=int(info.path.name),
-    )
+    return Installed(release=int(info.path.name))
 
 
 def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
@@ -72,9 +66,6 @@ def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
 
     A single checkpoint is that many steps, whatever validation says; without validation samples `otherwise` is. Where
     training diverges, the best checkpoint before it counts, and `start` if there is none.
-
-    Raises:
-        ProtocolError: `not-finite`: a number of steps without competition diverged.
     """
     network, validation = device.network, device.data.validation
     checkpoints = sorted(set(tuning.checkpoints))
@@ -82,7 +73,7 @@ def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
     trainer = Trainer(network, *device.data.training, tuning.sgd, device.rng())
     if len(checkpoints) == 1 or not len(validation[1]):
         trainer.run(checkpoints[0] if len(checkpoints) == 1 else tuning.otherwise, device.stop)
-        return network.dump()
+        return private_model.or_before(network.dump, start)
     best, smallest = start, math.inf
     for before, after in zip([0, *checkpoints], checkpoints, strict=False):
         trainer.run(after - before, device.stop)

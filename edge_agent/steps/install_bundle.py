@@ -39,14 +39,7 @@ def run(device: Device, action: InstallBundle) -> Installed:
             _check(bundle, action, device.task)
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
-    manifest = bundle.manifest
-    return Installed(
-        bundle_digest=bundle.digest,
-        roles=tuple(candidate.role for candidate in manifest.candidates),
-        max_abs_diff=manifest.max_abs_diff,
-        guarded=manifest.fusion.guard is not None,
-        release=manifest.release,
-    )
+    return Installed(release=bundle.manifest.release)
 
 
 def _check(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edge_agent.device import Device
+from fedge.messages import Why
 from fedge.step import Declined, Result
 from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 
@@ -11,6 +12,6 @@ def run(device: Device, action: MeanFeatures) -> Result:
     """Mean features (D,)."""
     x, _ = device.data.shared
     if not len(x):
-        return Declined(reason="no shareable samples")
+        return Declined(why=Why.NO_DATA)
     mean = device.network.features(device.model(action.model), x).mean(axis=0)
     return FeaturesMeasured(mean=tuple(mean.tolist()), n_samples=len(x))

@@ -6,6 +6,7 @@ from typing import Final
 
 from edge_agent.device import Device
 from edge_agent.sparsity import sparsity_profile, with_noise
+from fedge.messages import Why
 from fedge.step import Declined, Result
 from fedge.steps.profile import Profile, Profiled
 
@@ -15,7 +16,7 @@ THREADED: Final = True
 def run(device: Device, action: Profile) -> Result:
     """The profile by the order's extractor, with noise where it asks for it."""
     if not device.data.n_shared:
-        return Declined(reason="no shareable samples")
+        return Declined(why=Why.NO_DATA)
     x, _ = device.data.shared
     device.network.load(device.model(action.extractor))
     found = sparsity_profile(device.network.module, x, device.network.processor)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edge_agent.device import Device, FailedError
 from fedge.errors import StoreError
+from fedge.messages import Why
 from fedge.step import Declined, Result
 from fedge.steps.share_private import PrivateShared, SharePrivate
 from fedge.steps.train import kept_by
@@ -32,11 +33,13 @@ class Given(Struct, frozen=True, kw_only=True):
 def run(device: Device, action: SharePrivate) -> Result:
     """What was kept, as a blob, if the device's owner allows it; clipped and with noise where the order says so."""
     if not device.owner.shares_private:
-        return Declined(reason="the private module stays here: the agent runs without --share-private")
+        return Declined(why=Why.NOT_ALLOWED, reason="the agent runs without --share-private")
     layout = kept_by(action.kept_by, action.personal, device.layout, device.host.steps)
     mine = device.kept(action.kept_by, layout)
     if mine is None:
-        return Declined(reason="nothing is kept here: this device never trained")
+        return Declined(why=Why.NOTHING_KEPT, reason="this device never trained")
+    if not device.may_share_kept():
+        return Declined(why=Why.LEARNED_FROM_ALL)
     if action.clip is not None:
         mine = clipped(mine, action.clip)
     known = device.files.read(GIVEN)

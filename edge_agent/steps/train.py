@@ -18,12 +18,12 @@ from typing import Final
 
 import numpy as np
 
-from edge_agent.device import Device, FailedError
+from edge_agent.device import Device, FailedError, failed
 from edge_agent.encoding import send_update
 from edge_agent.evaluation import Look, best_of, best_start, look
 from fedge import models
 from fedge.errors import ProtocolError
-from fedge.messages import BlobRef
+from fedge.messages import BlobRef, Why
 from fedge.models.training import (
     CPU,
     Stack,
@@ -38,7 +38,7 @@ from fedge.models.training import (
     side_by_side,
 )
 from fedge.sgd import Sgd
-from fedge.step import Declined, Failed, Result
+from fedge.step import Declined, Result
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Layout, Model, Selector, Tensors, flatten, overlaid, unflatten
 
@@ -58,7 +58,7 @@ def run(device: Device, action: Train) -> Result:
     if action.personal:
         return train(device, action, lambda start, _: learn_split(device, action, start))
     if not device.data.n_shared:
-        return Declined(reason="no shareable samples")
+        return Declined(why=Why.NO_DATA)
     start, chosen = best_start(device, action.starts, action.choose)
     before = look(device, start, measure=action.measure)
     x, y = device.data.shared
@@ -97,21 +97,22 @@ def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
 def train(device: Device, action: Train, learn: Learn) -> Result:
     """A round in which something stays here: choose a start, look at it, learn, keep what stays, send the change."""
     if not device.data.n_shared:
-        return Declined(reason="no shareable samples")
+        return Declined(why=Why.NO_DATA)
     layout = action.kept(action.personal, device.layout)
     assert layout is not None
     mine = device.kept(action.STEP, layout, before=device.order.round)
     wholes = [whole(device, s.model, action.personal, mine, action.initial) for s in action.starts]
     start, chosen = best_of(device, wholes, action.starts, action.choose)
-    before = look(device, device.overlaid(action.STEP, start, mine), measure=action.measure)
+    told = mine if action.shareable else None
+    before = look(device, device.overlaid(action.STEP, start, told), measure=action.measure)
     trained, mine = learn(start, mine)
     loss_after = None
     if action.measure:
-        device.network.load(device.overlaid(action.STEP, trained, mine))
+        device.network.load(device.overlaid(action.STEP, trained, mine if action.shareable else None))
         loss_after = mean_loss(device.network, *device.data.shared)
     update = Model(trained.params - start.params, trained.buffers, trained.counters)
     result = report(device, action, chosen, before, loss_after, update)
-    device.keep(mine)
+    device.keep(mine, shareable=action.shareable)
     return result
 
 
@@ -120,14 +121,14 @@ def report(
 ) -> Trained:
     """The result of a training: the part that travels of the change that it made to its start.
 
-    `before`, `loss_after`: of the model that the device would use.
+    `before`, `loss_after`: of the model that the device would use; of the shared one where nothing may be told of it.
 
     Raises:
-        FailedError: training diverged.
+        ProtocolError: `not-finite`, training diverged.
     """
     measured = (before.loss, before.gradient_norm, loss_after)
     if not all(math.isfinite(number) for number in measured if number is not None):
-        raise FailedError("training diverged")
+        raise ProtocolError("not-finite", "training diverged")
     return Trained(
         update=send_update(device, update, device.layout.without(action.personal), action.codec),
         n_samples=device.data.n_shared,
@@ -234,4 +235,4 @@ def _reported(one: _Ready, before: Look, loss_after: float | None, update: Model
     try:
         return report(one.device, one.action, one.chosen, before, loss_after, update)
     except (FailedError, ProtocolError) as error:
-        return Failed(reason=f"{one.device.host.id}: {error}")
+        return failed(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from edge_agent import private_model
 from edge_agent.device import Device
 from edge_agent.steps import train
 from fedge.models.training import Trainer
@@ -38,7 +39,9 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
     network.load(w if mine is None else flatten(mine, network.layout))
     drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
     # a stream of its own: the shared model learns the same, whatever is kept beside it
-    Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
-        sgd.steps_for(data.n_train), device.stop
-    )
-    return trained, unflatten(network.dump(), network.layout)
+    with device.untimed():
+        Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
+            sgd.steps_for(data.n_train), device.stop
+        )
+    before = w if mine is None else flatten(mine, network.layout)
+    return trained, unflatten(private_model.or_before(network.dump, before), network.layout)

@@ -44,8 +44,8 @@ def run(device: Device, action: TrainRod) -> Result:
 def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
     """The shared model and the second head, trained in turns: batch by batch (a) the one, (b) the other.
 
-    The shared model learns from D_L, n >= 1, the second head from all training samples. `mine`: the second head so far;
-    None: zero.
+    The shared model learns from D_L, n >= 1, the second head from all training samples; from D_L, too, if it may be
+    pooled. `mine`: the second head so far; None: zero.
 
     Raises:
         ProtocolError: `not-finite`, training of the shared model diverged.
@@ -61,18 +61,21 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) 
     velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes, device=network.processor)
     counts = tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
     trainer = Trainer(network, *shared, sgd, device.rng(), loss=balanced_softmax(counts.log()))
-    x, y = (tensor(each, network.processor) for each in device.data.training)
+    own_samples = device.data.shared if action.poolable else device.data.training
+    x, y = (tensor(each, network.processor) for each in own_samples)
     drawn = batches(len(y), sgd.batch_size, device.rng(1))
     for _, batch in zip(range(sgd.steps_for(len(shared[1]))), drawn, strict=False):
         trainer.run(1, device.stop)
-        with torch.no_grad():
+        with device.untimed(), torch.no_grad():
             f, logits = models.features_and_logits(network.module, x[batch], network.layout)
             f = functional.pad(f, (0, 1), value=1.0)
             # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
             excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
             velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
             own.sub_(velocity, alpha=sgd.learning_rate)
-    head = own.cpu().numpy()
+    learned = own.cpu().numpy()
+    if np.isfinite(learned).all():  # of one that diverged nobody is told: it learns from all samples
+        head = learned
     return network.dump(), {weight: head[:, :-1].copy(), bias: head[:, -1].copy()}
 
 

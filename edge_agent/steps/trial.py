@@ -12,11 +12,10 @@ THREADED: Final = True
 
 
 def run(device: Device, action: Trial) -> Tried:
-    """Mean validation loss of the global model minus that of the expert."""
-    m = len(device.data.y_val)
+    """Mean loss on V_L of the global model minus that of the expert."""
+    samples = device.data.shared_validation
+    m = len(samples[1])
     if not m:
         return Tried(delta=None)
-    shared, expert = (
-        loss(device, device.model(ref), device.data.validation) for ref in (action.global_model, action.expert)
-    )
+    shared, expert = (loss(device, device.model(ref), samples) for ref in (action.global_model, action.expert))
     return Tried(delta=(shared - expert) / m)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from fedge.messages import NonNegative, Role
 from fedge.sgd import Sgd
-from fedge.step import Action, require
+from fedge.step import Action
 from fedge.steps.fit_candidates import CANDIDATE_STEPS
 from fedge.steps.fit_weights import Calibration, Weights
 from fedge.steps.install import Installed
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
 
 
 class FitGate(Action, frozen=True, kw_only=True):
@@ -23,6 +20,7 @@ class FitGate(Action, frozen=True, kw_only=True):
     STEP: ClassVar = "fit_gate"
     RESULT: ClassVar = Installed
     DEVICE: ClassVar = "edge_agent.steps.fit_gate"
+    TIMED: ClassVar = False
 
     calibration: dict[Role, Calibration]
     pooled: Weights
@@ -37,9 +35,3 @@ class FitGate(Action, frozen=True, kw_only=True):
         """Each candidate on the validation samples, and the last fit."""
         del n_shared
         return len(self.calibration) * n_val + self.sgd.passes(CANDIDATE_STEPS, n_train + n_val)
-
-    def check(self, result: Installed, task: TaskSpec) -> None:
-        """A bundle of the pool's candidates; a guard may take one that the mixture left out (section 11)."""
-        del task
-        guards = len(set(result.roles) - set(self.pooled))
-        require(guards <= (self.guard and result.guarded), "a bundle of candidates that are not in the pool")

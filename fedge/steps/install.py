@@ -6,27 +6,17 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
-from fedge.messages import BlobRef, Count, Digest, Id, NonNegative, Role, Text
+from fedge.messages import BlobRef, Count, Id, Text
 from fedge.sgd import Sgd
 from fedge.step import Action, Result, Reveals
 from fedge.tensors import Selector
 
 
 class Installed(Result, frozen=True, kw_only=True):
-    """The bundle is written. Its digest is that of the manifest."""
+    """The bundle is written. What is in it stays on the device: sensitive samples shaped it."""
 
-    REVEALS: ClassVar = {
-        "bundle_digest": Reveals.NOTHING,
-        "roles": Reveals.NOTHING,
-        "max_abs_diff": Reveals.NOTHING,
-        "guarded": Reveals.CHOICE,
-        "release": Reveals.NOTHING,
-    }
-    bundle_digest: Digest
-    roles: Annotated[tuple[Role, ...], Meta(min_length=1)]
-    max_abs_diff: NonNegative  # torch against ONNX Runtime, probabilities, own validation samples
-    guarded: bool = False
-    release: Count = 0  # higher than that of any bundle before on the device
+    REVEALS: ClassVar = {"release": Reveals.NOTHING}
+    release: Annotated[int, Meta(ge=1, le=2**53)]  # higher than that of any bundle before on the device
 
 
 class FineTune(Struct, frozen=True, kw_only=True):
@@ -59,6 +49,7 @@ class Install(Served, frozen=True, kw_only=True):
     STEP: ClassVar = "install"
     RESULT: ClassVar = Installed
     DEVICE: ClassVar = "edge_agent.steps.install"
+    TIMED: ClassVar = False
 
     method: Text
     fine_tune: FineTune | None = None

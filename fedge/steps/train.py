@@ -100,6 +100,11 @@ class Train(Action, frozen=True, kw_only=True):
         """The update: the tensors that travel."""
         return {result.update: layout.without(self.personal)}
 
+    @property
+    def shareable(self) -> bool:
+        """Whether what stays on the device learns from D_L alone; if not, nothing is told of it."""
+        return True
+
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout | None:
         """The tensors that stay on the device after the step; None: nothing does."""

@@ -22,6 +22,11 @@ class TrainDitto(Train, frozen=True, kw_only=True):
         shared = super().passes(n_shared, n_train, n_val)
         return shared + self.sgd.passes(self.sgd.steps_for(n_train), n_train)
 
+    @property
+    def shareable(self) -> bool:
+        """The personal model learns from all samples."""
+        return False
+
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout:
         """The personal model."""

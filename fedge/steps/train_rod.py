@@ -14,10 +14,17 @@ class TrainRod(Train, frozen=True, kw_only=True):
     STEP: ClassVar = "train_rod"
     DEVICE: ClassVar = "edge_agent.steps.train_rod"
 
+    poolable: bool = False  # the second head may be sent (PM-MoE): it learns from D_L alone
+
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """A second pass for the second head."""
         once = super().passes(n_shared, n_train, n_val)
         return once + self.sgd.passes(self.sgd.steps_for(n_shared), n_shared)
+
+    @property
+    def shareable(self) -> bool:
+        """Where the second head learns from D_L alone."""
+        return self.poolable
 
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout:

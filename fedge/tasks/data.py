@@ -27,13 +27,22 @@ class DeviceData:
     sensitive: NDArray[np.bool_]
     x_val: NDArray[np.float32]
     y_val: NDArray[np.int64]
+    sensitive_val: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         n, m = len(self.x_train), len(self.x_val)
-        if (self.y_train.shape, self.sensitive.shape, self.y_val.shape) != ((n,), (n,), (m,)):
-            raise ConfigError(
-                "there must be one label and one mark per training sample, one label per validation sample"
-            )
+        shapes = (self.y_train.shape, self.sensitive.shape, self.y_val.shape, self._marks_val.shape)
+        if shapes != ((n,), (n,), (m,), (m,)):
+            raise ConfigError("there must be one label and one mark for each sample")
+
+    @property
+    def _marks_val(self) -> NDArray[np.bool_]:
+        return np.zeros(len(self.x_val), np.bool_) if self.sensitive_val is None else self.sensitive_val
+
+    @property
+    def any_sensitive(self) -> bool:
+        """Whether any sample is marked."""
+        return bool(self.sensitive.any() or self._marks_val.any())
 
     @classmethod
     def unlabelled(cls, x: NDArray[np.float32]) -> DeviceData:
@@ -67,6 +76,12 @@ class DeviceData:
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
 
     @property
+    def shared_validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """V_iL: the validation samples that are not sensitive; all that is told of validation is of these."""
+        kept = ~self._marks_val
+        return self.x_val[kept], self.y_val[kept]
+
+    @property
     def validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Held-out samples: they choose, and train nothing before everything is chosen."""
         return self.x_val, self.y_val
@@ -85,6 +100,10 @@ class DeviceData:
         """c_i: how many training samples, or training and validation samples, there are of each class, (C,)."""
         labels = np.concatenate([self.y_train, self.y_val]) if with_validation else self.y_train
         return np.bincount(labels, minlength=n_classes)
+
+    def shared_counts(self, n_classes: int) -> NDArray[np.int64]:
+        """How many training samples that are not sensitive there are of each class, (C,)."""
+        return np.bincount(self.shared[1], minlength=n_classes)
 
 
 class UserTask(Protocol):

@@ -35,7 +35,7 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         return own
     x, y, split, sensitive = _raw(task, source)
     if split is None:
-        split = _hold_out(y, seed)
+        split = _hold_out(y, sensitive, seed)
     train, validation = split == arrays.TRAIN, split == arrays.VALIDATION
     return DeviceData(
         x_train=preprocess.apply(task, x[train]),
@@ -43,6 +43,7 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         sensitive=sensitive[train],
         x_val=preprocess.apply(task, x[validation]),
         y_val=y[validation],
+        sensitive_val=sensitive[validation],
     )
 
 
@@ -81,7 +82,11 @@ def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
     return table["x"], y, table.get("split"), table.get("sensitive", np.zeros(len(table["x"]), dtype=np.bool_))
 
 
-def _hold_out(y: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
+    """A fifth of each class for validation; of the samples that are not marked it is drawn from these alone."""
     split = np.zeros(len(y), dtype=np.int64)
-    split[spread(y, n_validation(len(y)), np.random.default_rng(seed))] = arrays.VALIDATION
+    for marked, stream in ((False, seed), (True, [seed, 1])):
+        (own,) = np.nonzero(sensitive == marked)
+        if len(own):
+            split[own[spread(y[own], n_validation(len(own)), np.random.default_rng(stream))]] = arrays.VALIDATION
     return split

@@ -34,7 +34,7 @@ Marks = Literal["samples", "classes"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one simulated device has: raw samples (n, ...), labels (n,), marks of the training part, and its group."""
+    """What one simulated device has: raw samples (n, ...), labels (n,), marks, and its group."""
 
     x_train: NDArray[Any]
     y_train: NDArray[np.int64]
@@ -44,6 +44,7 @@ class Share:
     x_test: NDArray[Any]
     y_test: NDArray[np.int64]
     group: int
+    sensitive_val: NDArray[np.bool_] | None = None
 
 
 def partition(
@@ -173,6 +174,7 @@ def share_data(task: TaskSpec, share: Share) -> DeviceData:
         sensitive=share.sensitive,
         x_val=preprocess.apply(task, share.x_val),
         y_val=share.y_val,
+        sensitive_val=share.sensitive_val,
     )
 
 
@@ -187,7 +189,8 @@ def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None
     parts = (arrays.TRAIN, arrays.VALIDATION, arrays.TEST)
     split = np.repeat(np.array(parts), [len(share.y_train), len(share.y_val), len(share.y_test)])
     marks = np.zeros(len(y), dtype=np.bool_)
-    marks[: len(share.sensitive)] = share.sensitive
+    own = share.sensitive if share.sensitive_val is None else np.concatenate([share.sensitive, share.sensitive_val])
+    marks[: len(own)] = own
     if classes is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, x=x, y=y, split=split, sensitive=marks)
@@ -231,13 +234,19 @@ def _share(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, rn
     units = units_of(rest.y, rest.block)
     is_val = _marked(units, n_validation(len(units.y)), rng)
     validation, train = rest.take(np.flatnonzero(is_val)), rest.take(np.flatnonzero(~is_val))
+    marked = _sensitive(train.y, sensitive, marks, rng)
     x_train, x_val, x_test = (_turn(own, part.x, turns) for part in (train, validation, test))
     return Share(
         x_train=x_train,
         y_train=train.y,
-        sensitive=_sensitive(train.y, sensitive, marks, rng),
+        sensitive=marked,
         x_val=x_val,
         y_val=validation.y,
+        sensitive_val=(
+            _sensitive(validation.y, sensitive, marks, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
+            if marks == "samples"
+            else np.isin(validation.y, train.y[marked])
+        ),
         x_test=x_test,
         y_test=test.y,
         group=group,

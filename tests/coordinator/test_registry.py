@@ -194,15 +194,15 @@ async def test_waiting_ends_when_enough_are_there() -> None:
     assert [d.id for d in await waiting] == ["a", "b"]
 
 
-def health(device: str = "a", *, drift: bool, bundle: str = "0") -> Health:
-    return Health(device_id=device, at=1.0, phase=Phase.SERVING, release=1, bundle_digest=64 * bundle, drift=drift)
+def health(device: str = "a", *, drift: bool, release: int = 1) -> Health:
+    return Health(device_id=device, at=1.0, phase=Phase.SERVING, release=release, drift=drift)
 
 
 def test_a_device_that_drifts_counts_as_another_one_once_for_each_bundle() -> None:
     registry = here("a", "b")
     seen = []
-    for drift, bundle in ((False, "0"), (True, "0"), (True, "0"), (False, "0"), (True, "0"), (True, "1")):
-        registry.on_health("a", health(drift=drift, bundle=bundle))
+    for drift, release in ((False, 1), (True, 1), (True, 1), (False, 1), (True, 1), (True, 2)):
+        registry.on_health("a", health(drift=drift, release=release))
         a, b = registry.online()
         assert (a.drift, b) == (drift, Device("b", 5, Context(device_id="b"), incarnation="1"))
         seen.append(a.incarnation)

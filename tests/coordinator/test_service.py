@@ -24,7 +24,7 @@ from coordinator.store import Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
-from fedge.messages import BlobRef, Codec, Order, Role, blobs_of
+from fedge.messages import BlobRef, Codec, Order, blobs_of
 from fedge.processor import Processor
 from fedge.steps.install import Install, Installed
 from fedge.steps.train import Train
@@ -87,7 +87,7 @@ class Learner(RawDevice):
                 update = codec.encode({"w": np.full(3, self.value, np.float32)}, Codec.INT8)
                 await self.report(order, trained(self.serves(update)))
             case Install():
-                await self.report(order, Installed(bundle_digest="0" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0))
+                await self.report(order, Installed(release=1))
 
 
 async def learners(stack: contextlib.AsyncExitStack, broker: LocalBroker, home: Path) -> list[Learner]:
@@ -255,7 +255,7 @@ def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path
         layout=LAYOUT,
         model=BlobRef(digest="0" * 64, size_bytes=1),
         participations={"left": 1, "well": 1},
-        installed={"well": Installed(bundle_digest="0" * 64, roles=(Role.GLOBAL,), max_abs_diff=0.0)},
+        installed={"well": Installed(release=1)},
     )
     store.begin_round(2, (Device("well", 5), Device("there", 5)), 0.0)
     assert without_bundle(method, state, store) == ["left", "there"]

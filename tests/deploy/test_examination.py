@@ -39,6 +39,11 @@ def test_verdict(before, now, reason):
     assert verdict(before, now, Limits()).split(":")[0] == reason
 
 
+def test_the_reason_that_is_told_names_no_figure():
+    for now in (measured(40), measured(90, latency=9.0)):
+        assert not any(letter.isdigit() for letter in verdict(measured(90), now, Limits()))
+
+
 def test_an_absolute_limit_counts_also_for_the_first_bundle():
     assert verdict(None, measured(90, latency=6.0), Limits(latency_ms=5.0)).startswith("latency")
     assert verdict(None, measured(90, latency=4.0), Limits(latency_ms=5.0)) == ""

@@ -1,5 +1,6 @@
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -36,6 +37,27 @@ def test_a_bundle_is_measured_by_what_it_predicts(samples):
     assert found.quality.gate_entropy == pytest.approx(gate_entropy(wanted.weights).mean() / math.log(5))
     assert found.quality.latency_ms > 0
     assert found.finite
+
+
+def test_what_is_told_is_of_samples_that_are_not_marked_and_what_decides_of_all(samples):
+    runtime = load(GOLDEN)
+    inputs = inputs_of(runtime, samples)
+    y = runtime.predict(samples).class_index
+    marks = np.arange(len(y)) % 3 == 0
+    y = np.where(marks, (y + 1) % runtime.task.n_classes, y)
+    strange = np.where(marks.reshape(-1, *[1] * (inputs.ndim - 1)), inputs + 7, inputs)
+
+    found = measure(runtime, Validation(strange, y, marks))
+    unmarked = measure(runtime, Validation(inputs[~marks], y[~marks]))
+
+    def untimed(measured):
+        return msgspec.structs.replace(measured.quality, latency_ms=None)
+
+    assert untimed(found) == untimed(unmarked)
+    assert len(found.correct) == len(y)
+    assert list(found.correct[~marks]) == [True] * int((~marks).sum())
+    none = measure(runtime, Validation(inputs, y, np.ones(len(y), bool))).quality
+    assert (none.n, none.accuracy, none.gate_entropy, none.free_energy) == (0, None, None, None)
 
 
 def test_free_energy_is_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):

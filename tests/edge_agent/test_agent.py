@@ -22,7 +22,7 @@ from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import MAX_LEFT_S, Ack, BlobRef, Context, Order, Outcome, Presence, Want, encode
+from fedge.messages import MAX_LEFT_S, Ack, BlobRef, Context, Order, Outcome, Presence, Want, Why, encode
 from fedge.step import Action, installed_steps, read_result
 from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
@@ -392,38 +392,46 @@ async def test_a_broker_that_forbids_to_fetch_a_model_fails_the_order_and_not_th
                 order = order_of(train(peer.model()))
                 await peer.send(order)
                 report = await peer.report_of(order)
-                assert (report.outcome, report.reason) == (Outcome.FAILED, "subscription refused: Not authorized")
+                assert (report.outcome, report.why) == (Outcome.FAILED, Why.UNREACHABLE)
             order = order_of(train(peer.model()), "r.2.s.pi")
             await peer.send(order)
             assert (await peer.report_of(order)).outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize(
-    ("worker", "reason"),
-    [(Raising(), "ZeroDivisionError: a network of the user's own"), (Diverging(), "not finite")],
+    ("worker", "why", "reason"),
+    [
+        (Raising(), Why.ERROR, "ZeroDivisionError: a network of the user's own"),
+        (Diverging(), Why.UNFIT, "Tried holds a number that is not finite"),
+    ],
 )
 async def test_work_that_breaks_is_reported_as_failed(
-    one_broker: LocalBroker, tmp_path: Path, worker: EchoWorker, reason: str
+    one_broker: LocalBroker,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    worker: EchoWorker,
+    why: Why,
+    reason: str,
 ) -> None:
     async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, Events())):
         await peer.presence(Presence.ONLINE)
         order = order_of(train(peer.model()))
         await peer.send(order)
         report = await peer.report_of(order)
-        assert report.outcome is Outcome.FAILED
-        assert reason in report.reason
+        assert (report.outcome, report.why) == (Outcome.FAILED, why)
+        assert f"event=order_refused order={order.id} why={why} reason={reason!r}" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("changes", "outcome", "reason"),
+    ("changes", "outcome", "why"),
     [
-        ({"step": "dance"}, Outcome.UNSUPPORTED, "step dance version 1: this device has none of that name"),
-        ({"version": 9}, Outcome.UNSUPPORTED, "step train version 9: this device has version 1"),
-        ({"body": b"nonsense"}, Outcome.FAILED, "malformed"),
+        ({"step": "dance"}, Outcome.UNSUPPORTED, Why.UNKNOWN_STEP),
+        ({"version": 9}, Outcome.UNSUPPORTED, Why.UNKNOWN_STEP),
+        ({"body": b"nonsense"}, Outcome.FAILED, Why.MALFORMED),
     ],
 )
 async def test_a_step_that_the_device_does_not_know_is_answered_without_fetching_a_model(
-    one_broker: LocalBroker, tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: str
+    one_broker: LocalBroker, tmp_path: Path, changes: dict[str, Any], outcome: Outcome, why: Why
 ) -> None:
     worker = EchoWorker()
     async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, Events())):
@@ -431,8 +439,7 @@ async def test_a_step_that_the_device_does_not_know_is_answered_without_fetching
         order = msgspec.structs.replace(order_of(train(peer.model())), **changes)
         await peer.send(order)
         report = await peer.report_of(order)
-        assert report.outcome is outcome
-        assert reason in report.reason
+        assert (report.outcome, report.why) == (outcome, why)
         assert (peer.wants, worker.done) == ({}, [])
         known = order_of(train(peer.model()), "r.1.known.pi")
         await peer.send(known)
@@ -473,17 +480,16 @@ async def test_an_order_of_another_task_fails_without_fetching_its_model(
         order = msgspec.structs.replace(order_of(train(peer.model())), task_fingerprint="f" * 16)
         await peer.send(order)
         report = await peer.report_of(order)
-        assert report.outcome is Outcome.FAILED
-        assert "task" in report.reason
+        assert (report.outcome, report.why) == (Outcome.FAILED, Why.OTHER_TASK)
         assert (peer.wants, worker.done) == ({}, [])
 
 
 @pytest.mark.parametrize(
-    ("limits", "size_bytes", "reason"),
-    [(Limits(min_free_ram_gb=1e6), 10, "free RAM"), (Limits(), 2**40, "disk")],
+    ("limits", "size_bytes", "why"),
+    [(Limits(min_free_ram_gb=1e6), 10, Why.MEMORY), (Limits(), 2**40, Why.DISK)],
 )
 async def test_a_device_past_its_limits_declines_with_a_reason(
-    one_broker: LocalBroker, tmp_path: Path, limits: Limits, size_bytes: int, reason: str
+    one_broker: LocalBroker, tmp_path: Path, limits: Limits, size_bytes: int, why: Why
 ) -> None:
     worker = EchoWorker()
     async with (
@@ -494,8 +500,7 @@ async def test_a_device_past_its_limits_declines_with_a_reason(
         order = order_of(train(BlobRef(digest="ab" * 32, size_bytes=size_bytes)))
         await peer.send(order)
         report = await peer.report_of(order)
-        assert report.outcome is Outcome.DECLINED
-        assert reason in report.reason
+        assert (report.outcome, report.why) == (Outcome.DECLINED, why)
         assert worker.done == []
 
 
@@ -504,16 +509,25 @@ async def test_a_device_past_its_limits_declines_with_a_reason(
     [
         (Limits(), {"free_ram_gb": 0.0, "temperature_c": 999.0, "battery": 0.0}, None),
         (Limits(min_free_ram_gb=0.5), {"free_ram_gb": 0.5}, None),
-        (Limits(min_free_ram_gb=0.5), {"free_ram_gb": 0.49}, "free RAM 0.49 GB is below 0.5 GB"),
+        (
+            Limits(min_free_ram_gb=0.5),
+            {"free_ram_gb": 0.49},
+            (Why.MEMORY, "free RAM 0.49 GB is below 0.5 GB"),
+        ),
         (Limits(max_temperature_c=70), {"temperature_c": 70.0}, None),
-        (Limits(max_temperature_c=70), {"temperature_c": 71.0}, "temperature 71 C is above 70 C"),
+        (
+            Limits(max_temperature_c=70),
+            {"temperature_c": 71.0},
+            (Why.HOT, "temperature 71 C is above 70 C"),
+        ),
         (Limits(min_battery=0.3), {"battery": 0.3}, None),
-        (Limits(min_battery=0.3), {"battery": 0.1}, "battery 10% is below 30%"),
+        (Limits(min_battery=0.3), {"battery": 0.1}, (Why.BATTERY, "battery 10% is below 30%")),
         (Limits(min_free_ram_gb=1, max_temperature_c=1, min_battery=1), {}, None),
     ],
 )
-def test_limits(limits: Limits, now: dict[str, float], excuse: str | None) -> None:
-    assert limits.excuse(Context(device_id=ME, **now)) == excuse
+def test_limits(limits: Limits, now: dict[str, float], excuse: tuple[Why, str] | None) -> None:
+    found = limits.excuse(Context(device_id=ME, **now))
+    assert (found and (found.why, found.reason)) == excuse
 
 
 # ------------------------------------------------------------------------------------------------ the process

@@ -17,7 +17,7 @@ from edge_agent.batched import Job, execute
 from edge_agent.steps import train
 from edge_agent.worker import Worker
 from fedge import codec, models
-from fedge.messages import BlobRef, Codec
+from fedge.messages import BlobRef, Codec, Why
 from fedge.models.training import can_stack
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
@@ -245,7 +245,7 @@ def test_one_that_diverges_leaves_the_others_side_by_side(tmp_path, alone, measu
     found = execute(jobs)
     assert alone == []
     assert found[0] == jobs[0].alone()
-    assert "d0: " in found[0].result.reason
+    assert found[0].result.why is Why.NOT_FINITE
     assert all(isinstance(found[k].result, Trained) for k in range(1, 6))
 
 
@@ -254,7 +254,7 @@ def test_a_network_that_raises_is_a_failure_of_that_device_alone(tmp_path, caplo
     here, fine = Federation(task_of(model), tmp_path), Federation(task_of(model), tmp_path)
     here.workers[0].data.x_train[0] = 5000.0
     outcomes = execute(here.jobs(here.train()))
-    assert outcomes[0].result == Failed(reason="d0: RuntimeError: out of paper")
+    assert outcomes[0].result == Failed(why=Why.ERROR, reason="RuntimeError: out of paper")
     assert "event=work_failed device=d0" in caplog.text
     assert "Traceback" in caplog.text
     assert outcomes[1:] == execute(fine.jobs(fine.train())[1:])

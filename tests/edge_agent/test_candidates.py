@@ -11,16 +11,19 @@ from fedge.errors import StoreError
 from fedge.messages import Role
 from fedge.models import initial
 from fedge.steps.mean_features import MeanFeatures
+from fedge.tensors import to_bytes, unflatten
 from tests.support.candidates import CALIBRATION, WITH_LOCAL, WITHOUT_LOCAL
-from tests.support.orders import TASK, Blobs, device
+from tests.support.orders import LAYOUT, TASK, Blobs, device
 
 
 def kept(home: Path, roles: tuple[Role, ...] = tuple(Role), number: int = 1) -> Device:
     here = device(home, MeanFeatures(model=Blobs().model(0)), number=number)
     models = {role: initial(TASK, seed)[1] for seed, role in enumerate(roles)}
-    candidates.keep(
-        here, models | {"initial": initial(TASK, 9)[1]}, private_start="initial", private_steps=3, local_steps=4
-    )
+    plan = candidates.Plan(private_start="initial", private_steps=None, local_steps=4)
+    packed = {
+        name: to_bytes(unflatten(model, LAYOUT)) for name, model in (models | {"initial": initial(TASK, 9)[1]}).items()
+    }
+    candidates.keep(here, candidates.Fitted(models=packed, plan=plan, private_steps=3))
     return here
 
 
@@ -28,28 +31,29 @@ def test_what_was_kept_is_there_for_later_orders(tmp_path: Path) -> None:
     kept(tmp_path)
     later = device(tmp_path, MeanFeatures(model=Blobs().model(0)), number=5)
     found = candidates.fitted_on(later)
-    assert (found.roles, found.private_start, found.private_steps, found.local_steps) == (tuple(Role), "initial", 3, 4)
+    assert found.roles == tuple(Role)
+    assert (found.plan.private_start, found.private_steps, found.plan.local_steps) == ("initial", 3, 4)
     for seed, role in enumerate(Role):
         np.testing.assert_array_equal(found.model(later, role).params, initial(TASK, seed)[1].params)
 
 
 def test_candidates_are_those_of_the_device_the_calibration_and_the_pool(tmp_path: Path) -> None:
     here = kept(tmp_path, (Role.PRIVATE, Role.GLOBAL, Role.LOCAL))
-    found = candidates.candidates(here, CALIBRATION, WITH_LOCAL)
+    found = candidates.pooled_candidates(here, CALIBRATION, WITH_LOCAL)
     assert found.roles == (Role.PRIVATE, Role.GLOBAL, Role.LOCAL)
     assert found.experts == (1,)
     assert found.log_q.shape == (3, 15, 3)
     assert found.log_p.shape == found.energies.shape == (15, 3)
-    assert candidates.candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)
+    assert candidates.pooled_candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)
     only = {Role.GLOBAL: CALIBRATION[Role.GLOBAL]}
-    assert candidates.candidates(here, only, WITH_LOCAL).roles == (Role.GLOBAL,)
+    assert candidates.pooled_candidates(here, only, WITH_LOCAL).roles == (Role.GLOBAL,)
     with pytest.raises(FailedError, match="the order names expert, this device has private, global, local"):
-        candidates.candidates(here, CALIBRATION, {Role.EXPERT: 1.0})
+        candidates.pooled_candidates(here, CALIBRATION, {Role.EXPERT: 1.0})
 
 
 def test_the_log_probabilities_are_calibrated_ones(tmp_path: Path) -> None:
     here = kept(tmp_path)
-    found = candidates.candidates(here, CALIBRATION, WITH_LOCAL)
+    found = candidates.pooled_candidates(here, CALIBRATION, WITH_LOCAL)
     np.testing.assert_allclose(np.exp(found.log_q).sum(axis=2), 1)
     y = here.data.y_val
     for k in range(4):

@@ -21,7 +21,7 @@ from edge_agent.cli import AgentSettings, agent, build
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.errors import ConfigError
-from fedge.messages import Outcome, Presence
+from fedge.messages import Outcome, Presence, Why
 from fedge.steps.profile import Profile
 from fedge.steps.route import Route
 from fedge.tasks import device_data, task_spec
@@ -211,16 +211,15 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
         assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
         assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
         fingerprint = task_spec("digits").fingerprint()
-        for action, outcome, reason in (
-            (Profile(extractor=peer.model()), Outcome.DECLINED, "this device does not train"),
-            (Route(gate=peer.model()), Outcome.FAILED, "gate cannot be run"),
+        for action, outcome, why in (
+            (Profile(extractor=peer.model()), Outcome.DECLINED, Why.NO_TRAINING),
+            (Route(gate=peer.model()), Outcome.FAILED, Why.UNFIT),
         ):
             order = order_of(action, f"r.1.{action.STEP}.cam1", device="cam1")
             order = msgspec.structs.replace(order, task_fingerprint=fingerprint)
             await peer.send(order)
             report = await peer.report_of(order)
-            assert report.outcome is outcome
-            assert reason in report.reason
+            assert (report.outcome, report.why) == (outcome, why)
         maps = await asyncio.to_thread(Path(f"/proc/{running.pid}/maps").read_text)
         assert "onnxruntime" in maps
         assert "torch" not in maps

@@ -196,7 +196,7 @@ def test_a_second_federation_on_a_used_home_writes_the_next_release(tmp_path: Pa
     assert (first.release, second.release) == (1, 2)
     for result in (first, second):
         runtime = load(tmp_path / "bundles" / str(result.release))
-        assert (runtime.manifest.release, runtime.digest) == (result.release, result.bundle_digest)
+        assert runtime.manifest.release == result.release
 
 
 def test_releases_rise_above_what_has_ever_answered(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ def looking(data: DeviceData | None = None) -> Device:
 
 
 def by_hand(here: Device, index: int, x: np.ndarray, y: np.ndarray) -> tuple[int, float]:
-    """How many samples are right, and the sum of losses with the prior of the training samples."""
+    """How many samples are right, and the sum of losses with the prior of D_L."""
     logits = here.network.logits(here.model(MODELS[index]), x).astype(float)
-    counts = np.bincount(here.data.y_train, minlength=3)
+    counts = np.bincount(here.data.shared[1], minlength=3)
     scores = logits + np.log((counts + 0.5) / (counts.sum() + 1.5))
     log_p = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
     return int((logits.argmax(axis=1) == y).sum()), -float(log_p[np.arange(len(y)), y].sum())

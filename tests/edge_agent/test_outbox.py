@@ -14,7 +14,7 @@ import pytest
 from edge_agent.outbox import Outbox
 from edge_agent.session import MAX_ACKED
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import Ack, BlobRef, Order, Outcome, Report, encode
+from fedge.messages import Ack, BlobRef, Order, Outcome, Report, Why, encode
 from fedge.tensors import digest_of
 
 DEVICE = "pi-1"
@@ -37,7 +37,7 @@ def order(order_id: str = "a", left_s: float = 100.0) -> Order:
 
 def report(order_id: str = "a", blob: bytes | None = None) -> Report:
     if blob is None:
-        return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DECLINED, reason="hot")
+        return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DECLINED, why=Why.HOT)
     update = BlobRef(digest=digest_of(blob), size_bytes=len(blob))
     return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DONE, body=b"x", blobs=(update,))
 

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from edge_agent.device import Device
-from edge_agent.worker import MAX_REASON, Finished, Worker
-from fedge.errors import ConfigError, StoreError
+from edge_agent.device import Device, FailedError
+from edge_agent.worker import Finished, Worker
+from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.messages import Why
 from fedge.step import Action, Declined, Failed, Result, Reveals, Unsupported, installed_steps
 from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.route import Route
@@ -94,7 +95,7 @@ def test_a_body_that_is_no_action_fails(tmp_path: Path, body: bytes) -> None:
 
 def test_a_device_that_does_not_train_declines_what_needs_labels_or_torch(tmp_path: Path, half: ModuleType) -> None:
     own = knowing(tmp_path, trains=False)
-    assert done(tmp_path, CountSamples(), own).result == Declined(reason="this device does not train")
+    assert done(tmp_path, CountSamples(), own).result == Declined(why=Why.NO_TRAINING)
     assert done(tmp_path, CountUnlabelled(), own).result == Counted(n=40)
 
 
@@ -106,27 +107,22 @@ def raising(error: Exception) -> object:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "why", "reason"),
     [
-        (ConfigError("no such layer"), "d: no such layer"),
-        (ValueError("odd"), "d: odd"),
-        (KeyError("x"), "d: KeyError: 'x'"),
+        (ConfigError("no such layer"), Why.UNFIT, "no such layer"),
+        (ValueError("odd"), Why.UNFIT, "odd"),
+        (FailedError("strange"), Why.UNFIT, "strange"),
+        (ProtocolError("not-finite", "NaN"), Why.NOT_FINITE, "not-finite: NaN"),
+        (ProtocolError("layout", "other"), Why.MALFORMED, "layout: other"),
+        (KeyError("x"), Why.ERROR, "KeyError: 'x'"),
     ],
 )
 def test_whatever_a_step_raises_is_a_failure(
-    tmp_path: Path, half: ModuleType, caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+    tmp_path: Path, half: ModuleType, caplog: pytest.LogCaptureFixture, error: Exception, why: Why, reason: str
 ) -> None:
     half.run = raising(error)
-    assert done(tmp_path, CountSamples(), knowing(tmp_path)).result == Failed(reason=reason)
+    assert done(tmp_path, CountSamples(), knowing(tmp_path)).result == Failed(why=why, reason=reason)
     assert ("event=work_failed device=d" in caplog.text) == isinstance(error, KeyError)
-
-
-def test_a_long_reason_is_cut_to_what_a_message_holds(tmp_path: Path, half: ModuleType) -> None:
-    for error in (ValueError("x" * 5000), KeyError("x" * 5000)):
-        half.run = raising(error)
-        result = done(tmp_path, CountSamples(), knowing(tmp_path)).result
-        assert isinstance(result, Failed)
-        assert len(result.reason) == MAX_REASON
 
 
 @pytest.mark.parametrize("error", [StoreError("the disk is full"), StoppedError()])

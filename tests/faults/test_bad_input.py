@@ -32,6 +32,7 @@ from fedge.messages import (
     Report,
     Status,
     Want,
+    Why,
     encode,
 )
 from fedge.step import Declined, Result
@@ -203,7 +204,7 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
                 ack = await mallory.ack(order.id)
                 assert (ack.accepted, ack.reason.split(":")[0]) == (False, name)
                 refused[name] += 1
-            await mallory.report(await mallory.order_of(rounds + 1, "install"), Declined(reason="no"))
+            await mallory.report(await mallory.order_of(rounds + 1, "install"), Declined(why=Why.NOT_ALLOWED))
             assert await coordinator.ended() == 0
 
         counted = dict(federation.rows("SELECT substr(name, 9), value FROM counters WHERE name LIKE 'refused.%'"))

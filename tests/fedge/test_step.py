@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import edge_agent.steps
 import fedge.steps
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, Capabilities, Order, Outcome, Presence, Report, Status, decode, encode
+from fedge.messages import BlobRef, Capabilities, Order, Outcome, Presence, Report, Status, Why, decode, encode
 from fedge.step import (
     REFUSALS,
     Action,
@@ -195,15 +195,25 @@ PROFILED = Profiled(extractor=REF.digest, profile=(0.5, 1.0), halves=0.25, n_sam
 
 def test_a_result_survives_the_wire() -> None:
     report = report_of(order_of(PROFILE), PROFILED, 1.5)
-    assert (report.outcome, report.reason, report.seconds, report.blobs) == (Outcome.DONE, "", 1.5, ())
+    assert (report.outcome, report.why, report.seconds, report.blobs) == (Outcome.DONE, None, 1.5, ())
     assert read_result(decode(encode(report), Report), PROFILE) == PROFILED
 
 
 @pytest.mark.parametrize(("outcome", "kind"), REFUSALS.items())
 def test_a_refusal_says_why_and_holds_nothing_else(outcome: Outcome, kind: type[Refusal]) -> None:
-    report = report_of(order_of(PROFILE), kind(reason="hot"), 0.1)
-    assert (report.outcome, report.reason, report.body, report.blobs) == (outcome, "hot", b"", ())
-    assert read_result(decode(encode(report), Report), PROFILE) == kind(reason="hot")
+    report = report_of(order_of(PROFILE), kind(why=Why.HOT, reason="81.5 C"), 0.1)
+    assert (report.outcome, report.why, report.body, report.blobs) == (outcome, Why.HOT, b"", ())
+    assert b"81.5" not in encode(report)
+    assert read_result(decode(encode(report), Report), PROFILE) == kind(why=Why.HOT)
+
+
+def test_why_there_is_no_result_may_be_what_only_a_newer_fedge_knows() -> None:
+    report = encode(report_of(order_of(PROFILE), Failed(why=Why.ERROR), 0.1)).replace(b"error", b"flood")
+    assert read_result(decode(report, Report), PROFILE) == Failed(why=Why.OTHER)
+
+
+def test_every_reason_has_words() -> None:
+    assert len({why.words for why in Why}) == len(Why)
 
 
 def test_every_outcome_but_done_is_a_refusal() -> None:

@@ -23,6 +23,32 @@ def test_what_is_saved_is_loaded_and_for_the_owner_alone(tmp_path, y):
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
+def test_marks_are_kept(tmp_path):
+    Validation(np.ones((3, 3), np.float32), None, np.array([True, False, True])).save(tmp_path)
+
+    assert list(load_validation(tmp_path, TASK).told) == [False, True, False]
+
+
+def test_without_marks_all_may_be_told():
+    assert list(Validation(np.ones((2, 3), np.float32), None).told) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"sensitive": np.array([True])},
+        {"sensitive": np.array([0, 1])},
+        {"sensitive": np.array(["no", "yes"])},
+        {"Sensitive": np.array([True, False])},
+    ],
+)
+def test_marks_that_are_none_do_not_pass_for_no_marks(tmp_path, marks):
+    np.savez(tmp_path / FILE, x=np.ones((2, 3)), **marks)
+
+    with pytest.raises(ConfigError, match=FILE):
+        load_validation(tmp_path, TASK)
+
+
 def test_without_a_file_there_are_no_samples(tmp_path):
     assert load_validation(tmp_path, TASK).x.shape == (0, 3)
 

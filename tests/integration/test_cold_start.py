@@ -56,7 +56,7 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
     assert set(state.clients) == {"a", "b", "c", "d"}
     assert state.participations == dict.fromkeys("abcd", 2)
     runtime = newest(tmp_path / "e")
-    assert runtime.digest == state.installed["e"].bundle_digest
+    assert runtime.manifest.release == state.installed["e"].release
     assert runtime.manifest.method == "fedcoe"
 
     # The same by hand: rho from the gate in torch, theta_init by Eq. 13, logits plus t_c.

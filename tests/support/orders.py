@@ -6,9 +6,11 @@ import numpy as np
 
 from edge_agent.device import Device, Owner
 from edge_agent.worker import Worker
-from fedge import codec, models
-from fedge.messages import BlobRef, Codec, Order
-from fedge.step import Action, body_of
+from fedge import bundle, codec, models
+from fedge.bundle import Manifest
+from fedge.messages import BlobRef, Codec, Order, Role
+from fedge.step import Action, Result, body_of
+from fedge.steps.install import Installed
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, Selector, Tensors, digest_of, unflatten
@@ -108,3 +110,14 @@ def mixed_data(shared: tuple[np.ndarray, np.ndarray], sensitive: tuple[np.ndarra
     (x, y), (x_s, y_s) = shared, sensitive
     marks = np.arange(len(y) + len(y_s)) >= len(y)
     return DeviceData(np.concatenate([x, x_s]), np.concatenate([y, y_s]), marks, x[:0], y[:0])
+
+
+def manifest_of(home: Path, result: Result) -> Manifest:
+    """What the bundle is that a step wrote."""
+    assert isinstance(result, Installed), result
+    return bundle.look(home / "bundles" / str(result.release))[0]
+
+
+def roles_of(home: Path, result: Result) -> tuple[Role, ...]:
+    """Of the candidates in the bundle that a step wrote."""
+    return tuple(candidate.role for candidate in manifest_of(home, result).candidates)

@@ -15,7 +15,7 @@ import msgspec
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
-from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, decode, encode
+from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, Why, decode, encode
 from fedge.sgd import Sgd
 from fedge.step import Action, Failed, Result, body_of, installed_steps, read_action, read_result
 from fedge.steps.profile import Profile, Profiled
@@ -168,7 +168,7 @@ class EchoWorker:
                 shares = (len(fetch(extractor)) % 2 / 2,)
                 result = Profiled(extractor=extractor.digest, profile=shares, n_samples=3)
             case _:
-                result = Failed(reason="not for me")
+                result = Failed(why=Why.UNFIT)
         self.done.append(order.id)
         return Finished(result, blobs)
 

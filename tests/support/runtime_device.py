@@ -11,14 +11,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from deploy import load
 from deploy.answering import Answering
 from deploy.examination import Limits
-from deploy.link import Link
+from deploy.link import Link, Outcome
 from deploy.slots import Slots
 from deploy.trust import install_root
+from fedge.bundle import read
+from fedge.files import write_atomically
 from fedge.preprocess import apply
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
@@ -37,6 +40,7 @@ def prepare(home: Path, first: Path, root: bytes, *, labels_of: Path | None = No
     slots.switch()
     slots.confirm()
     install_root(home, root)
+    write_atomically(home / "outcome.json", msgspec.json.encode(Outcome(signed=(read(first).digest,))))  # a rollout's
     runtime = load(first if labels_of is None else labels_of)
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
         samples = np.tile(arrays["x"], (5, *[1] * (arrays["x"].ndim - 1)))

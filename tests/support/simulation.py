@@ -14,16 +14,19 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Device
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import State
 from deploy import load
 from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import models
-from fedge.messages import BlobRef
+from fedge.bundle import Manifest
+from fedge.messages import BlobRef, Role
 from fedge.models.training import CPU
 from fedge.step import Action
 from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
+from tests.support.orders import manifest_of
 
 OWNER = Owner(shares_private=True)
 
@@ -90,3 +93,13 @@ def predicted(worker: Worker, x: NDArray[np.float32], release: int = 1) -> NDArr
     how = worker.task.preprocessing
     raw = (x * how.std + how.mean) * how.scale
     return load(worker.home / "bundles" / str(release)).predict(raw).probabilities
+
+
+def manifests(fleet: Fleet, state: State) -> dict[str, Manifest]:
+    """Of the bundles that the devices ended with."""
+    return {i: manifest_of(fleet.workers[i].home, result) for i, result in state.installed.items()}
+
+
+def roles(fleet: Fleet, state: State) -> dict[str, tuple[Role, ...]]:
+    """Of the candidates in these bundles."""
+    return {i: tuple(c.role for c in manifest.candidates) for i, manifest in manifests(fleet, state).items()}

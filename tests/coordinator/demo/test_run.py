@@ -22,7 +22,6 @@ from fedge.broker import LocalBroker, free_port
 from fedge.errors import ConfigError, TransportError
 from fedge.sgd import Sgd
 from fedge.tasks import device_data, labelled, task_spec
-from fedge.tensors import digest_of
 from tests.support.simulation import digits
 
 
@@ -49,7 +48,7 @@ def test_the_same_seed_deals_the_same_samples(tmp_path: Path) -> None:
     assert any(not np.array_equal(one.shares[i].y_test, other.shares[i].y_test) for i in one.shares)
 
 
-def test_a_bundle_is_found_by_its_digest(tmp_path: Path) -> None:
+def test_a_bundle_is_found_by_its_release(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, devices=2, samples=100)
     cameras = deal(settings)
     summary = {"installed": {}}
@@ -58,7 +57,7 @@ def test_a_bundle_is_found_by_its_digest(tmp_path: Path) -> None:
             folder = tmp_path / device_id / "home" / "bundles" / release
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text(json.dumps([device_id, release]))
-        summary["installed"][device_id] = {"bundle_digest": digest_of(json.dumps([device_id, "2"]).encode())}
+        summary["installed"][device_id] = {"release": 2}
     found = installed_bundles(settings, cameras, summary)
     assert found == {i: tmp_path / i / "home" / "bundles" / "2" for i in cameras.shares}
 

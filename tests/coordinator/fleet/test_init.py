@@ -22,7 +22,7 @@ from coordinator.methods.fedavg import FedAvg
 from coordinator.store import Store
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Capabilities, Codec, Order, decode, encode
+from fedge.messages import BlobRef, Capabilities, Codec, Order, Why, decode, encode
 from fedge.sgd import Sgd
 from fedge.step import Action, Failed, Unsupported
 from fedge.steps.fit_mixture import FitMixture
@@ -346,10 +346,10 @@ async def test_a_step_between_two_streams_disturbs_nothing(mqtt: Devices) -> Non
     async def fail() -> None:
         order = await mqtt.devices["d02"].order("t")
         await answering
-        await mqtt.devices["d02"].report(order, Failed(reason="no"))
+        await mqtt.devices["d02"].report(order, Failed(why=Why.ERROR))
 
     failing = asyncio.create_task(fail())
-    assert (await fleet.run("t", {"d02": action}))["d02"].result == Failed(reason="no")
+    assert (await fleet.run("t", {"d02": action}))["d02"].result == Failed(why=Why.ERROR)
     await failing
     assert [answer.device_id async for answer in fleet.stream("u", {})] == ["d01"]
 

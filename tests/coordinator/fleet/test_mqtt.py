@@ -23,7 +23,7 @@ from coordinator.store import EXPIRED, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ProtocolError, StoreError
-from fedge.messages import Capabilities, Codec, Outcome, Report, Want
+from fedge.messages import Capabilities, Codec, Outcome, Report, Want, Why
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed, Result, Unsupported
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
@@ -137,8 +137,8 @@ async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
     fleet._decide = counting  # type: ignore[method-assign]
     action = train(fleet)
     running = asyncio.create_task(fleet.run("train", {"a": action, "silent": action}))
-    await a.report(await a.order("train"), Declined(reason="hot"))
-    assert await running == {"a": Answer("a", Declined(reason="hot"), 0.5), "silent": Answer("silent", None)}
+    await a.report(await a.order("train"), Declined(why=Why.HOT))
+    assert await running == {"a": Answer("a", Declined(why=Why.HOT), 0.5), "silent": Answer("silent", None)}
     assert ticks < 20  # it slept meanwhile
     silent = store.entry("r.1.train.silent")
     assert silent is not None
@@ -240,8 +240,8 @@ async def test_a_device_that_comes_back_gets_its_order_at_once(
     await a.order("train")
     await a.appear("2")
     order = await a.order("train", count=2)
-    await a.report(order, Declined(reason="hot"))
-    assert (await running)["a"].result == Declined(reason="hot")
+    await a.report(order, Declined(why=Why.HOT))
+    assert (await running)["a"].result == Declined(why=Why.HOT)
 
 
 # -------------------------------------------------------------------------------------------------- bad devices
@@ -411,8 +411,11 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
     fleet._observe = lambda event, fields: events.append(fields) if event == "problem" else None
     running = asyncio.create_task(fleet.run("trial", dict.fromkeys(names, DescribeLabels())))
     results: tuple[Result, ...] = (
-        Declined(reason="hot"), Failed(reason="no torch"), Tried(), LabelsDescribed(feature=1, n_samples=5),
-    )  # fmt: skip
+        Declined(why=Why.HOT),
+        Failed(why=Why.ERROR, reason="no torch"),
+        Tried(),
+        LabelsDescribed(feature=1, n_samples=5),
+    )
     with caplog.at_level(logging.WARNING, "fedge"):
         for device, result in zip((*devices[:3], devices[4]), results, strict=True):
             await device.report(await device.order("trial"), result)
@@ -422,16 +425,17 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
     mismatch = f"task-mismatch: declines has task {OTHER_TASK.fingerprint()}, we have {TASK.fingerprint()}"
     assert reasons.pop("declines").startswith(mismatch)
     assert reasons == {
-        "fails": "failed: no torch",
+        "fails": "failed: its own code failed; the log of fails says more",
         "rejected": "malformed: LabelsDescribed: Object missing required field `feature`",
         "silent": "no report before the deadline",
     }
-    for device, reason in {**reasons, "declines": "declined: hot"}.items():
+    declined = "declined: it is too hot; the log of declines says more"
+    for device, reason in {**reasons, "declines": declined}.items():
         assert f"device={device} order=r.1.trial.{device} reason={reason!r}" in caplog.text
         assert events.count({"device": device, "round": 1, "reason": reason}) == 1
     again = make_fleet(one_broker, store)
     again._take(2, fleet.devices())
-    assert {i: p.reason for i, p in again.problems.items()} == {**reasons, "declines": "declined: hot"}
+    assert {i: p.reason for i, p in again.problems.items()} == {**reasons, "declines": declined}
 
 
 async def test_a_slow_device_gets_the_time_that_it_needs_also_after_a_restart(
@@ -484,7 +488,7 @@ async def test_a_device_gets_the_models_of_the_step_and_nobody_elses_update(
     await a.say("wants", Want(device_id="a", digest=secret.digest, ranges=((0, secret.size_bytes),)))
     await a.say("wants", Want(device_id="b", digest=secret.digest, ranges=((0, 1),)))
     for device in (a, b):
-        await device.report(await device.order("train"), Declined(reason="hot"))
+        await device.report(await device.order("train"), Declined(why=Why.HOT))
     await running
     await until(lambda: fleet._counted.total() == 2)
     counts = fleet.take_counts()
@@ -539,7 +543,7 @@ async def test_a_device_that_lacks_a_step_is_not_asked_and_shown_with_the_reason
     await until(lambda: fleet.registry.online()[1].steps is not None)
     fleet._take(1, fleet.registry.online())
     running = asyncio.create_task(fleet.run("train", dict.fromkeys(("a", "old"), train(fleet))))
-    await a.report(await a.order("train"), Declined(reason="hot"))
+    await a.report(await a.order("train"), Declined(why=Why.HOT))
     answers = await running
     assert isinstance(answers["old"].result, Unsupported)
     assert "step train version 1" in fleet.problems["old"].reason

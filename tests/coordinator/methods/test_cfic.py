@@ -12,7 +12,7 @@ from coordinator.methods.cfic import CficState, Description, clusters
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd
-from tests.support.simulation import digits, predicted
+from tests.support.simulation import digits, manifests, predicted
 
 EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32}
 
@@ -167,7 +167,7 @@ async def test_equal_seeds_give_equal_states_and_fine_tuning_ends_it(tmp_path) -
         method = make("cfic+ft", MethodSettings(rounds=3, participation=0.5, seed=7))
         states.append(await run(method, method.init(layout, first), fleet))
     assert dump(states[0]) == dump(states[1])
-    assert len({result.bundle_digest for result in states[0].installed.values()}) == 6
+    assert len({manifest.candidates[0].part for manifest in manifests(fleet, states[1]).values()}) == 6
 
 
 async def test_a_correction_that_outweighs_training_is_said_once(tmp_path, caplog) -> None:

@@ -16,6 +16,7 @@ from fedge.models import initial
 from fedge.sgd import Sgd
 from fedge.tasks import partition, pool, share_data
 from fedge.tensors import unflatten
+from tests.support.orders import roles_of
 from tests.support.simulation import digits
 
 
@@ -63,4 +64,6 @@ async def test_it_splits_nothing_and_takes_a_network_without_a_head(tmp_path: Pa
     fleet = SimulatedFleet(spec, layout, workers, seed=0)
     method = Ditto(settings())
     state = await run(method, method.init(layout, fleet.put(unflatten(first, layout))), fleet)
-    assert {i: done.roles for i, done in state.installed.items()} == dict.fromkeys(workers, (Role.PRIVATE,))
+    assert {i: roles_of(workers[i].home, done) for i, done in state.installed.items()} == dict.fromkeys(
+        workers, (Role.PRIVATE,)
+    )

@@ -41,7 +41,8 @@ from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train
 from fedge.tensors import flatten, from_bytes
-from tests.support.simulation import Fleet, digits, predicted
+from tests.support.simulation import Fleet, digits, manifests, predicted
+from tests.support.simulation import roles as roles_of
 
 BOUND = 11
 """Rounds within which every reachable device is asked: F + ceil(N_k / ceil(m/4)) + 1 (FedEPC section 5.5), N_k <= 6."""
@@ -539,8 +540,8 @@ async def test_the_local_model_can_be_kept_out_or_in_and_the_energy_off(tmp_path
     state = await run(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert (state.pool.local, state.pool.beta) == (roles == 3, 0.0)
-    assert {len(result.roles) for result in state.installed.values()} == {roles}
-    assert {Role.LOCAL in result.roles for result in state.installed.values()} == {roles == 3}
+    assert {len(found) for found in roles_of(fleet, state).values()} == {roles}
+    assert {Role.LOCAL in found for found in roles_of(fleet, state).values()} == {roles == 3}
     for i in state.installed:  # so strong a shrinkage leaves the pooled weights
         manifest = read_bundle(tmp_path / i / "bundles" / "1").manifest
         for candidate in manifest.candidates:
@@ -568,7 +569,7 @@ async def test_candidates_may_be_left_out_of_the_mixture(tmp_path, kind, options
     state = await run(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert bool(state.experts) == (options.get("split") == "always")
-    assert {result.roles for result in state.installed.values()} == {roles}
+    assert set(roles_of(fleet, state).values()) == {roles}
     assert tuple(state.pool.weights) == roles
 
 
@@ -586,7 +587,7 @@ def fitted_on(worker: Worker) -> Fitted:
     ],
 )
 async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(tmp_path, role, kind) -> None:
-    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    fleet, layout, first, _ = digits(tmp_path, n=4, limit=400, sensitive=0.0)  # no shadows
     method = with_options(kind=kind, rounds=3)
     state = await run(method, method.init(layout, first), fleet)
     assert state.pool is not None
@@ -595,7 +596,7 @@ async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(
         model = flatten(from_bytes(fitted_on(worker).models[role]), layout)
         q = calibrated(worker.network.logits(model, x), final_prior(worker), state.pool.calibration[role])
         np.testing.assert_allclose(predicted(worker, x), np.exp(q), atol=1e-4)
-        assert not state.installed[i].guarded
+        assert manifests(fleet, state)[i].fusion.guard is None
 
 
 async def test_a_device_that_lacks_the_one_candidate_takes_the_global_model(tmp_path) -> None:
@@ -605,8 +606,7 @@ async def test_a_device_that_lacks_the_one_candidate_takes_the_global_model(tmp_
     fleet.give("d00", dataclasses.replace(data, **one))
     method = with_options(kind=default_method.PrivateAlone, rounds=1)
     state = await run(method, method.init(layout, first), fleet)
-    roles = {i: result.roles for i, result in state.installed.items()}
-    assert roles == {"d00": (Role.GLOBAL,)} | dict.fromkeys(("d01", "d02", "d03"), (Role.PRIVATE,))
+    assert roles_of(fleet, state) == {"d00": (Role.GLOBAL,)} | dict.fromkeys(("d01", "d02", "d03"), (Role.PRIVATE,))
 
 
 async def test_uniform_weights_are_uniform_and_learned_ones_are_not(tmp_path) -> None:
@@ -629,8 +629,8 @@ async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupte
     method = Fedge(settings)
     straight = await run(method, method.init(layout, first), fleet)
     assert set(straight.installed) == {f"d{i:02d}" for i in range(6)}
-    assert all(Role.GLOBAL in result.roles for result in straight.installed.values())
-    assert all(result.max_abs_diff < 1e-4 for result in straight.installed.values())
+    assert all(Role.GLOBAL in found for found in roles_of(fleet, straight).values())
+    assert all(manifest.max_abs_diff < 1e-4 for manifest in manifests(fleet, straight).values())
     assert straight.pool is not None
     assert sum(straight.pool.weights.values()) == pytest.approx(1)
     summary = method.summary(straight)
@@ -694,7 +694,7 @@ async def test_shift_installs_the_shared_model_alone(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = with_options(rounds=3, mode="shift")
     state = await run(method, method.init(layout, first), fleet)
-    assert {result.roles for result in state.installed.values()} == {(Role.GLOBAL,)}
+    assert set(roles_of(fleet, state).values()) == {(Role.GLOBAL,)}
     assert len(state.installed) == 4
 
 
@@ -710,7 +710,7 @@ async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_
     fleet.round = state.round + 1
     after = await method.welcome(state, fleet)
     assert set(after.installed) == {"d00", "d01", "d02", "d03", "d04"}
-    assert after.installed["d04"].roles[0] is Role.PRIVATE
+    assert roles_of(fleet, after)["d04"][0] is Role.PRIVATE
     assert {device for _, _, device in fleet.asked} == {"d04"}
     assert after.pool == state.pool
     assert await method.welcome(after, fleet) == after
@@ -744,15 +744,16 @@ def test_a_device_that_drifts_is_profiled_anew() -> None:
 
 @pytest.mark.parametrize("kind", [default_method.NoFinalFit, default_method.NoGuard])
 async def test_final_fit_and_guard_can_be_switched_off(tmp_path, kind) -> None:
-    digests = []
+    parts = []
     for on in (True, False):
         fleet, layout, first, _ = digits(tmp_path / str(on), n=4, limit=400)
         method = with_options(rounds=2, kind=Fedge if on else kind)
         state = await run(method, method.init(layout, first), fleet)
-        digests.append([result.bundle_digest for result in state.installed.values()])
+        found = manifests(fleet, state).values()
+        parts.append([candidate.part for manifest in found for candidate in manifest.candidates])
         if not on and kind is default_method.NoGuard:
-            assert not any(result.guarded for result in state.installed.values())
-    assert kind is default_method.NoGuard or digests[0] != digests[1]
+            assert all(manifest.fusion.guard is None for manifest in found)
+    assert kind is default_method.NoGuard or parts[0] != parts[1]
 
 
 @pytest.mark.parametrize("selection", ["fastest", "stratified"])
@@ -815,5 +816,5 @@ async def test_with_pilots_the_others_fit_a_local_model_only_if_it_comes_in(
     asked_late = {device for _, step, device in fleet.asked if step == "local"}
     assert len(have_one) == (6 if comes_in else 2)
     assert len(asked_late) == (4 if comes_in else 0)
-    assert all((Role.LOCAL in result.roles) == comes_in for result in state.installed.values())
+    assert all((Role.LOCAL in found) == comes_in for found in roles_of(fleet, state).values())
     assert len(state.installed) == 6

@@ -28,7 +28,7 @@ from fedge.steps.train import Train, Trained
 from fedge.steps.train_ditto import TrainDitto
 from fedge.tasks import task_spec
 from fedge.tensors import BASE, HEAD, Layout, TensorInfo
-from tests.support.simulation import Fleet, digits, predicted
+from tests.support.simulation import Fleet, digits, predicted, roles
 
 NAMES = ("dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg")
 every = pytest.mark.parametrize("name", NAMES)
@@ -71,8 +71,8 @@ async def test_runs_to_bundles_that_predict_what_torch_does(tmp_path: Path, name
     state = await run(method, state, fleet)
     assert method.done(state)
     assert set(state.installed) == {f"d{i:02d}" for i in range(5)}
-    for i, result in state.installed.items():
-        assert (result.roles, result.guarded) == ((Role.PRIVATE,), False)
+    for i in state.installed:
+        assert roles(fleet, state)[i] == (Role.PRIVATE,)
         device = fleet.workers[i]
         served = fleet.get(method.serves(state, i), layout)
         found = logits(device, device.personal(served), device.data.x_val)

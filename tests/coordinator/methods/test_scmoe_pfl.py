@@ -19,7 +19,7 @@ from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
 from fedge.tensors import unflatten
-from tests.support.simulation import digits
+from tests.support.simulation import digits, manifests, roles
 
 
 def method_of(rounds: int = 4, participation: float = 1.0, **options: object) -> ScmoePfl:
@@ -180,10 +180,11 @@ async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     state = await run(method, method.init(layout, first), fleet)
     assert load(dump(state), ScmoeState) == state
     assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
-    for device_id, result in state.installed.items():
-        assert result.roles[0] is Role.PRIVATE
-        assert len(result.roles) > 1
-        assert result.max_abs_diff < 1e-4
+    for device_id, manifest in manifests(fleet, state).items():
+        found = roles(fleet, state)[device_id]
+        assert found[0] is Role.PRIVATE
+        assert len(found) > 1
+        assert manifest.max_abs_diff < 1e-4
         prediction = load_bundle(tmp_path / device_id / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32))
         np.testing.assert_allclose(prediction.probabilities.sum(axis=1), 1, atol=1e-5)
     if options.get("clustering") == "k-means":

@@ -18,7 +18,7 @@ from fedge.steps.install import Installed
 from fedge.steps.train import Start
 from fedge.stopping import StoppedError
 from tests.support.candidates import FIT_ENERGY, FIT_WEIGHTS, WITH_LOCAL, Mixing, fit_candidates, fit_gate
-from tests.support.orders import Blobs, device, device_data, order, worker
+from tests.support.orders import Blobs, device, device_data, order, roles_of, worker
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_private_model_may_start_from_the_initial_model_and_take_a_number_of
     assert losses["initial"] == losses["plain"] != losses["best"]
     assert losses["initial, 7"] == losses["plain, 7"] != losses["plain"]
     assert kept["initial, 7"].private_steps == 7
-    starts = {name: one.models[one.private_start] for name, one in kept.items()}
+    starts = {name: one.models[one.plan.private_start] for name, one in kept.items()}
     assert starts["initial, 7"] == starts["plain"] != starts["best"]
 
 
@@ -97,7 +97,7 @@ def test_every_order_done_twice_or_after_a_restart_gives_the_same(tmp_path: Path
 
 @pytest.mark.parametrize(("n", "m"), [(40, 0), (1, 3), (0, 0), (2, 1), (30, 12)])
 def test_devices_with_little_data_get_a_mixture_of_what_they_have(tmp_path: Path, n: int, m: int) -> None:
-    data = device_data(n, m)
+    data = device_data(n, m, sensitive=0)
     here = Mixing(tmp_path, replace(data, y_train=data.y_train * 0), experts=0)  # one class only
     fitted = here.does(here.fit)
     assert isinstance(fitted, CandidatesFitted), fitted
@@ -112,4 +112,4 @@ def test_devices_with_little_data_get_a_mixture_of_what_they_have(tmp_path: Path
     assert isinstance(here.does(FIT_ENERGY), EnergyFitted)
     installed = here.does(fit_gate(WITH_LOCAL))
     assert isinstance(installed, Installed), installed
-    assert set(installed.roles) == expected
+    assert set(roles_of(tmp_path, installed)) == expected

@@ -11,7 +11,7 @@ from fedge.step import Failed
 from fedge.steps.install import Installed
 from fedge.steps.train import Start
 from tests.support.candidates import FIT_ENERGY, FIT_WEIGHTS, WITH_LOCAL, WITHOUT_LOCAL, Mixing, fit_gate
-from tests.support.orders import device_data
+from tests.support.orders import device_data, manifest_of, roles_of
 
 
 def test_the_whole_personalisation_ends_in_a_bundle_that_predicts(tmp_path: Path) -> None:
@@ -22,10 +22,9 @@ def test_the_whole_personalisation_ends_in_a_bundle_that_predicts(tmp_path: Path
         installed = here.does(fit_gate(pooled), f"gate-{release}")
         assert isinstance(installed, Installed), installed
         assert installed.release == release
-        assert set(pooled) <= set(installed.roles)
-        assert installed.max_abs_diff < 1e-4
+        assert set(pooled) <= set(roles_of(tmp_path, installed))
+        assert manifest_of(tmp_path, installed).max_abs_diff < 1e-4
         runtime = load(tmp_path / "bundles" / str(release))
-        assert runtime.digest == installed.bundle_digest
     x, y = here.worker.data.validation
     assert np.mean(runtime.predict(x).class_index == y) > 0.7
 
@@ -58,11 +57,12 @@ def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(
     here.does(fit)
     installed = here.does(fit_gate({Role.GLOBAL: 1.0}))
     assert isinstance(installed, Installed), installed
-    assert installed.guarded
-    assert installed.roles == (Role.GLOBAL, Role.LOCAL)
+    assert manifest_of(tmp_path, installed).fusion.guard is not None
+    assert roles_of(tmp_path, installed) == (Role.GLOBAL, Role.LOCAL)
     unguarded = here.does(fit_gate({Role.GLOBAL: 1.0}, guard=False), "again")
     assert isinstance(unguarded, Installed), unguarded
-    assert (unguarded.guarded, unguarded.roles) == (False, (Role.GLOBAL,))
+    assert manifest_of(tmp_path, unguarded).fusion.guard is None
+    assert roles_of(tmp_path, unguarded) == (Role.GLOBAL,)
 
 
 def test_without_candidates_it_fails_and_no_release_is_used_up(tmp_path: Path) -> None:

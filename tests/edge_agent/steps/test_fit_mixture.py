@@ -21,7 +21,7 @@ from fedge.steps.fit_mixture import FitMixture
 from fedge.steps.install import Installed
 from fedge.steps.train import Start
 from fedge.tensors import flatten, from_bytes
-from tests.support.orders import TASK, Blobs, device, device_data, order, worker
+from tests.support.orders import TASK, Blobs, device, device_data, order, roles_of, worker
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def printed_formula(s, logits, top=2):
 @pytest.mark.parametrize("top", [1, 2, 8])
 def test_the_bundle_is_the_printed_formula(tmp_path, blobs, top) -> None:
     own, result, runtime = fitted(tmp_path, blobs, top=top)
-    assert result.roles == (Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
+    assert roles_of(tmp_path, result) == (Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
     x = own.data.x_val
     expected = printed_formula(gate_scores(tmp_path, x), logits_of_candidates(own, tmp_path, x), top)
     found = runtime.predict(x)
@@ -172,7 +172,7 @@ def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
 
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
     own, result, runtime = fitted(tmp_path, blobs, experts=2, alone="average")
-    assert result.roles == (Role.EXPERT,)
+    assert roles_of(tmp_path, result) == (Role.EXPERT,)
     mean = private_model.mean_model([own.model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
     logits = evaluation.logits(own, mean, own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
@@ -182,7 +182,7 @@ def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model
 def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> None:
     """Section 17.2: the highest validation accuracy, then the lowest cross-entropy; nothing is mixed into it."""
     own, result, runtime = fitted(tmp_path, blobs, experts=5, alone="best")
-    assert result.roles == (Role.EXPERT,)
+    assert roles_of(tmp_path, result) == (Role.EXPERT,)
     models = [own.model(blobs.model(10 + k, scale=4.0)) for k in range(5)]
     ranks = [evaluation.rank(own, model, "accuracy") for model in models]
     assert ranks[0] != max(ranks), "the first one is not the best by chance"
@@ -194,13 +194,13 @@ def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> No
 def test_the_private_model_can_serve_alone(tmp_path, blobs) -> None:
     """Section 17.1: the same that the mixture has; a device without one mixes its experts."""
     own, result, runtime = fitted(tmp_path / "alone", blobs, alone="private")
-    assert result.roles == (Role.PRIVATE,)
+    assert roles_of(tmp_path / "alone", result) == (Role.PRIVATE,)
     fitted(tmp_path / "mixed", blobs)
     alone, mixed = (read(tmp_path / name / "bundles" / "1").manifest.candidates[0] for name in ("alone", "mixed"))
     assert alone.part == mixed.part
     np.testing.assert_allclose(runtime.predict(own.data.x_val).weights, 1)
     _, without, _ = fitted(tmp_path / "without", blobs, device_data(0, 0), alone="private")
-    assert set(without.roles) == {Role.EXPERT}
+    assert set(roles_of(tmp_path / "without", without)) == {Role.EXPERT}
 
 
 def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> None:
@@ -235,7 +235,7 @@ def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
 def test_a_device_without_data_is_a_consumer_of_experts(tmp_path, blobs) -> None:
     nothing = device_data(0, 0)
     _, result, _ = fitted(tmp_path, blobs, nothing, experts=1)
-    assert result.roles == (Role.EXPERT,)
+    assert roles_of(tmp_path, result) == (Role.EXPERT,)
     alone = worker(tmp_path / "e", nothing).execute(order(mixture_of(blobs, experts=())), blobs).result
     assert "nothing to predict with" in alone.reason
 

@@ -30,7 +30,7 @@ from fedge.steps.train_dbe import TrainDbe
 from fedge.steps.train_ditto import TrainDitto
 from fedge.steps.train_rod import TrainRod
 from fedge.tensors import BASE, HEAD, to_bytes
-from tests.support.orders import TASK, Blobs, D, device_data, order, worker
+from tests.support.orders import TASK, Blobs, D, device_data, manifest_of, order, roles_of, worker
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_every_base_ends_in_a_bundle_over_the_pool(tmp_path, base, preset) -> No
     mine = device.module()
     result = device.fit([device.module(), mine, None, device.module(), device.module()], own=1, preset=preset)
     assert isinstance(result, Installed), result
-    assert result.roles == (Role.EXPERT, Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
-    assert result.max_abs_diff < 1e-4
+    assert roles_of(tmp_path, result) == (Role.EXPERT, Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
+    assert manifest_of(tmp_path, result).max_abs_diff < 1e-4
     found = device.predict(device.worker.data.x_val)
     assert (found.weights[:, 2] == 0).all(), "a client that is gone"
     if preset == "anchored":
@@ -275,7 +275,7 @@ def test_a_module_whose_output_overflows_is_dropped_and_spoils_no_gate(tmp_path,
     huge = device.blobs.put({t.name: np.full(t.shape, 3e38, np.float32) for t in device.layout.tensors})
     result = device.fit([device.module(), huge, device.module(), device.module()])
     assert isinstance(result, Installed), result
-    assert len(result.roles) == 4
+    assert len(roles_of(tmp_path, result)) == 4
     weights = device.predict(device.worker.data.x_val).weights
     assert np.isfinite(weights).all()
     assert (weights[:, 1] == 0).all()
@@ -287,14 +287,16 @@ def test_where_the_gate_diverges_the_own_module_serves(tmp_path, monkeypatch: py
     device.train()
     result = device.fit([device.module() for _ in range(5)])
     assert isinstance(result, Installed), result
-    assert (result.roles, result.guarded) == ((Role.PRIVATE,), True)
+    assert roles_of(tmp_path, result) == (Role.PRIVATE,)
 
 
 def test_alone_in_the_pool_the_own_module_serves(tmp_path) -> None:
     device = Device(tmp_path, "fedper")
     device.train()
     for pool in ([device.module()], [device.module(), None, None], [device.module(), device.module()]):
-        assert device.fit(pool).roles == (Role.PRIVATE,)  # the last: k = 1, no gradient for an anchored gate
+        assert roles_of(tmp_path, device.fit(pool)) == (
+            Role.PRIVATE,
+        )  # the last: k = 1, no gradient for an anchored gate
 
 
 def test_without_an_own_module_it_fails(tmp_path) -> None:
@@ -319,7 +321,7 @@ def test_the_guard_serves_the_own_module_where_the_mixture_is_worse(tmp_path, mo
 
     monkeypatch.setattr(stage2, "_predict", wrong)
     result = device.fit([device.module()] * 3, guard=True)
-    assert (result.guarded, result.roles) == (True, (Role.PRIVATE,))
+    assert roles_of(tmp_path, result) == (Role.PRIVATE,)
 
 
 def test_the_bundle_has_the_gate_that_was_trained(tmp_path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedge.messages import Why
 from fedge.step import Declined
 from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.tensors import from_bytes
@@ -26,4 +27,4 @@ def test_without_shareable_samples_it_is_declined(tmp_path: Path) -> None:
     blobs = Blobs()
     device = worker(tmp_path, device_data(sensitive=1.0))
     result = device.execute(order(MeanFeatures(model=blobs.model(1))), blobs).result
-    assert result == Declined(reason="no shareable samples")
+    assert result == Declined(why=Why.NO_DATA)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedge.messages import Why
 from fedge.step import Declined
 from fedge.steps.profile import Profile, Profiled
 from fedge.tasks import DeviceData
@@ -45,4 +46,4 @@ def test_without_shareable_samples_it_is_declined(tmp_path: Path) -> None:
     blobs = Blobs()
     own = worker(tmp_path, device_data(sensitive=1.0))
     result = own.execute(order(Profile(extractor=blobs.model(1))), blobs).result
-    assert result == Declined(reason="no shareable samples")
+    assert result == Declined(why=Why.NO_DATA)

@@ -56,8 +56,7 @@ def module_of(finished: Finished) -> dict[str, np.ndarray]:
     [
         (Train, {"personal": HEAD}),
         (Train, {"personal": BASE}),
-        (TrainDitto, {"proximal_lambda": 0.1}),
-        (TrainRod, {"choose": "loss"}),
+        (TrainRod, {"poolable": True}),
         (TrainDbe, {"global_mean": Blobs().put({"mean": np.ones(D, np.float32)})}),
     ],
 )
@@ -74,6 +73,14 @@ def test_what_was_kept_is_shared_under_its_own_names(
     assert expected is not None
     assert {name: t.shape for name, t in found.items()} == {t.name: t.shape for t in layout.tensors}
     assert all((found[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [(TrainDitto, {"proximal_lambda": 0.1}), (TrainRod, {"choose": "loss"})])
+def test_what_learned_from_all_samples_stays_whether_any_is_sensitive_or_not(
+    tmp_path: Path, blobs: Blobs, kind: type[Train], fields: dict[str, Any]
+) -> None:
+    train(tmp_path, blobs, kind, **fields)
+    assert isinstance(share(tmp_path, blobs, kept_by=kind.STEP, personal=()).result, Declined)
 
 
 def test_who_never_trained_declines_and_who_kept_something_else_fails(tmp_path: Path, blobs: Blobs) -> None:

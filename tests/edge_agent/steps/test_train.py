@@ -18,7 +18,7 @@ from edge_agent.steps.train import learn_split
 from edge_agent.worker import Finished, Worker
 from fedge import codec, models
 from fedge.errors import StoreError
-from fedge.messages import BlobRef, Codec
+from fedge.messages import BlobRef, Codec, Why
 from fedge.models.training import Network, Trainer, mean_loss
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed, Result
@@ -31,7 +31,19 @@ from fedge.stopping import StoppedError
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import BASE, HEAD, Model, Selector, Tensors, from_bytes, unflatten
-from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, device, device_data, order, part_of, worker
+from tests.support.orders import (
+    INITIAL,
+    LAYOUT,
+    TASK,
+    Blobs,
+    D,
+    device,
+    device_data,
+    manifest_of,
+    order,
+    part_of,
+    worker,
+)
 
 SGD = Sgd(steps=6, batch_size=8)
 LONGER = Sgd(steps=12)
@@ -187,7 +199,7 @@ def test_the_bundle_predicts_what_the_device_would(tmp_path: Path, blobs: Blobs,
     assert np.abs(expected - probabilities(own, served)).max() > 1e-3
     found = load_bundle(tmp_path / "bundles" / "1").predict(own.data.x_val).probabilities
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert result.max_abs_diff < 1e-5
+    assert manifest_of(tmp_path, result).max_abs_diff < 1e-5
 
 
 @every
@@ -278,13 +290,18 @@ def test_a_training_that_diverges_sends_and_keeps_nothing(tmp_path: Path, blobs:
     assert store_of(tmp_path) == files
 
 
-def test_a_personal_model_that_diverges_alone_spoils_the_round_but_not_the_store(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_personal_model_that_diverges_alone_stays_as_it_was_and_nobody_is_told(tmp_path: Path, blobs: Blobs) -> None:
+    """It learns from sensitive samples, too."""
     own = worker(tmp_path)
     own.execute(order(train("ditto", blobs, 1), 1), blobs)
-    files = store_of(tmp_path)
-    wild = train("ditto", blobs, 2, proximal_lambda=1e30)
-    assert isinstance(own.execute(order(wild, 2), blobs).result, Failed)
-    assert store_of(tmp_path) == files
+    tame, wild = train("ditto", blobs, 2), train("ditto", blobs, 2, proximal_lambda=1e30)
+    kept = own.device(order(tame, 2), blobs).kept("train_ditto", LAYOUT)
+    found = own.execute(order(wild, 2), blobs)
+    again = own.device(order(tame, 3), blobs).kept("train_ditto", LAYOUT)
+    assert kept is not None
+    assert again is not None
+    assert all((kept[name] == again[name]).all() for name in kept)
+    assert found == worker(tmp_path / "other").execute(order(tame, 2), blobs)
 
 
 def test_the_best_of_several_starts_is_that_with_the_own_part(tmp_path: Path, blobs: Blobs) -> None:
@@ -507,7 +524,7 @@ def test_the_start_with_the_smallest_validation_loss_is_taken_the_first_on_a_tie
 
 def test_without_shareable_samples_nothing_is_sent(tmp_path: Path, blobs: Blobs) -> None:
     finished = done(tmp_path, plain(blobs), blobs, device_data(sensitive=1.0))
-    assert finished.result == Declined(reason="no shareable samples")
+    assert finished.result == Declined(why=Why.NO_DATA)
     assert not finished.blobs
 
 
