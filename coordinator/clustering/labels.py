@@ -1,7 +1,8 @@
 """Clusters by label feature: devices with the same majority label belong together.
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025; specification
-docs/methods/cfic.md, sections 3 and 4. The feature itself, psi, is found on the device (`edge_agent.labels`).
+docs/methods/cfic.md, sections 3 and 4. The feature itself, psi, is found on the device
+(`edge_agent.steps.describe_labels`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec, Context, Order, Report
-from fedge.step import Action, Refusal, Result, body_of, read_result
+from fedge.step import Action, Refusal, Result, body_of, read_result, require
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
 
@@ -94,8 +94,17 @@ def checked(action: Action, report: Report, task: TaskSpec) -> Result:
     Raises:
         ProtocolError: `malformed`, `not-finite`, `wrong-result`, or what the step's own check says.
     """
-    result = read_result(report, action)
+    return answering(action, read_result(report, action), task)
+
+
+def answering(action: Action, result: Result, task: TaskSpec) -> Result:
+    """The result, if it answers the action in this task: the one check of both fleets.
+
+    Raises:
+        ProtocolError: `wrong-result`, or what the step's own check says.
+    """
     if not isinstance(result, Refusal):
+        require(isinstance(result, action.RESULT), f"{type(result).__name__} does not answer {action.STEP}")
         action.check(result, task)
     return result
 
@@ -124,7 +133,7 @@ class Fleet(Protocol):
         """Those that can be asked to train, by ascending id; a snapshot taken and stored when the round began."""
 
     def inference_only(self) -> tuple[Device, ...]:
-        """Those that cannot train, by ascending id, of the same snapshot: for `Route` and `InstallBundle` alone."""
+        """Those that cannot train, by ascending id, of the same snapshot: for steps that need no torch alone."""
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Have each device do its action; answers by ascending device id, one for each action.

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, clock, order_for, require_sendable
+from coordinator.fleet import Answer, Device, answering, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.methods import Method, S
@@ -224,9 +224,14 @@ class SimulatedFleet:
         taken = self._seconds(label, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
         if self._deadline_s is not None and taken > self._deadline_s:
             return Answer(device_id, None, self._deadline_s, self.round)
+        try:
+            result = answering(action, finished.result, self.task)
+        except ProtocolError as error:
+            log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
+            return Answer(device_id, None, taken, self.round)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
-        return Answer(device_id, finished.result, taken, self.round)
+        return Answer(device_id, result, taken, self.round)
 
     def _downloaded(self, device_id: str, action: Action) -> int:
         """Bytes of the models that an order names and its device does not have from the orders before."""

@@ -159,6 +159,7 @@ class FedEpc(Method[FedEpcState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
     REFUSED: ClassVar[Mapping[str, str]] = {
+        "extractor=proxy": "it is called server now",
         **dict.fromkeys(
             ("eta", "gamma", "proximal_mu", "theta_merge", "theta_split", "unit", "weighted"), "its default stands"
         ),

@@ -9,15 +9,18 @@ from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
 from edge_agent.batched import one_by_one
-from edge_agent.device import CACHED_MODELS
+from edge_agent.device import CACHED_MODELS, Fetch
+from edge_agent.worker import Finished, Worker
 from fedge import codec
 from fedge.errors import ProtocolError
-from fedge.messages import Codec
+from fedge.messages import Codec, Order
 from fedge.models import initial
 from fedge.sgd import Sgd
-from fedge.step import Declined
+from fedge.step import Action, Declined
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.train import Start, Train, Trained
-from fedge.steps.trial import Trial
+from fedge.steps.trial import Trial, Tried
+from fedge.stopping import Stop, never
 from fedge.tensors import HEAD, unflatten
 from tests.support.simulation import digits
 
@@ -202,3 +205,20 @@ async def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_pat
 
     assert await history(1) == await history(1)
     assert (await history(1))[1:] != (await history(2))[1:]
+
+
+class Liar(Worker):
+    """Answers every order with a result of another step."""
+
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
+        del order, fetch, stop, action
+        return Finished(Tried(delta=0.5))
+
+
+async def test_a_result_that_does_not_answer_is_none_as_over_mqtt(tmp_path) -> None:
+    fleet, *_ = digits(tmp_path, n=2)
+    honest = fleet.workers["d00"]
+    fleet.workers["d01"] = Liar("d01", honest.task, honest.data, tmp_path / "liar")
+    answers = await fleet.run("labels", dict.fromkeys(("d00", "d01"), DescribeLabels()))
+    assert isinstance(answers["d00"].result, LabelsDescribed)
+    assert answers["d01"].result is None
