@@ -55,7 +55,7 @@ def examination_of(child: Process) -> psutil.Process | None:
     """The process in which a bundle is being examined, stopped where it is."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for found in psutil.Process(child.pid).children():
-            if "deploy.examination" in found.cmdline():
+            if "deploy.examination:examined" in found.cmdline():
                 found.suspend()
                 return found
     return None
