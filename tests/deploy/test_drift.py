@@ -10,6 +10,12 @@ pytestmark = pytest.mark.torch_free
 NAN = math.nan
 
 
+def yardstick(rng, n):
+    """What a bundle that was made with n such samples carries."""
+    found, _ = reference(*outputs(rng, n))
+    return found
+
+
 def outputs(rng, n, *, shift=0.0):
     """Weights and energies of n samples, two candidates."""
     first = rng.beta(8, 2, n)
@@ -19,7 +25,7 @@ def outputs(rng, n, *, shift=0.0):
 @pytest.mark.parametrize("seed", range(20))
 def test_samples_like_those_before_are_no_drift(seed):
     rng = np.random.default_rng(seed)
-    drift = Drift(reference(*outputs(rng, 30)))
+    drift = Drift(yardstick(rng, 30))
 
     for _ in range(30):
         drift.observe(*outputs(rng, 50))
@@ -29,7 +35,7 @@ def test_samples_like_those_before_are_no_drift(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_shift_is_flagged_after_a_window_and_cleared_when_it_is_over(seed):
     rng = np.random.default_rng(seed)
-    drift = Drift(reference(*outputs(rng, 60)))
+    drift = Drift(yardstick(rng, 60))
     drift.observe(*outputs(rng, 1000))
 
     drift.observe(*outputs(rng, 3 * WINDOW, shift=2.0))
@@ -42,7 +48,7 @@ def test_a_shift_is_flagged_after_a_window_and_cleared_when_it_is_over(seed):
 
 def test_a_gate_that_loses_its_mind_is_flagged_though_the_energies_are_as_before():
     rng = np.random.default_rng(1)
-    drift = Drift(reference(*outputs(rng, 60)))
+    drift = Drift(yardstick(rng, 60))
     _, energies = outputs(rng, 3 * WINDOW)
 
     drift.observe(np.full((3 * WINDOW, 2), 0.5), energies)
@@ -52,7 +58,7 @@ def test_a_gate_that_loses_its_mind_is_flagged_though_the_energies_are_as_before
 
 def test_nothing_is_said_before_a_whole_window():
     rng = np.random.default_rng(2)
-    drift = Drift(reference(*outputs(rng, 60)))
+    drift = Drift(yardstick(rng, 60))
 
     drift.observe(*outputs(rng, WINDOW - 1, shift=9.0))
 
@@ -60,7 +66,7 @@ def test_nothing_is_said_before_a_whole_window():
 
 
 def test_samples_without_a_usable_candidate_are_left_out():
-    drift = Drift(reference(*outputs(np.random.default_rng(3), 60)))
+    drift = Drift(yardstick(np.random.default_rng(3), 60))
 
     drift.observe(np.zeros((2 * WINDOW, 2)), np.full((2 * WINDOW, 2), NAN))
 

@@ -158,6 +158,7 @@ class Unheard:
     """A transport to nobody: it keeps what was published."""
 
     max_packet_bytes = None
+    connected = True
 
     def __init__(self):
         self.published = []

@@ -22,7 +22,7 @@ PLAN = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
 
 @pytest.fixture
 def repo(tmp_path):
-    graph = b"of one candidate"
+    graph = b"\x08\x08"  # a model of IR version 8, without a graph
     named = {"digest": digest_of(graph), "size_bytes": len(graph)}
     bundle = variant(tmp_path / "bundle", release=2, branch=named, int8=named)
     for name in (BRANCH, INT8):

@@ -76,7 +76,8 @@ async def test_the_end_tells_what_the_private_model_weighs(tmp_path: Path) -> No
     uniform = f"{__name__}:UniformMean"
     federation, method, fleet, workers, state = await finished(tmp_path / "a", uniform)
     for i, end in Evaluation(federation, workers).finally_(method, state, fleet).items():
-        assert end.private_weight == pytest.approx(1 / len(state.installed[i].roles))
+        manifest = bundle.read(tmp_path / "a" / i / "bundles" / str(state.installed[i].release)).manifest
+        assert end.private_weight == pytest.approx(1 / len(manifest.candidates))
     federation, method, fleet, workers, state = await finished(tmp_path / "b", "fedavg")
     assert {end.private_weight for end in Evaluation(federation, workers).finally_(method, state, fleet).values()} == {
         None

@@ -76,7 +76,7 @@ def test_options_reach_the_method(tmp_path: Path) -> None:
 def test_the_server_has_samples_of_its_own_where_a_method_needs_them(tmp_path: Path) -> None:
     found = outcome(tmp_path, "fedcoe", msgspec.structs.replace(SCENARIO, global_test=0.3))
     assert found.bundles == 4
-    with pytest.raises(ConfigError, match="server_data"):
+    with pytest.raises(ConfigError, match="--server-data"):
         outcome(tmp_path / "none", "fedcoe", msgspec.structs.replace(SCENARIO, global_test=0.0))
 
 
