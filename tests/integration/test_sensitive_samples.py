@@ -39,6 +39,7 @@ from fedge.tasks import DeviceData, Pool, device_data, partition, pool, share_da
 from fedge.tensors import unflatten
 from fedge.transport import BrokerSettings, Transport
 from fedge.validation import Validation
+from tests.deploy.bundles import source
 from tests.support.broker import local_broker
 from tests.support.rollouts import plan_of, rolled_out
 from tests.support.runtime_device import LENIENT, device
@@ -212,7 +213,7 @@ async def lived(
     repo = Repository(shutil.copytree(signed, home / "repo"))
     install_root(d0, repo.root())
     slots = Slots(d0)
-    slots.stage(slots.take_in(read(d0 / "bundles" / "1")))
+    slots.stage(*source(d0 / "bundles" / "1"))
     slots.switch()
     slots.confirm()
     release = Release(repo, home / "repo", plan.target)
