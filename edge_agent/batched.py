@@ -53,7 +53,7 @@ def execute(jobs: Sequence[Job]) -> list[Finished]:
     All arithmetic is done by one thread of torch for each job: the last bit of a sum depends on their number.
     """
     found: dict[int, Finished] = {}
-    with _one_thread(), remembering(), torch.random.fork_rng(devices=[]):
+    with one_thread(), remembering(), torch.random.fork_rng(devices=[]):
         of_step: dict[type[Action], list[int]] = defaultdict(list)
         for number, job in enumerate(jobs):
             if job.worker.trains:
@@ -102,7 +102,8 @@ def _threads(n: int) -> ThreadPoolExecutor:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """As in an agent: the order of sums, and with it the last bit, depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
-from fedge.messages import Count, Role
-from fedge.step import Action, Result, Reveals, require
-from fedge.steps.fit_weights import Calibration, Variants
+from fedge.messages import Count
+from fedge.step import Result, Reveals, require
+from fedge.steps.fit_weights import OfPooled
 
 if TYPE_CHECKING:
     from fedge.task import TaskSpec
@@ -27,21 +27,12 @@ class EnergyFitted(Result, frozen=True, kw_only=True):
     n_validation: Count
 
 
-class FitEnergy(Action, frozen=True, kw_only=True):
+class FitEnergy(OfPooled, frozen=True, kw_only=True):
     """Per pooled mean: loss of the pooled mixture, and of the own mixture for each beta of the grid."""
 
     STEP: ClassVar = "fit_energy"
     RESULT: ClassVar = EnergyFitted
     DEVICE: ClassVar = "edge_agent.steps.fit_energy"
-
-    calibration: dict[Role, Calibration]
-    pooled: Variants
-    shrinkage: Annotated[float, Meta(gt=0)]
-
-    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Each candidate on the validation samples, once a variant."""
-        del n_shared, n_train
-        return len(self.calibration) * len(self.pooled) * n_val
 
     def check(self, result: EnergyFitted, task: TaskSpec) -> None:
         """Losses for each variant."""

@@ -33,12 +33,8 @@ class WeightsFitted(Result, frozen=True, kw_only=True):
     n_validation: Count
 
 
-class FitWeights(Action, frozen=True, kw_only=True):
-    """EM weights from each pooled mean in `pooled` (without and with the local model)."""
-
-    STEP: ClassVar = "fit_weights"
-    RESULT: ClassVar = WeightsFitted
-    DEVICE: ClassVar = "edge_agent.steps.fit_weights"
+class OfPooled(Action, frozen=True, kw_only=True):
+    """What is fitted on the validation samples from each pooled mean in `pooled` (without and with the local model)."""
 
     calibration: dict[Role, Calibration]
     pooled: Variants
@@ -48,6 +44,14 @@ class FitWeights(Action, frozen=True, kw_only=True):
         """Each candidate on the validation samples, once a variant."""
         del n_shared, n_train
         return len(self.calibration) * len(self.pooled) * n_val
+
+
+class FitWeights(OfPooled, frozen=True, kw_only=True):
+    """EM weights from each pooled mean."""
+
+    STEP: ClassVar = "fit_weights"
+    RESULT: ClassVar = WeightsFitted
+    DEVICE: ClassVar = "edge_agent.steps.fit_weights"
 
     def check(self, result: WeightsFitted, task: TaskSpec) -> None:
         """One set of weights for each variant, of its candidates, with the sum 1."""

@@ -289,7 +289,7 @@ def test_networks_that_cannot_or_should_not_be_stacked_are_trained_by_their_work
     assert not can_stack(here.workers[0].network)
     found = execute(jobs)
     assert sorted(alone) == [job.worker.id for job in jobs]
-    with batched._one_thread():
+    with batched.one_thread():
         assert found == [job.alone() for job in jobs]  # to the last bit, also from threads
     assert execute(jobs[::-1]) == found[::-1]
 

@@ -10,17 +10,16 @@ import signal
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import torch
 
 from coordinator.fleet.simulated import SimulatedFleet, run
 from coordinator.methods import MethodSettings, State, dump, load, make
 from coordinator.store import Store
-from edge_agent.batched import one_by_one
+from edge_agent.batched import one_by_one, one_thread
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.messages import Codec
@@ -199,17 +198,6 @@ class Federation:
             fleet = kind(self.task, layout, workers, seed=SEED, execute=one_by_one)
             method = make(name, settings)
             return await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """As in an agent: the order of sums, and with it the last bit, depends on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def settings(rounds: int, *, steps: int = 10, codec: Codec = Codec.INT8) -> MethodSettings:
