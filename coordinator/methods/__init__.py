@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
+from coordinator.protection import Guard, Protection
+from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
 from fedge.errors import ConfigError
 from fedge.loading import load_object
@@ -54,6 +56,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sgd: Sgd = Sgd()
     codec: Codec = Codec.INT8
     train_on: Processor = Processor.CPU
+    protection: Protection = Protection()
     fine_tune: bool = False  # "+ft": every device goes on training the model that it is given, before it installs it
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
@@ -143,6 +146,8 @@ class Method(Generic[S]):
     """Who may choose the cohorts (`coordinator.selection`), the default first; empty: nobody does."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """Of an option, by NAME, or of a word, by NAME=VALUE: why there is none, or what replaces it."""
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {}
+    """Guards that do not fit the method (`coordinator.protection`), and why."""
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
@@ -157,6 +162,7 @@ class Method(Generic[S]):
         self.options, self.selection = options_of(type(self), settings.options)
         if settings.fine_tune and self.NO_FINE_TUNING:
             raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
+        check_protection(settings.protection, self.UNPROTECTED, self.name)
 
     def init(self, layout: Layout, model: BlobRef) -> S:
         """The state before round 1; `model` is the common initial model."""

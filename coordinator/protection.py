@@ -1,0 +1,98 @@
+"""Guards against hostile devices, and those that hide devices from the server: the settings, and what combines.
+
+`Protection` is shared by all methods, and `COMBINATIONS` is the one table of what goes with what. A method says in
+`Method.UNPROTECTED` which guards do not fit it. Whatever does not combine is refused before a run, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import combinations
+from typing import Annotated, Final, Literal, get_args
+
+from msgspec import Meta, Struct
+
+from fedge.errors import ConfigError
+
+Rule = Literal["clipped", "mean", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
+"""How updates are averaged (`coordinator.aggregation.rules`)."""
+Guard = Literal["clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping", "norm-limit", "dp", "masking"]
+"""What guards: a rule other than the plain mean; the limit of an update's norm, which is always there
+(`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums."""
+
+AverageRule = Annotated[
+    Rule,
+    Meta(description="How updates are averaged; clipped: none is longer than twice the cohort's median."),
+]
+HostileShare = Annotated[
+    float, Meta(ge=0, lt=0.5, description="Share of a cohort that trimmed-mean and multi-krum take to be hostile.")
+]
+"""Settings that the commands share."""
+
+
+class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of all guards. `hostile`: f / n, for rules that must know it."""
+
+    average: AverageRule = "clipped"
+    hostile: HostileShare = 0.2
+
+    @property
+    def guards(self) -> frozenset[Guard]:
+        """Those in force that are not always there."""
+        return frozenset() if self.average == "mean" else frozenset({self.average})
+
+
+_ONE_RULE: Final = "one rule makes an average: choose one with --average"
+_SINGLE: Final = "it needs each device's update, and masking shows the server sums alone: take --average mean"
+_RULES: Final[tuple[Guard, ...]] = ("clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping")
+
+COMBINATIONS: Final[Mapping[frozenset[Guard], str]] = {
+    **{frozenset(pair): _ONE_RULE for pair in combinations(_RULES, 2)},
+    **{frozenset({rule, "masking"}): _SINGLE for rule in _RULES},
+}
+"""Guards that do not combine, pair by pair, and why. A pair that is not here combines."""
+
+NOTES: Final[Mapping[frozenset[Guard], str]] = {
+    frozenset({"norm-limit", "masking"}): "the limit does not see masked updates: one device can spoil the sum",
+    frozenset({"multi-krum", "dp"}): "noise brings all updates about equally far apart, so that Krum chooses by chance",
+}
+"""What whoever combines two guards should know."""
+
+
+def check(protection: Protection, unfit: Mapping[Guard, str], method: str) -> None:
+    """Refuse what does not combine, before a run.
+
+    Args:
+        protection: the settings.
+        unfit: the guards that do not fit the method, and why.
+        method: its name.
+
+    Raises:
+        ConfigError: two guards exclude each other, or one does not fit the method; the text has the reason.
+    """
+    for guard in sorted(protection.guards):
+        if guard in unfit:
+            raise ConfigError(f"{method} cannot have {guard}: {unfit[guard]}")
+    for pair in combinations(sorted(protection.guards), 2):
+        if why := COMBINATIONS.get(frozenset(pair)):
+            raise ConfigError(f"{pair[0]} and {pair[1]} do not combine: {why}")
+
+
+def table(guards: Collection[Guard] = get_args(Guard)) -> str:
+    """The table of all pairs as Markdown: yes, a number for what one should know, or a letter for why not."""
+    reasons: dict[str, str] = {}
+    notes: dict[str, str] = {}
+
+    def cell(a: Guard, b: Guard) -> str:
+        pair = frozenset({a, b})
+        if a == b:
+            return ""
+        if why := COMBINATIONS.get(pair):
+            return "no " + reasons.setdefault(why, f"({chr(ord('a') + len(reasons))})")
+        return "yes" + (f" ({notes.setdefault(NOTES[pair], str(len(notes) + 1))})" if pair in NOTES else "")
+
+    rows = [f"| {a} | " + " | ".join(cell(a, b) for b in guards) + " |" for a in guards]
+    head = ["| | " + " | ".join(guards) + " |", "|" + "---|" * (len(guards) + 1)]
+    why_not = [f"- {mark} {why}." for why, mark in reasons.items()]
+    to_know = [f"- ({mark}) {note}." for note, mark in notes.items()]
+    return "\n".join([*head, *rows, "", *why_not, *to_know])

@@ -1,0 +1,41 @@
+"""Guards that combine, and the reasons of those that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.methods import MethodSettings, make
+from coordinator.protection import COMBINATIONS, Guard, Protection, check, table
+from fedge.errors import ConfigError
+
+
+class Both(Protection, frozen=True, kw_only=True):
+    """Whatever guards a test wants."""
+
+    wanted: tuple[Guard, ...] = ()
+
+    @property
+    def guards(self) -> frozenset[Guard]:
+        return frozenset(self.wanted)
+
+
+@pytest.mark.parametrize("pair", COMBINATIONS, ids=lambda pair: "+".join(sorted(pair)))
+def test_what_does_not_combine_is_refused_with_the_reason(pair: frozenset[Guard]) -> None:
+    with pytest.raises(ConfigError, match="do not combine") as refused:
+        check(Both(wanted=tuple(pair)), {}, "fedavg")
+    assert COMBINATIONS[pair] in str(refused.value)
+
+
+def test_a_guard_that_does_not_fit_a_method_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="fedavg cannot have median: it has no average"):
+        check(Protection(average="median"), {"median": "it has no average"}, "fedavg")
+    assert make("fedavg", MethodSettings(protection=Protection(average="median"))).settings.protection.guards == {
+        "median"
+    }
+
+
+def test_each_pair_is_in_the_table() -> None:
+    text = table(("median", "dp", "masking"))
+    assert text.splitlines()[2] == "| median |  | yes | no (a) |"
+    assert text.splitlines()[4] == "| masking | no (a) | yes |  |"
+    assert "- (a) it needs each device's update" in text
