@@ -1,0 +1,308 @@
+"""Who somebody is: names in certificates, signatures with their keys, and the authority that vouches for both.
+
+Each federation has a certificate authority of its own. A certificate names its owner twice: its common name is the name
+at the broker, and a URI among its alternative names says federation, role and name:
+
+    urn:fedge:FEDERATION:ROLE:NAME
+
+A signature is over a context and the bytes, so that one of one kind of message is none of another. Who is revoked says
+the authority's own list (CRL), wherever it comes from: a list that is older than the one known, by its CRL number, is
+refused.
+
+`cryptography` is imported by whoever needs it, and costs about 11 MB of memory (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from fedge.errors import ConfigError, ProtocolError
+from fedge.files import write_atomically
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+
+URN: Final = "urn:fedge:"
+CRL: Final = "crl.pem"
+"""The authority's list of revoked certificates, beside the certificate of the authority."""
+MAX_KNOWN: Final = 20_000
+"""Certificates whose issuer was checked and is not checked again."""
+MAX_REVOCATIONS_BYTES: Final = 60 * 1024
+"""Of a list of revoked certificates on the wire: some 1,500 entries."""
+
+
+class Role(StrEnum):
+    """What a certificate is for."""
+
+    DEVICE = "device"
+    COORDINATOR = "coordinator"
+    STATUS = "status"
+    ROLLOUT = "rollout"
+    BROKER = "broker"
+    RELAY = "relay"
+    INTAKE = "intake"
+
+
+class Subject(Struct, frozen=True):
+    """Whom a certificate names: somebody in a federation."""
+
+    federation: str
+    role: Role
+    name: str
+
+    @property
+    def uri(self) -> str:
+        """As it stands in the certificate."""
+        return f"{URN}{self.federation}:{self.role}:{self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name} of {self.federation}"
+
+
+def subject_of(certificate: x509.Certificate) -> Subject | None:
+    """Whom a certificate names; None: nobody in a federation."""
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        (uri,) = [u for u in names.get_values_for_type(x509.UniformResourceIdentifier) if u.startswith(URN)]
+        _, _, federation, role, name = uri.split(":")
+        subject = Subject(federation, Role(role), name)
+    except (x509.ExtensionNotFound, ValueError):
+        return None
+    return subject if common_name(certificate) == name else None
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """What a broker calls the owner; empty: nothing."""
+    from cryptography.x509.oid import NameOID
+
+    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
+def names_somebody(cert_file: str | Path) -> bool:
+    """Whether a certificate seems to be one of a federation's authority; without `cryptography`."""
+    return URN.encode() in _der(cert_file)
+
+
+def mentions(cert_file: str | Path, name: str) -> bool:
+    """Whether a name stands anywhere in a certificate; without `cryptography`."""
+    return name.encode() in _der(cert_file)
+
+
+def _der(cert_file: str | Path) -> bytes:
+    text = Path(cert_file).read_text(errors="replace")
+    _, begin, rest = text.partition("-----BEGIN CERTIFICATE-----")
+    body, end, _ = rest.partition("-----END CERTIFICATE-----")
+    with contextlib.suppress(ValueError):
+        return ssl.PEM_cert_to_DER_cert(begin + body + end)
+    return b""
+
+
+class Key:
+    """Our own certificate and its private key."""
+
+    def __init__(self, cert_file: str | Path, key_file: str | Path | None) -> None:
+        """Read them.
+
+        Raises:
+            ConfigError: they cannot be read, or are not of the kind that signs messages.
+        """
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+        try:
+            self.certificate = x509.load_pem_x509_certificate(Path(cert_file).read_bytes())
+            key = load_pem_private_key(Path(key_file or cert_file).read_bytes(), None)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"cert_file {cert_file} and its key cannot be read: {error}") from error
+        subject = subject_of(self.certificate)
+        if subject is None or not isinstance(key, EllipticCurvePrivateKey):
+            raise ConfigError(f"cert_file {cert_file} names nobody of a federation with an EC key: make it anew")
+        self.subject = subject
+        self.der = self.certificate.public_bytes(Encoding.DER)
+        self._key: EllipticCurvePrivateKey = key
+
+    def sign(self, context: str, data: bytes) -> bytes:
+        """Our signature (ECDSA with SHA-256, in DER) of these bytes in this context."""
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        return self._key.sign(_signed_bytes(context, data), ECDSA(SHA256()))
+
+
+def _signed_bytes(context: str, data: bytes) -> bytes:
+    return f"fedge signed {context}\n".encode() + data
+
+
+def verify(key: EllipticCurvePublicKey, context: str, data: bytes, signature: bytes) -> None:
+    """See that a key has signed these bytes in this context.
+
+    Raises:
+        ProtocolError: `forged`.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    try:
+        key.verify(signature, _signed_bytes(context, data), ECDSA(SHA256()))
+    except InvalidSignature:
+        raise ProtocolError(
+            "forged", "its signature is not by the key of its certificate, or of something else"
+        ) from None
+
+
+class Authority:
+    """The authority of a federation, and whom it has revoked.
+
+    Args:
+        ca_file: its certificate; several while it changes.
+        kept: where the newest list of revoked certificates is kept; it need not be there. None: nowhere. One beside
+            ca_file counts, too.
+
+    Raises:
+        ConfigError: one of the files cannot be used.
+    """
+
+    def __init__(self, ca_file: str | Path, kept: Path | None = None) -> None:
+        from cryptography import x509
+
+        self._file = ca_file
+        try:
+            self._certificates = x509.load_pem_x509_certificates(Path(ca_file).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"ca_file {ca_file} holds no certificates: {error}") from error
+        self._known: dict[bytes, tuple[Subject, x509.Certificate, EllipticCurvePublicKey]] = {}
+        self._revoked: frozenset[int] = frozenset()
+        self._number = -1
+        self._kept: Path | None = None
+        self.revocations = b""
+        """The newest list of revoked certificates (DER); empty: none is known."""
+        self.next_update: datetime | None = None
+        for file in (Path(ca_file).with_name(CRL), kept):
+            if file is not None and file.exists():
+                self.read(file)
+        self._kept = kept
+
+    # ------------------------------------------------------------------------------------------------- revocation
+
+    def read(self, file: Path) -> bool:
+        """Take note of the list in a file, unless a newer one is known; False: nothing is new.
+
+        Raises:
+            ConfigError: it cannot be read, or is not by this authority.
+            StoreError: it cannot be kept.
+        """
+        try:
+            return self.learn(file.read_bytes())
+        except (OSError, ProtocolError) as error:
+            if isinstance(error, ProtocolError) and error.name == "replayed":
+                return False
+            raise ConfigError(f"{file} is no list of certificates that {self._file} revoked: {error}") from error
+
+    def learn(self, data: bytes) -> bool:
+        """Take note of a list of revoked certificates (PEM or DER); False: it is the one that is known.
+
+        Raises:
+            ProtocolError: `oversized`, `malformed`, `forged` (it is not by this authority) or `replayed` (a newer one
+                is known); nothing changed.
+            StoreError: it cannot be kept.
+        """
+        from cryptography import x509
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        if len(data) > 2 * MAX_REVOCATIONS_BYTES:
+            raise ProtocolError("oversized", f"a list of revoked certificates of {len(data)} bytes")
+        try:
+            load = x509.load_pem_x509_crl if data.startswith(b"-----") else x509.load_der_x509_crl
+            crl = load(data)
+            number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+            revoked = frozenset(entry.serial_number for entry in crl)
+            genuine = any(crl.is_signature_valid(ca.public_key()) for ca in self._certificates)  # type: ignore[arg-type]
+        except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+            raise ProtocolError("malformed", f"no list of revoked certificates: {error}") from error
+        if not genuine:
+            raise ProtocolError("forged", "the list of revoked certificates is not by our authority")
+        if number < self._number:
+            raise ProtocolError("replayed", f"the list of revoked certificates {number} is older than {self._number}")
+        der = crl.public_bytes(Encoding.DER)
+        if der == self.revocations:
+            return False
+        if self._kept is not None:
+            write_atomically(self._kept, crl.public_bytes(Encoding.PEM))
+        self.revocations, self._revoked, self._number = der, revoked, number
+        self.next_update = crl.next_update_utc
+        return True
+
+    # ------------------------------------------------------------------------------------------------- certificates
+
+    def who(self, der: bytes) -> tuple[Subject, EllipticCurvePublicKey]:
+        """Whom a certificate names, and the key that speaks for it.
+
+        Raises:
+            ProtocolError: `certificate` (not by this authority, out of date, or without a name) or `revoked`.
+        """
+        from cryptography import x509
+
+        if der not in self._known:
+            try:
+                certificate = x509.load_der_x509_certificate(der)
+            except ValueError as error:
+                raise ProtocolError("certificate", f"it cannot be read: {error}") from error
+            if trouble := self._foreign(certificate):
+                raise ProtocolError("certificate", trouble)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[der] = _identified(certificate)
+        subject, certificate, key = self._known[der]
+        if trouble := out_of_date(certificate, datetime.now(UTC)):
+            raise ProtocolError("certificate", f"that of {subject} {trouble}")
+        if certificate.serial_number in self._revoked:
+            raise ProtocolError("revoked", f"the certificate of {subject} ({certificate.serial_number:x})")
+        return subject, key
+
+    def trouble(self, certificate: x509.Certificate) -> str:
+        """Why nobody who trusts this authority takes a certificate now; empty: they do."""
+        if foreign := self._foreign(certificate):
+            return foreign
+        if certificate.serial_number in self._revoked:
+            return "it was revoked"
+        return out_of_date(certificate, datetime.now(UTC))
+
+    def _foreign(self, certificate: x509.Certificate) -> str:
+        from cryptography.exceptions import InvalidSignature
+
+        for ca in self._certificates:
+            with contextlib.suppress(ValueError, TypeError, InvalidSignature):
+                certificate.verify_directly_issued_by(ca)
+                return ""
+        return f"it was not issued by the authority in {self._file}"
+
+
+def _identified(certificate: x509.Certificate) -> tuple[Subject, x509.Certificate, EllipticCurvePublicKey]:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    subject, key = subject_of(certificate), certificate.public_key()
+    if subject is None or not isinstance(key, EllipticCurvePublicKey):
+        raise ProtocolError("certificate", "it names nobody of a federation with an EC key")
+    return subject, certificate, key
+
+
+def out_of_date(certificate: x509.Certificate, now: datetime) -> str:
+    """Why a certificate does not count by this clock; empty: it does."""
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if first <= now <= last:
+        return ""
+    said = f"expired on {last:%Y-%m-%d %H:%M}" if now > last else f"is not valid before {first:%Y-%m-%d %H:%M}"
+    return f"{said} UTC, and the clock here shows {now:%Y-%m-%d %H:%M} UTC"
