@@ -30,14 +30,15 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
-from fedge.messages import BlobRef, Codec, Order
-from fedge.step import Action, Declined, Result
+from fedge.messages import BlobRef, Codec, Order, Why
+from fedge.step import Action, Declined
 from fedge.steps.train import Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Tensors, digest_of, from_bytes
@@ -71,11 +72,6 @@ def cpu_s(pid: int) -> float:
 # ------------------------------------------------------------------------------------------------------ the agents
 
 
-class Finished(NamedTuple):
-    result: Result
-    blobs: dict[str, bytes]
-
-
 class Idle:
     """Answers an order to train with random numbers of the model's shapes, made once but for a number of a bias."""
 
@@ -90,7 +86,7 @@ class Idle:
 
         del stop
         if not isinstance(action, Train):
-            return Finished(Declined(reason="a benchmark installs nothing"), {})
+            return Finished(Declined(why=Why.NO_TRAINING, reason="a benchmark installs nothing"))
         if not self._update:
             model = from_bytes(fetch(action.starts[0].model))
             self._update = {n: 1e-3 * self._rng.standard_normal(t.shape, np.float32) for n, t in model.items()}

@@ -99,7 +99,10 @@ class Speed:
         self.sgd = Sgd(steps=args.steps, batch_size=args.batch)
         self.layout, self.first = models.initial(task, 0)
         self.workers = workers_of(task, self.data, home)
-        blind = {i: replace(own, x_val=own.x_val[:0], y_val=own.y_val[:0]) for i, own in self.data.items()}
+        blind = {
+            i: replace(own, x_val=own.x_val[:0], y_val=own.y_val[:0], sensitive_val=None)
+            for i, own in self.data.items()
+        }
         self.blind = workers_of(task, blind, home)
 
     def fedavg(self, workers: dict[str, Worker] | None = None, steps: int | None = None, **how: Any) -> float:

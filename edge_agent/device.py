@@ -339,10 +339,10 @@ def failed(error: Exception) -> Failed:
     match error:
         case ProtocolError(name="not-finite"):
             why = Why.NOT_FINITE
+        case TransportError() | ProtocolError(name="stalled"):
+            why = Why.UNREACHABLE
         case ProtocolError():
             why = Why.MALFORMED
-        case TransportError():
-            why = Why.UNREACHABLE
         case FedgeError() | FailedError() | ValueError():
             why = Why.UNFIT
         case _:

@@ -203,7 +203,7 @@ _WORDS: Final = {
     Why.HOT: "it is too hot",
     Why.BATTERY: "its battery is too low",
     Why.OTHER_TASK: "its task is another one",
-    Why.UNREACHABLE: "the broker does not let it fetch a model",
+    Why.UNREACHABLE: "it cannot fetch a model",
     Why.MALFORMED: "the order or a model in it cannot be read there",
     Why.NOT_FINITE: "training diverged, or a model in the order is not finite",
     Why.UNFIT: "the order does not fit what the device has",

@@ -1,0 +1,1 @@
+"""Measurements: commands, no part of the installed packages."""
