@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ssl
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final, Self
 
+import msgspec
 from msgspec import Meta, Struct
 
 from fedge.config import Secret
 from fedge.errors import ConfigError
 from fedge.transport import BrokerSettings, parse_address
+
+CA: Final = "ca.crt"
+CERTIFICATE: Final = "own.crt"
+KEY: Final = "own.key"
+"""Files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
 
 
 class Credentials(Struct, frozen=True, kw_only=True):
@@ -17,6 +24,10 @@ class Credentials(Struct, frozen=True, kw_only=True):
 
     username: Annotated[str, Meta(description="At the broker.")] | None = None
     password: Annotated[Secret, Meta(description="At the broker; better in the environment.")] | None = None
+    identity: (
+        Annotated[Path, Meta(description="Folder of `fedge enrol` or `fedge provision`, in place of the three files.")]
+        | None
+    ) = None
     ca_file: Annotated[str, Meta(description="Certificate authority of the broker; turns TLS on.")] | None = None
     cert_file: Annotated[str, Meta(description="Our own certificate, where the broker demands one.")] | None = None
     key_file: Annotated[str, Meta(description="Its private key.")] | None = None
@@ -28,13 +39,31 @@ class Credentials(Struct, frozen=True, kw_only=True):
             ConfigError: the address is none, or the certificates cannot be used.
         """
         host, port = parse_address(address)
-        self._check_certificates()
+        named = self.by_files()
+        named.check()
         return BrokerSettings(
-            host, port, self.username, self.password, self.ca_file, self.cert_file, self.key_file, keepalive_s
+            host, port, self.username, self.password, named.ca_file, named.cert_file, named.key_file, keepalive_s
         )
 
-    def _check_certificates(self) -> None:
-        """Read them once: to the transport, which reads them at each connection, a missing file would be a bad line."""
+    def by_files(self) -> Self:
+        """The same settings with the three files in place of the identity.
+
+        Raises:
+            ConfigError: they are given, too.
+        """
+        if self.identity is None:
+            return self
+        if self.ca_file or self.cert_file or self.key_file:
+            raise ConfigError("identity holds ca_file, cert_file and key_file: give it, or them")
+        ca, certificate, key = (str(self.identity / name) for name in (CA, CERTIFICATE, KEY))
+        return msgspec.structs.replace(self, identity=None, ca_file=ca, cert_file=certificate, key_file=key)
+
+    def check(self) -> None:
+        """Read the files once: to the transport, which reads them at each connection, a missing one is a bad line.
+
+        Raises:
+            ConfigError: they cannot be used.
+        """
         if self.ca_file is None:
             if self.cert_file or self.key_file:
                 raise ConfigError("cert_file and key_file need ca_file, the authority of the broker's certificate")

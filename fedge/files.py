@@ -41,6 +41,8 @@ def volatile() -> Iterator[None]:
 def write_atomically(path: Path, *data: bytes | memoryview) -> None:
     """Replace `path` by `data`, all pieces of it: after a crash it holds either the old or the new bytes, never a part.
 
+    Only its owner can read it: we, or where we are root, whoever owns the folder, a service for example.
+
     Raises:
         StoreError: the disk is full or the folder cannot be written.
     """
@@ -49,6 +51,9 @@ def write_atomically(path: Path, *data: bytes | memoryview) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
         try:
             with os.fdopen(handle, "wb") as file:
+                if os.geteuid() == 0:
+                    folder = path.parent.stat()
+                    os.fchown(handle, folder.st_uid, folder.st_gid)
                 file.writelines(data)
                 file.flush()
                 if _durable.get():

@@ -44,6 +44,22 @@ def test_a_file_may_hold_certificate_and_key(files: dict[str, str]) -> None:
     assert Credentials(ca_file=files["ca"], cert_file=files["one_both"]).at("server").cert_file == files["one_both"]
 
 
+def test_an_identity_stands_for_the_three_files(files: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "identity"
+    folder.mkdir()
+    for name, file in {"ca.crt": "ca", "own.crt": "one_crt", "own.key": "one_key"}.items():
+        (folder / name).write_bytes(Path(files[file]).read_bytes())
+    found = Credentials(identity=folder).at("server")
+    assert [found.ca_file, found.cert_file, found.key_file] == [
+        str(folder / name) for name in ("ca.crt", "own.crt", "own.key")
+    ]
+    with pytest.raises(ConfigError, match="give it, or them"):
+        Credentials(identity=folder, ca_file=files["ca"]).at("server")
+    (folder / "own.key").unlink()
+    with pytest.raises(ConfigError, match=r"own\.key are no certificate with its private key: .*No such file"):
+        Credentials(identity=folder).at("server")
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -179,3 +179,11 @@ def test_a_folder_is_one_process_s_at_a_time_and_free_again_when_that_was_killed
     (tmp_path / "file").touch()
     with pytest.raises(StoreError), locked(tmp_path / "file", ""):
         pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_writes_belongs_to_whoever_owns_the_folder(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, 12346)
+    write_atomically(tmp_path / "file", b"x")
+    found = (tmp_path / "file").stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (12345, 12346, 0o600)
