@@ -212,7 +212,7 @@ def _train(group: Sequence[_Ready]) -> list[Result]:
     """`train` for n devices at once."""
     action, samples = group[0].action, [one.device.data.shared for one in group]
     stack = Stack(group[0].device.network, [one.start for one in group])
-    validated = accuracies(stack, *padded([one.device.data.validation for one in group]))
+    validated = accuracies(stack, *padded([one.device.data.shared_validation for one in group]))
     looks = [Look(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
     losses_after: list[float | None] = [None] * len(group)
     everything = padded(samples) if action.measure else None

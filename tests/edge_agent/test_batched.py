@@ -34,7 +34,7 @@ CNN = TaskSpec(
     name="toy", classes=("a", "b", "c"), input_shape=(1, 8, 8), model="cnn", model_options={"channels": 2, "hidden": 4}
 )
 SIZES = ((40, 9), (7, 3), (33, 0), (1, 1), (64, 20), (40, 2), (0, 4))
-"""Training and validation samples of the devices; a quarter of the former are sensitive."""
+"""Training and validation samples of the devices; a quarter of both are sensitive."""
 SGD = Sgd(steps=7, batch_size=16, proximal_mu=0.1)
 
 
@@ -102,7 +102,7 @@ def data_of(task: TaskSpec, n: int, m: int) -> DeviceData:
     y = rng.integers(0, 3, n + m)
     x = rng.normal(size=(n + m, *task.input_shape)).astype(np.float32) + y.reshape(-1, *[1] * len(task.input_shape))
     x = x.astype(np.float32)
-    return DeviceData(x[:n], y[:n], np.arange(n) % 4 == 3, x[n:], y[n:])
+    return DeviceData(x[:n], y[:n], np.arange(n) % 4 == 3, x[n:], y[n:], np.arange(m) % 4 == 3)
 
 
 class Federation:
