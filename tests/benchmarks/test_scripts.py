@@ -51,6 +51,10 @@ SCRIPTS = {
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
         ("fedavg, plain PyTorch", "fedper, plain PyTorch"),
     ),
+    "leaks.py": Script(
+        ("--devices", "5", "--samples", "400", "--rounds", "1", "--seeds", "0", "--targets", "1", "--steps", "5"),
+        ("labels, first round", "whole update, imitated", "recovered", "true_positives"),
+    ),
     "order_book.py": Script(("--devices", "20", "40", "--repeats", "1"), ("order book", "growth", "us_per_device")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")
