@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Final
@@ -30,6 +30,7 @@ from fedge.bundle import read
 from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError
+from fedge.renewal import Renewal
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
 
@@ -198,13 +199,12 @@ async def _on_broker(
     """All that this device does over MQTT, until cancelled; HTTP goes on while the broker is away."""
     assert settings.federation is not None
     assert settings.id is not None
-    transport = Transport(broker, Topics(settings.federation).client_id("serve", settings.id))
+    topics = Topics(settings.federation)
+    transport = Transport(broker, topics.client_id("serve", settings.id))
     sensor = Sensor(model, transport, settings.federation, settings.id)
     await transport.subscribe(sensor.topic, sensor.handle)
-    if settings.home is None or slots is None or answering is None:
-        async with transport, sensor:
-            await asyncio.Event().wait()
-    else:
+    beside: Callable[[], Awaitable[object]] = asyncio.Event().wait
+    if settings.home is not None and slots is not None and answering is not None:
         link = Link(settings.id, settings.federation, settings.home, slots, answering, Limits())
         beside = link.run
         try:
@@ -212,8 +212,9 @@ async def _on_broker(
         except StoreError as error:  # it can answer all the same
             log.error("event=no_rollouts reason=%r", str(error))  # noqa: TRY400 - the text is all
             beside = link.follow
-        async with transport, sensor:
-            await beside()
+    await Renewal(transport, topics, settings.id).attach()
+    async with transport, sensor:
+        await beside()
 
 
 def _say(url: str, names: list[str], as_json: bool) -> None:

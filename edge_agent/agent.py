@@ -68,6 +68,7 @@ from fedge.messages import (
     decode,
     encode,
 )
+from fedge.renewal import Renewal
 from fedge.step import (
     Action,
     Declined,
@@ -255,6 +256,7 @@ class Agent:
         await transport.subscribe(topics.agent(me, "acks"), self._on_ack)
         await transport.subscribe(topics.coordinator_wants(me), self._on_want)
         transport.on_connect(self._on_connect)
+        await Renewal(transport, topics, me).attach()
         return transport
 
     async def _serve(self) -> None:

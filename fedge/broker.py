@@ -28,21 +28,21 @@ from typing import Final, Self
 
 import click
 
-from fedge import child
+from fedge import child, mosquitto
 from fedge.background import on_signal
+from fedge.credentials import CERTIFICATE
 from fedge.errors import ConfigError, TransportError
+from fedge.identity import CRL, Role, subject_of
 
 log = logging.getLogger("fedge.broker")
 
 KINDS: Final = ("auto", "mosquitto", "amqtt")
-MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
-"""Announced to clients; chunks are 512 KiB."""
-MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024
-"""For each client. Beyond it Mosquitto drops in silence; a receiver never asks for that much (fedge.transfer)."""
 START_TIMEOUT_S: Final = 20.0
 """amqtt imports for several seconds on a Raspberry Pi."""
 STOP_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
+LOOK_S: Final = 0.5
+"""Pause between two looks at the files of the broker's identity."""
 
 _SBIN: Final = ("/usr/sbin", "/usr/local/sbin")
 """Where distributions put Mosquitto, outside a normal user's PATH."""
@@ -68,25 +68,19 @@ def choose(kind: str) -> str:
     return kind
 
 
-def mosquitto_config(host: str, port: int) -> str:
-    """The configuration that we start Mosquitto with: one listener without passwords, nothing kept on disk."""
-    return "\n".join(
-        (
-            f"listener {port} {host}",
-            "allow_anonymous true",
-            "persistence false",
-            "set_tcp_nodelay true",
-            f"max_packet_size {MAX_PACKET_BYTES}",
-            "max_queued_messages 0",
-            f"max_queued_bytes {MAX_QUEUED_BYTES}",
-            # As root it would change its user, and the kernel then forgets that it should die with us.
-            f"user {getpass.getuser()}",
-            "log_dest stderr",
-            "log_type error",
-            "log_type warning",
-            "",
-        )
+def mosquitto_config(listener: str, home: Path | None = None) -> str:
+    """The configuration of a Mosquitto of ours around its listener; `home`: where it keeps what is retained."""
+    lines = (
+        listener,
+        "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/",
+        # As root it would change its user, and the kernel then forgets that it should die with us.
+        f"user {getpass.getuser()}",
+        "log_dest stderr",
+        "log_type error",
+        "log_type warning",
+        "",
     )
+    return "\n".join(lines)
 
 
 def free_port(host: str) -> int:
@@ -100,10 +94,23 @@ class LocalBroker:
     """A broker as a child of this process. Async context manager; may be killed and started again on its port.
 
     Start it from a thread that lives as long as the broker should (normally the main thread).
+
+    identity: a broker's of `fedge provision`: Mosquitto then lets in the members of its federation, and nobody else.
     """
 
-    def __init__(self, kind: str = "auto", *, host: str = "127.0.0.1", port: int = 0, home: Path | None = None) -> None:
-        self.name = choose(kind)
+    def __init__(
+        self,
+        kind: str = "auto",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        home: Path | None = None,
+        identity: Path | None = None,
+    ) -> None:
+        self.name = choose("mosquitto" if identity is not None and kind == "auto" else kind)
+        if identity is not None and self.name != "mosquitto":
+            raise ConfigError(f"{self.name} knows no certificates: --identity needs --kind mosquitto")
+        self._identity = identity
         self.host = host
         self.port = port or free_port(host)
         self._temporary = tempfile.TemporaryDirectory(prefix="fedge-broker-") if home is None else None
@@ -155,7 +162,14 @@ class LocalBroker:
         if self.name == "amqtt":
             return child.command("fedge.broker", "--amqtt", self.host, str(self.port), str(os.getpid()))
         config = home / "mosquitto.conf"
-        config.write_text(mosquitto_config(self.host, self.port), encoding="utf-8")
+        if self._identity is None:
+            text = mosquitto_config(mosquitto.for_everybody(self.host, self.port))
+        else:
+            (home / mosquitto.ACCESS_LIST).write_text(mosquitto.access_list(federation_of(self._identity)))
+            folder = self._identity.absolute()
+            listener = mosquitto.for_members(folder, home.absolute(), self.port, self.host)
+            text = mosquitto_config(mosquitto.before_listeners() + listener, home)
+        config.write_text(text, encoding="utf-8")
         program = mosquitto_path() or "mosquitto"
         return child.command("fedge.broker", "--exec", str(os.getpid()), program, "-c", str(config))
 
@@ -190,6 +204,26 @@ class LocalBroker:
         assert self._process is not None
         return await self._process.wait()
 
+    async def follow(self) -> None:
+        """Start anew whenever the files of the identity change; never returns.
+
+        Mosquitto reads the list of revoked certificates only when it starts, and who was let in stays until then.
+
+        Raises:
+            TransportError: it does not start, or ended by itself.
+        """
+        assert self._identity is not None
+        known = _stamp(self._identity)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._process is not None and self._process.returncode is not None:
+                raise TransportError(f"{self.name} ended with status {self._process.returncode}: {self._log_end()}")
+            if (stamp := _stamp(self._identity)) != known:
+                known = stamp
+                log.info("event=broker_restarts reason=%r", f"the files in {self._identity} have changed")
+                await self._end(signal.SIGTERM)
+                await self.start()
+
     async def kill(self) -> None:
         """Kill -9, as a power cut would; `start` brings it back on the same port, without its memory."""
         await self._end(signal.SIGKILL)
@@ -211,6 +245,26 @@ class LocalBroker:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def federation_of(identity: Path) -> str:
+    """The federation that a broker's identity is of.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from fedge.certificates import load_certificate
+
+    subject = subject_of(load_certificate(identity / CERTIFICATE))
+    if subject is None or subject.role is not Role.BROKER:
+        raise ConfigError(f"{identity} is no broker's identity: that is FOLDER/broker of `fedge provision`")
+    return subject.federation
+
+
+def _stamp(identity: Path) -> list[tuple[int, int]]:
+    """What changes when a file does; a file is replaced whole."""
+    files = [(identity / name).stat() for name in (CRL, CERTIFICATE)]
+    return [(file.st_ino, file.st_mtime_ns) for file in files]
 
 
 # ------------------------------------------------------------------------------------------------------- the child
@@ -258,16 +312,17 @@ def main(arguments: list[str]) -> None:
 # -------------------------------------------------------------------------------------------------- `fedge broker`
 
 
-async def _run(kind: str, host: str, port: int, home: Path | None, *, as_json: bool) -> None:
+async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
     stop = asyncio.Event()
     on_signal(stop.set)
-    async with LocalBroker(kind, host=host, port=port, home=home) as running:
+    async with running:
         if as_json:
             listening = {"event": "listening", "kind": running.name, "host": running.host, "port": running.port}
             click.echo(json.dumps(listening))
         else:
             click.echo(f"{running.name} listens on {running.host}:{running.port}; Ctrl-C ends it")
-        stopped, ended = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(running.wait())
+        stopped = asyncio.ensure_future(stop.wait())
+        ended = asyncio.ensure_future(running.follow() if follow else running.wait())
         await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not stop.is_set():
@@ -282,22 +337,30 @@ async def _run(kind: str, host: str, port: int, home: Path | None, *, as_json: b
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=1883, show_default=True, help="TCP port; 0: a free one.")
 @click.option("--home", type=click.Path(path_type=Path), help="Folder for its configuration and log.")
+@click.option(
+    "--identity",
+    type=click.Path(path_type=Path),
+    help="FOLDER/broker of `fedge provision`: let in the members of this federation alone, over TLS.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object when it listens, with its kind, host and port.")
-def broker(kind: str, host: str, port: int, home: Path | None, *, as_json: bool) -> None:
+def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | None, *, as_json: bool) -> None:
     """Run a broker on this machine until Ctrl-C: Mosquitto where it is installed, otherwise amqtt.
 
-    It lets everybody in who can reach the address, so keep it on this machine or on a closed network.
+    It lets everybody in who can reach the address, so keep it on this machine or on a closed network; or give it an
+    identity (`fedge provision`), for Mosquitto alone. Then it starts anew by itself when a certificate was revoked.
 
     \b
     Examples:
       fedge broker
       fedge broker --host 0.0.0.0 --port 1884 --kind mosquitto --home ./broker
+      fedge broker --host 0.0.0.0 --port 8883 --identity /etc/fedge/broker
       fedge broker --port 0 --json
 
     \b
     Exit codes: 0 stopped, 2 wrong usage, 3 it does not start, or ended by itself.
     """  # noqa: D301 - click wants the backspace character itself
-    asyncio.run(_run(kind, host, port, home, as_json=as_json))
+    local = LocalBroker(kind, host=host, port=port, home=home, identity=identity)
+    asyncio.run(_run(local, follow=identity is not None, as_json=as_json))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ fedge/1/{federation}/agents/{id}/wants             Want                         
 fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
 fedge/1/{federation}/agents/{id}/health            Health, retained                 runtime -> all
 fedge/1/{federation}/agents/{id}/release-wants     Want                             runtime -> rollout
+fedge/1/{federation}/agents/{id}/renewal           request for a certificate, PEM, retained    agent -> authority
+fedge/1/{federation}/agents/{id}/certificate       certificate, PEM, retained       authority -> agent
 fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
 fedge/1/{federation}/agents/{id}/predictions       what is said of it               runtime -> sensor
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
@@ -26,7 +28,7 @@ ROOT = "fedge/1"
 MAX_CLIENT_ID: Final = 100
 """Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
 
-ClientRole = Literal["agent", "serve", "coordinator", "rollout", "status"]
+ClientRole = Literal["agent", "serve", "coordinator", "rollout", "status", "renewal"]
 
 
 @dataclass(frozen=True, slots=True)

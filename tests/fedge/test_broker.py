@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from fedge import broker as module
 from fedge.broker import LocalBroker, broker, choose, free_port, main, mosquitto_config
 from fedge.errors import ConfigError, TransportError
+from fedge.mosquitto import for_everybody
 from tests.support.broker import BROKERS, transport
 
 WAIT_S = 25.0
@@ -54,7 +55,7 @@ def test_auto_is_what_is_installed(monkeypatch):
 
 
 def test_configuration_has_our_limits():
-    lines = mosquitto_config("127.0.0.1", 1884).splitlines()
+    lines = mosquitto_config(for_everybody("127.0.0.1", 1884)).splitlines()
     assert "listener 1884 127.0.0.1" in lines
     assert "max_packet_size 2097152" in lines
     assert "persistence false" in lines

@@ -585,7 +585,7 @@ async def test_fetch(broker, tmp_path, size):
 
 @pytest.mark.usefixtures("mosquitto_program")
 async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.broker.MAX_PACKET_BYTES", 1300)
+    monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", 1300)
     data = os.urandom(40_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     ref = a_ref(data)
@@ -603,7 +603,7 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, mon
 
 @pytest.mark.usefixtures("mosquitto_program")
 async def test_a_broker_that_takes_no_want_ends_a_fetch_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.broker.MAX_PACKET_BYTES", 150)
+    monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", 150)
     async with local_broker("mosquitto", tmp_path) as broker:
         link = transport(broker, "agent")
         receiver = Receiver(link, BlobFolder(tmp_path / "down"))

@@ -121,8 +121,8 @@ async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
 async def test_a_certificate_of_one_federation_is_nobody_in_another(
     mosquitto_program: str, authority: Authority, tmp_path: Path
 ) -> None:
-    other = Authority(tmp_path / "of another")
-    async with TlsBroker(authority, tmp_path / "broker", other=("g", other)) as broker:
+    other = Authority(tmp_path / "of another", "g")
+    async with TlsBroker(authority, tmp_path / "broker", other=other) as broker:
         there = Heard()
         cam1, cam2 = (
             transport(broker.port, authority.client("cam1")),
@@ -143,13 +143,15 @@ async def test_a_certificate_of_one_federation_is_nobody_in_another(
         assert there.topics == []
         log = tmp_path / "foreign.log"
         where = {"broker": f"{broker.host}:{broker.other_port}", "federation": "g"}
-        asked = await Running.start(log, "status", *words(where | authority.client("status") | {"ca_file": other.file}))
+        asked = await Running.start(
+            log, "status", *words(where | authority.client("status") | {"ca_file": other.client("status")["ca_file"]})
+        )
         assert await asked.ended() == 3, "its listener knows another authority"
 
 
 async def test_who_is_revoked_is_not_let_in(mosquitto_program: str, authority: Authority, tmp_path: Path) -> None:
     clients = {name: authority.client(name) for name in ("status", "coordinator")}
-    authority.revoke(clients["status"])
+    authority.issuer.revoke("status")
     async with TlsBroker(authority, tmp_path / "broker") as broker:
         async with transport(broker.port, clients["coordinator"]) as good:
             await good.publish(Topics(NAME).agent("cam0", "status"), b"", retain=True)
@@ -172,7 +174,7 @@ async def test_agent_and_runtime_of_a_device_share_its_certificate(broker: TlsBr
 async def test_a_broker_of_another_authority_is_not_trusted(
     broker: TlsBroker, authority: Authority, tmp_path: Path
 ) -> None:
-    foreign = authority.client("status") | {"ca_file": Authority(tmp_path / "foreign").file}
+    foreign = authority.client("status") | {"ca_file": Authority(tmp_path / "foreign").client("status")["ca_file"]}
     code, asked = await status(broker, tmp_path / "log", **foreign)
     assert code == 3
     assert "certificate: self-signed certificate in certificate chain" in asked.log.read_text()
@@ -182,10 +184,10 @@ async def test_nobody_is_let_in_without_a_certificate_of_the_authority(
     broker: TlsBroker, authority: Authority, tmp_path: Path
 ) -> None:
     """Mosquitto only closes the connection; the message names what may be wrong."""
-    foreign = Authority(tmp_path / "foreign").client("status") | {"ca_file": authority.file}
+    foreign = Authority(tmp_path / "foreign").client("status") | {"ca_file": authority.client("status")["ca_file"]}
     logs = tmp_path / "none", tmp_path / "foreign.log"
     answers = await asyncio.gather(
-        status(broker, logs[0], ca_file=authority.file),
+        status(broker, logs[0], ca_file=authority.client("status")["ca_file"]),
         status(broker, logs[1], **foreign),
     )
     for code, asked in answers:

@@ -1,0 +1,278 @@
+"""`fedge provision`: who belongs to a federation, and what its machines need to show that they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from coordinator.provision import installation
+from coordinator.provision.issuer import PARTS, Federation, Issuer
+from coordinator.provision.renewals import answer_requests
+from fedge import certificates, service
+from fedge.certificates import new_key, read_request
+from fedge.config import given
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+from fedge.identity import CRL, Role
+from fedge.kit import SUFFIX, refuse_code
+from fedge.task import TaskSpec
+
+FOLDER: Final = Path("/etc/fedge")
+
+_folder = click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=FOLDER,
+    show_default=True,
+    help="Of the federation's authority and of the server's certificates.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+
+
+@click.group()
+def provision() -> None:
+    """Make the certificates of a federation, so that nobody gets in who does not belong.
+
+    FOLDER/ca.key is the federation's authority: who has it can let in whom he likes. Only these commands read it;
+    broker and coordinator do not. docs/security-setup.md goes through it all.
+
+    \b
+    Examples:
+      fedge provision init workshop edge-server.local
+      fedge provision broker
+      fedge provision device cam1 --to /media/stick
+      fedge provision revoke cam1
+
+    \b
+    Exit codes: 0 done, 2 wrong usage, no such member, or one of that name is there, 3 the broker cannot be reached, 4 a
+    file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+
+
+@provision.command()
+@click.argument("federation")
+@click.argument("host")
+@click.option("--port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="Of the broker.")
+@click.option(
+    "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long certificates are good."
+)
+@_folder
+@_json
+def init(federation: str, host: str, port: int, days: int, folder: Path, *, as_json: bool) -> None:
+    """Found a federation: its authority, and the certificates of broker, coordinator, `status` and `rollout`.
+
+    HOST is the name or address by which the devices reach the broker; its certificate is for that, and for localhost.
+    FOLDER/coordinator.toml is written for `fedge coordinator --config`.
+
+    \b
+    Examples:
+      fedge provision init workshop edge-server.local
+      fedge provision init workshop 192.168.1.5 --port 8884 --folder ./workshop
+
+    \b
+    Exit codes: 0 done, 2 wrong usage, or FOLDER holds a federation, 4 a file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    settings = given(Federation, {"federation": federation, "host": host, "port": port, "days": days})
+    issuer = Issuer.create(folder, settings)
+    service.write_public(folder / "coordinator.toml", _coordinator_toml(issuer))
+    _tell(f"{federation} is founded in {folder}", {"federation": federation, "folder": str(folder)}, as_json=as_json)
+
+
+def _coordinator_toml(issuer: Issuer) -> str:
+    folder = issuer.folder.absolute()
+    home = Path("/var/lib/fedge-coordinator") if issuer.folder == FOLDER else folder / "home"
+    settings = {
+        "broker": issuer.settings.broker,
+        "federation": issuer.settings.federation,
+        "identity": str(folder / Role.COORDINATOR),
+        "home": str(home),
+    }
+    lines = ["# Made by `fedge provision init`; `fedge coordinator --help` lists all settings.", "[coordinator]"]
+    return "\n".join([*lines, *(f"{name} = {json.dumps(value)}" for name, value in settings.items()), ""])
+
+
+@provision.command()
+@click.argument("name", type=click.Choice([role.value for role in PARTS]))
+@_folder
+@_json
+def server(name: str, folder: Path, *, as_json: bool) -> None:
+    """Give a part of the server a new key and certificate, in FOLDER/NAME.
+
+    `init` does so for those that each federation has. Afterwards it is for one that was revoked.
+
+    \b
+    Examples:
+      fedge provision server status
+      fedge provision revoke coordinator && fedge provision server coordinator
+
+    \b
+    Exit codes: 0 done, 2 no federation there, or the certificate of that name is good, 4 a file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    issuer = Issuer(folder)
+    issuer.equip(Role(name))
+    if name == Role.BROKER:
+        installation.restart_broker(issuer)
+    _tell(f"{folder / name} has a new certificate", {"identity": str(folder / name)}, as_json=as_json)
+
+
+@provision.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option(
+    "--request",
+    "requests",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="What `fedge enrol --request` has made on a device, whose key then never leaves it.",
+)
+@click.option("--to", type=click.Path(path_type=Path), default=Path(), help="Folder of the kits.")
+@click.option("--task", type=click.Path(path_type=Path), help="A task.json for the devices.")
+@_folder
+@_json
+def device(
+    ids: tuple[str, ...], requests: tuple[Path, ...], to: Path, task: Path | None, folder: Path, *, as_json: bool
+) -> None:
+    """Make the start-up kits of devices: one file each, ID.kit, for `fedge enrol`.
+
+    ID is the device's name in the federation. Whoever reads a kit can speak for its device: carry it on a medium of
+    your own, and delete it afterwards. A kit that answers a --request holds no key.
+
+    \b
+    Examples:
+      fedge provision device cam1 cam2 --to /media/stick
+      fedge provision device cam1 --task /var/lib/fedge-coordinator/task.json
+      fedge provision device --request cam3.csr
+
+    \b
+    Exit codes: 0 done, 2 no federation there, a device cannot be called so, or one of that name has a certificate, 4 a
+    file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    if not ids and not requests:
+        raise click.UsageError("name the devices, or give their requests")
+    if not to.is_dir():
+        raise ConfigError(f"there is no folder {to} for the kits")
+    issuer = Issuer(folder)
+    description = None if task is None else _task(task)
+    kits = []
+    for name, key, public in _wanted(ids, requests):
+        subject = certificates.device_subject(issuer.settings.federation, name)
+        kits.append(to / f"{name}{SUFFIX}")
+        write_atomically(kits[-1], issuer.kit(issuer.enlist(subject, public), key, description))
+    _tell("\n".join(map(str, kits)), {"kits": list(map(str, kits))}, as_json=as_json)
+
+
+def _wanted(ids: tuple[str, ...], requests: tuple[Path, ...]) -> Iterator[tuple[str, Any, Any]]:
+    """Name of each device, its key if we make it, and the public one."""
+    for name in ids:
+        key = new_key()
+        yield name, key, key.public_key()
+    for file in requests:
+        try:
+            name, public = read_request(file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        yield name, None, public
+
+
+def _task(file: Path) -> TaskSpec:
+    """The description of a task for a kit.
+
+    Raises:
+        ConfigError: it is none, or names code.
+    """
+    try:
+        task = msgspec.json.decode(file.read_bytes(), type=TaskSpec)
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file} is no description of a task: {error}") from error
+    refuse_code(task)
+    return task
+
+
+@provision.command()
+@click.argument("names", nargs=-1, required=True, metavar="ID...")
+@_folder
+@_json
+def revoke(names: tuple[str, ...], folder: Path, *, as_json: bool) -> None:
+    """Shut out whose certificate was lost or stolen: a device, or a part of the server.
+
+    The broker starts anew, which cuts all connections; the others are back within seconds. The coordinator takes
+    nothing from the revoked any more. A device of that name may be enrolled again with a new kit.
+
+    \b
+    Examples:
+      fedge provision revoke cam1
+      fedge provision revoke coordinator
+
+    \b
+    Exit codes: 0 done, 2 no federation or no such member there, or the broker does not start, 4 a file cannot be
+    written.
+    """  # noqa: D301 - click needs the character itself
+    issuer = Issuer(folder)
+    for name in names:
+        issuer.revoke(name)
+    restarted = installation.restart_broker(issuer)
+    how = "Mosquitto was started anew" if restarted else "a `fedge broker --identity` starts anew by itself"
+    _tell(f"revoked: {', '.join(names)}; {how}", {"revoked": names, "broker_restarted": restarted}, as_json=as_json)
+
+
+@provision.command()
+@_folder
+@_json
+def renew(folder: Path, *, as_json: bool) -> None:
+    """Renew what is past two thirds of its life, and answer the devices that ask for it; to be run daily.
+
+    `fedge provision broker` has systemd do so. Agents ask by themselves, over the broker, with the key that they have.
+    A device that was off until its certificate expired needs a new kit.
+
+    \b
+    Examples:
+      fedge provision renew
+
+    \b
+    Exit codes: 0 done, 2 no federation there, 3 the broker cannot be reached: the server's are renewed, the devices'
+    not, 4 a file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    issuer = Issuer(folder)
+    renewed = issuer.refresh()
+    if {Role.BROKER, CRL} & set(renewed):
+        installation.restart_broker(issuer)
+    devices = asyncio.run(answer_requests(issuer))
+    told = ", ".join([*renewed, *devices]) or "nothing was due"
+    _tell(f"renewed: {told}", {"renewed": renewed, "devices": devices}, as_json=as_json)
+
+
+@provision.command()
+@_folder
+@_json
+def broker(folder: Path, *, as_json: bool) -> None:
+    """Have this machine's Mosquitto serve the federation, as it is installed on Debian; run it as root.
+
+    Writes /etc/mosquitto/conf.d/fedge-FEDERATION.conf and FOLDER/broker/acl, gives the user mosquitto its key, and
+    starts Mosquitto anew. Under systemd it also makes the coordinator a service (systemctl start fedge-coordinator)
+    that runs as the user fedge, and has `fedge provision renew` run daily. On other systems there is `fedge broker
+    --identity FOLDER/broker`.
+
+    \b
+    Examples:
+      fedge provision broker
+
+    \b
+    Exit codes: 0 done, 2 no federation there, Mosquitto is not installed or does not start, 4 a file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    issuer = Issuer(folder)
+    file = installation.configure_broker(issuer)
+    if service.RUNNING.exists():
+        installation.install_services(issuer)
+    installation.restart_broker(issuer)
+    settings = issuer.settings
+    told = {"broker": settings.broker, "conf": str(file)}
+    _tell(f"Mosquitto serves {settings.federation} at {settings.broker}", told, as_json=as_json)
+
+
+def _tell(text: str, record: Mapping[str, object], *, as_json: bool) -> None:
+    click.echo(json.dumps(record) if as_json else text)

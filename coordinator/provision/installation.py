@@ -1,0 +1,78 @@
+"""What `fedge provision broker` sets up on Debian: Mosquitto, the coordinator's service, the daily renewal."""
+
+from __future__ import annotations
+
+import pwd
+from pathlib import Path
+from typing import Final
+
+from coordinator.provision.issuer import Issuer
+from fedge import mosquitto, service
+from fedge.errors import ConfigError
+from fedge.identity import Role
+
+CONF_D: Final = Path("/etc/mosquitto/conf.d")
+"""Debian's Mosquitto reads every file in it that ends in .conf."""
+MOSQUITTO: Final = "mosquitto"
+"""Its service, and the user that it runs as: it alone reads the broker's key."""
+
+
+def conf_file(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
+    """Where the configuration for this federation is, or would be."""
+    return conf_d / f"fedge-{issuer.settings.federation}.conf"
+
+
+def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
+    """Write Mosquitto's configuration and access list, and give it its identity; returns the configuration.
+
+    Raises:
+        ConfigError: Mosquitto is not installed.
+        StoreError: a file cannot be written.
+    """
+    try:
+        owner = pwd.getpwnam(MOSQUITTO)
+    except KeyError:
+        raise ConfigError("mosquitto is not installed here: apt install mosquitto") from None
+    if not conf_d.is_dir():
+        raise ConfigError(f"there is no {conf_d}, where Mosquitto's configuration goes: apt install mosquitto")
+    identity = (issuer.folder / Role.BROKER).absolute()
+    service.write_public(identity / mosquitto.ACCESS_LIST, mosquitto.access_list(issuer.settings.federation))
+    service.give(identity, owner)
+    service.write_public(conf_d / "00-fedge.conf", mosquitto.before_listeners())  # read in the order of their names
+    file = conf_file(issuer, conf_d)
+    service.write_public(file, mosquitto.for_members(identity, identity, issuer.settings.port))
+    return file
+
+
+def install_services(issuer: Issuer) -> None:
+    """Make the coordinator a service, and have certificates renewed daily. It is the user who starts the coordinator.
+
+    Raises:
+        ConfigError, StoreError: something cannot be set up.
+    """
+    folder = issuer.folder.absolute()
+    identity = folder / Role.COORDINATOR
+    service.give(identity, service.make_user())
+    arguments = f"coordinator --config {folder / 'coordinator.toml'}"
+    unit = service.unit("coordinator", service.COORDINATOR, arguments, identity, "coordinator")
+    service.write_public(service.UNITS / "fedge-coordinator.service", unit)
+    renew, timer = service.daily("renewal of certificates", f"provision renew --folder {folder}")
+    service.write_public(service.UNITS / "fedge-renewal.service", renew)
+    service.write_public(service.UNITS / "fedge-renewal.timer", timer)
+    service.run("systemctl", "daemon-reload")
+    service.run("systemctl", "enable", "--now", "fedge-renewal.timer")
+
+
+def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> bool:
+    """Have the installed Mosquitto read what has changed; False: none of this federation is installed here.
+
+    A `fedge broker --identity` sees by itself that the files have changed.
+
+    Raises:
+        ConfigError: it does not start again.
+    """
+    file = conf_file(issuer, conf_d)
+    if not file.exists() or str((issuer.folder / Role.BROKER).absolute()) not in file.read_text(encoding="utf-8"):
+        return False
+    service.restart(MOSQUITTO)
+    return True

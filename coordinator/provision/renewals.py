@@ -1,0 +1,73 @@
+"""Renewal over the wire, at the authority's end: retained requests of devices are answered by retained certificates.
+
+Nobody has to be there at the same time, so the authority's key need not be on line but for a moment, once a day or once
+a month. A request is signed with the key of the device's present certificate, so that neither a broker nor another
+device can make one; the answer is for that key alone. A request that is repeated gets the same certificate again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from coordinator.provision.issuer import Issuer
+from fedge.certificates import pem_of, read_request
+from fedge.credentials import Credentials
+from fedge.errors import ConfigError, TransportError
+from fedge.identity import Role
+from fedge.topics import Topics
+from fedge.transport import Inbound, Transport
+
+log = logging.getLogger("fedge.provision")
+
+REACH_S = 15.0
+"""A broker that has not let us in by then is not there; the next run answers."""
+QUIET_S = 1.0
+"""A broker that has said nothing for so long has told all that it retains."""
+
+
+async def answer_requests(issuer: Issuer) -> list[str]:
+    """Answer the requests that lie at the broker; the devices that got a certificate.
+
+    Raises:
+        TransportError: the broker cannot be reached, or refuses us.
+    """
+    settings = issuer.settings
+    topics = Topics(settings.federation)
+    broker = Credentials(identity=issuer.folder / Role.COORDINATOR).at(settings.broker)
+    transport = Transport(broker, topics.client_id("renewal"))
+    requests: dict[str, bytes] = {}
+    news = asyncio.Event()
+
+    async def note(inbound: Inbound) -> None:
+        if inbound.payload:  # otherwise it was cleared
+            requests[topics.parts(inbound.topic)[1]] = inbound.payload
+            news.set()
+
+    await transport.subscribe(topics.agent("+", "renewal"), note)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(REACH_S):
+                await stack.enter_async_context(transport)
+        except TimeoutError:
+            raise TransportError(f"the broker at {settings.broker} cannot be reached") from None
+        with contextlib.suppress(TimeoutError):
+            while True:  # retained messages come at once after the subscription
+                async with asyncio.timeout(QUIET_S):
+                    await news.wait()
+                news.clear()
+        return [device for device in sorted(requests) if await _answer(issuer, transport, device, requests[device])]
+
+
+async def _answer(issuer: Issuer, transport: Transport, device: str, request: bytes) -> bool:
+    topics = Topics(issuer.settings.federation)
+    try:
+        certificate = issuer.renew(device, *read_request(request))
+    except ConfigError as error:
+        log.warning("event=renewal_refused device=%s reason=%r", device, str(error))
+        certificate = None
+    if certificate is not None:
+        await transport.publish(topics.agent(device, "certificate"), pem_of(certificate), retain=True)
+    await transport.publish(topics.agent(device, "renewal"), b"", retain=True)
+    return certificate is not None

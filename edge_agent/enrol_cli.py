@@ -1,0 +1,196 @@
+"""`fedge enrol`: make a machine the device that its start-up kit names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+from cryptography import x509
+
+from fedge import certificates, service
+from fedge.certificates import load_certificate, load_key, new_key, pem_of, pem_of_key, request_of
+from fedge.config import section_of
+from fedge.credentials import CA, CERTIFICATE, KEY
+from fedge.errors import ConfigError
+from fedge.files import write_atomically
+from fedge.identity import subject_of
+from fedge.kit import MAX_BYTES, Kit, unseal
+
+FOLDER: Final = Path("/etc/fedge")
+HOME: Final = Path("/var/lib/fedge")
+"""Of the agent that is a service."""
+IDENTITY: Final = "identity"
+CONFIG: Final = "agent.toml"
+TASK: Final = "task.json"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("kit", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--request", "device_id", metavar="ID", help="Make a key here, and ID.csr for `fedge provision device --request`."
+)
+@click.option("--data", type=click.Path(path_type=Path), help="The agent's samples: an .npz, or a folder.")
+@click.option("--task", help="What is learned, as for `fedge agent`; by default what the kit says.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=FOLDER,
+    show_default=True,
+    help="Of identity and configuration. Only the agent of the default one is made a service.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def enrol(
+    kit: Path | None,
+    device_id: str | None,
+    data: Path | None,
+    task: str | None,
+    folder: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Make this machine the device that a start-up kit names (`fedge provision device`); "-" reads it from a pipe.
+
+    Writes FOLDER/identity and FOLDER/agent.toml, the configuration of `fedge agent`; one that is there stays as it is.
+    Run as root under systemd it also makes the agent a service, as the user fedge, and starts it. A kit names no code.
+
+    \b
+    Examples:
+      fedge enrol /media/stick/cam1.kit --task digits --data /srv/cam1.npz
+      fedge enrol cam1.kit --folder ./cam1 --data photos
+      fedge enrol --request cam1
+
+    \b
+    Exit codes: 0 done, 2 the kit is damaged, expired, of another federation or another device than this one, or for a
+    key that is not here, 4 a file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    if (kit is None) == (device_id is None):
+        raise click.UsageError("give a start-up kit, or --request ID")
+    if device_id is not None:
+        request = make_request(folder / IDENTITY, device_id)
+        return _tell(
+            f"take it to the server: fedge provision device --request {request}", {"request": str(request)}, as_json
+        )
+    assert kit is not None
+    try:
+        found = unseal(_read(kit))
+        take(found, folder / IDENTITY)
+    except ConfigError as error:
+        raise ConfigError(f"{kit}: {error}") from error
+    config = configure(found, folder, data, task)
+    missing = {"task", "data"} - section_of(config, "agent").keys()
+    started = folder == FOLDER and service.RUNNING.exists() and not missing and start(folder)
+    how = "the agent runs: journalctl -u fedge-agent" if started else f"now: fedge agent --config {config}"
+    how = f"write {' and '.join(sorted(missing))} into {config}" if missing else how
+    told = {"id": found.id, "federation": found.federation, "config": str(config), "started": started}
+    return _tell(f"this is {found.id} of {found.federation}; {how}", told, as_json)
+
+
+def _read(kit: Path) -> bytes:
+    try:
+        with sys.stdin.buffer if str(kit) == "-" else kit.open("rb") as file:
+            return file.read(MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error.strerror}") from error
+
+
+def make_request(identity: Path, device_id: str) -> Path:
+    """Make a key, or take that of an earlier request, and write ID.csr into the current folder.
+
+    Raises:
+        ConfigError: the machine is a device already, or cannot be called so.
+    """
+    certificates.device_subject("", device_id)
+    if (identity / CERTIFICATE).exists():
+        raise ConfigError(f"{identity} holds a certificate already: its agent renews it by itself")
+    if not (identity / KEY).exists():
+        write_atomically(identity / KEY, pem_of_key(new_key()))
+    file = Path(f"{device_id}.csr")
+    write_atomically(file, pem_of(request_of(device_id, load_key(identity / KEY))))
+    return file
+
+
+def take(kit: Kit, identity: Path) -> None:
+    """Write the identity that a kit gives.
+
+    Raises:
+        ConfigError: the machine is another device, its certificate is newer, or the kit is for another key.
+    """
+    certificate = x509.load_pem_x509_certificate(kit.certificate.encode())
+    if (identity / CERTIFICATE).exists():
+        _refuse_other(kit, certificate, identity)
+    key = kit.key.encode() if kit.key is not None else None
+    if key is None and _public_key_in(identity) != certificate.public_key():
+        raise ConfigError(f"it answers the request of a key that is not in {identity}: enrol where that was made")
+    write_atomically(identity / CA, kit.ca.encode())
+    if key is not None:
+        write_atomically(identity / KEY, key)
+    write_atomically(identity / CERTIFICATE, kit.certificate.encode())
+
+
+def _public_key_in(identity: Path) -> object:
+    return load_key(identity / KEY).public_key() if (identity / KEY).exists() else None
+
+
+def _refuse_other(kit: Kit, certificate: x509.Certificate, identity: Path) -> None:
+    """One machine is one device for good; deleting the folder is how its owner says otherwise."""
+    present = load_certificate(identity / CERTIFICATE)
+    subject = subject_of(present)
+    otherwise = f"to make it another one, delete {identity} first"
+    if subject != subject_of(certificate):
+        raise ConfigError(f"this machine is {subject}, and the kit is for {kit.id} of {kit.federation}; {otherwise}")
+    if (identity / CA).read_bytes() != kit.ca.encode():
+        raise ConfigError(
+            f"it is by another authority of the name {kit.federation} than this machine trusts; {otherwise}"
+        )
+    if certificates.life_of(present)[1] > certificates.life_of(certificate)[1]:
+        raise ConfigError(f"the certificate in {identity} is newer; {otherwise}")
+
+
+def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Path:
+    """Write the agent's configuration, unless its owner has one; returns it.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    file = folder / CONFIG
+    if kit.task is not None and task is None:
+        service.write_public(folder / TASK, msgspec.json.format(msgspec.json.encode(kit.task)).decode())
+        task = str((folder / TASK).absolute())
+    settings = {
+        "broker": kit.broker,
+        "federation": kit.federation,
+        "id": kit.id,
+        "identity": str((folder / IDENTITY).absolute()),
+        "home": str(HOME if folder == FOLDER else (folder / "home").absolute()),
+        "task": task,
+        "data": None if data is None else str(data.absolute()),
+    }
+    if not file.exists():
+        lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items() if value is not None]
+        head = ["# Made by `fedge enrol`; `fedge agent --help` lists all settings.", "[agent]"]
+        service.write_public(file, "\n".join([*head, *lines, ""]))
+    return file
+
+
+def start(folder: Path) -> bool:
+    """Make the agent a service and start it.
+
+    Raises:
+        ConfigError, StoreError: it cannot be set up.
+    """
+    identity = folder / IDENTITY
+    service.give(identity, service.make_user())
+    unit = service.unit("agent", service.AGENT, f"agent --config {folder / CONFIG}", identity, "agent")
+    service.write_public(service.UNITS / "fedge-agent.service", unit)
+    service.run("systemctl", "daemon-reload")
+    service.run("systemctl", "enable", "fedge-agent")
+    service.restart("fedge-agent")
+    return True
+
+
+def _tell(text: str, record: dict[str, object], as_json: bool) -> None:
+    click.echo(json.dumps(record) if as_json else text)

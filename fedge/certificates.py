@@ -1,0 +1,165 @@
+"""Certificates and keys as files: the identity of a machine is a folder.
+
+    ca.crt    certificate of the federation's authority, which alone is trusted
+    own.crt   certificate of this machine
+    own.key   its private key, on the curve P-256
+
+`fedge provision` writes the folders of the server, `fedge enrol` that of a device. What a certificate says is in
+`fedge.identity`. Whoever imports this module has `cryptography` in memory.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fedge.config import NAME
+from fedge.errors import ConfigError
+from fedge.identity import Role, Subject
+
+RENEW_AT: Final = 2 / 3
+"""Share of its life after which a certificate or a list of revoked ones is made anew."""
+WARN_AT: Final = 3 / 4
+"""Share after which somebody is told that this did not happen."""
+Dated = x509.Certificate | x509.CertificateRevocationList
+
+
+def now() -> dt.datetime:
+    """The time by which certificates are made and checked."""
+    return dt.datetime.now(dt.UTC)
+
+
+def device_subject(federation: str, device_id: str) -> Subject:
+    """Whom the certificate of a device names.
+
+    Raises:
+        ConfigError: no device can be called so.
+    """
+    if re.match(NAME, device_id) is None:
+        words = "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"
+        raise ConfigError(f"{device_id!r} is no name of a device: {words}")
+    if device_id in set(Role) - {Role.DEVICE}:
+        raise ConfigError(f"no device can be called {device_id}: at the broker a part of the server has that name")
+    return Subject(federation, Role.DEVICE, device_id)
+
+
+def load_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a PEM file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} holds no certificate: {error}") from error
+
+
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The private key in a PEM file.
+
+    Raises:
+        ConfigError: there is none, it is encrypted, or of another kind than ours.
+    """
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} holds no private key that can be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} holds a key that is not on an elliptic curve")
+    return key
+
+
+def load_crl(path: Path) -> x509.CertificateRevocationList:
+    """The list of revoked certificates in a PEM file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return x509.load_pem_x509_crl(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} holds no list of revoked certificates: {error}") from error
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """A private key."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def pem_of(item: Dated | x509.CertificateSigningRequest) -> bytes:
+    """A certificate, a list or a request as it is kept in files."""
+    return item.public_bytes(serialization.Encoding.PEM)
+
+
+def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A private key as it is kept in files."""
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def distinguished(subject: Subject) -> x509.Name:
+    """The subject of a certificate: what a broker calls its owner."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)])
+
+
+def request_of(device_id: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateSigningRequest:
+    """A device's request for a certificate, signed with the key that it is for."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device_id)])
+    return x509.CertificateSigningRequestBuilder(name).sign(key, hashes.SHA256())
+
+
+def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
+    """Name of the device that requests a certificate, and the key that it is for.
+
+    Raises:
+        ConfigError: it is no such request, or is not signed with that key.
+    """
+    try:
+        request = x509.load_pem_x509_csr(data)
+        key, valid = request.public_key(), request.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"that is no request for a certificate: {error}") from error
+    (*names,) = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if not valid or len(names) != 1 or not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ConfigError("that is no request for a certificate that `fedge enrol` or an agent has made")
+    return str(names[0].value), key
+
+
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether the authority's key signed the certificate. Dates are not looked at."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+def life_of(item: Dated) -> tuple[dt.datetime, dt.datetime]:
+    """From when until when a certificate or a list of revoked ones counts."""
+    if isinstance(item, x509.Certificate):
+        return item.not_valid_before_utc, item.not_valid_after_utc
+    return item.last_update_utc, item.next_update_utc or item.last_update_utc
+
+
+def is_past(share: float, item: Dated, at: dt.datetime) -> bool:
+    """Whether so much of its life is over."""
+    begin, end = life_of(item)
+    return at >= begin + share * (end - begin)
+
+
+def warning(what: str, item: Dated, at: dt.datetime) -> str:
+    """That nobody has renewed it although it was time, in words; empty: it was, or there is time."""
+    if not is_past(WARN_AT, item, at):
+        return ""
+    end = life_of(item)[1]
+    told = f"expired on {end:%Y-%m-%d}" if at >= end else f"expires in {(end - at).days} days, on {end:%Y-%m-%d}"
+    return f"{what} {told}: run `fedge provision renew` on the server"

@@ -1,0 +1,101 @@
+"""The start-up kit of a device: one file with all that it needs to take part in a federation, signed by its authority.
+
+A kit holds names, certificates, perhaps a key, and perhaps the description of the task: data, and no code to run. One
+without a key answers a request, whose key never left the device. One with a key is as good as the device: whoever reads
+it can speak for it, so it is deleted when it has been used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from msgspec import Meta, Struct
+
+from fedge import certificates
+from fedge.config import Name
+from fedge.errors import ConfigError
+from fedge.identity import out_of_date, subject_of
+from fedge.task import TaskSpec
+from fedge.transport import parse_address
+
+SUFFIX: Final = ".kit"
+MAX_BYTES: Final = 1 << 20
+Pem = Annotated[str, Meta(max_length=10_000)]
+
+
+class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device is given.
+
+    ca, certificate: in PEM, of the authority and of the device; key: its private key in PEM, unless it has made one
+    itself; task: what is learned, which names no code.
+    """
+
+    federation: Name
+    id: Name
+    broker: str
+    ca: Pem
+    certificate: Pem
+    key: Pem | None = None
+    task: TaskSpec | None = None
+
+
+class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):
+    """The file: a kit as JSON, and the authority's signature over that."""
+
+    kit: str
+    signature: bytes
+
+
+def seal(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
+    """The file of a kit.
+
+    Raises:
+        ConfigError: its task names code.
+    """
+    refuse_code(kit.task)
+    text = msgspec.json.encode(kit)
+    signature = authority.sign(text, ec.ECDSA(hashes.SHA256()))
+    return msgspec.json.format(msgspec.json.encode(_Sealed(text.decode(), signature)), indent=1)
+
+
+def unseal(data: bytes) -> Kit:
+    """The kit in a file: whole, of one authority, for one device, and not out of date.
+
+    Raises:
+        ConfigError: it is not; the text says what to do.
+    """
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        kit = msgspec.json.decode(sealed.kit, type=Kit)
+        ca = x509.load_pem_x509_certificate(kit.ca.encode())
+        certificate = x509.load_pem_x509_certificate(kit.certificate.encode())
+        key = ca.public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        key.verify(sealed.signature, sealed.kit.encode(), ec.ECDSA(hashes.SHA256()))
+        parse_address(kit.broker)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError, AssertionError, InvalidSignature) as error:
+        raise ConfigError("it is no start-up kit, or is damaged: copy it once more from the server") from error
+    if subject_of(certificate) != certificates.device_subject(kit.federation, kit.id):
+        raise ConfigError(f"its certificate is not that of the device {kit.id} of {kit.federation}")
+    if not certificates.is_issued_by(certificate, ca):
+        raise ConfigError("its certificate is not by the authority that made the kit")
+    if trouble := out_of_date(certificate, certificates.now()):
+        raise ConfigError(f"its certificate {trouble}: if that clock is right, have a new kit made on the server")
+    refuse_code(kit.task)
+    return kit
+
+
+def refuse_code(task: TaskSpec | None) -> None:
+    """See that the task of a kit names no code: what a device may import, its owner says there.
+
+    Raises:
+        ConfigError: it does.
+    """
+    named = [text for text in (task.name, task.model) if ":" in text] if task else []
+    if named:
+        raise ConfigError(f"no kit may name code, and its task names {named[0]}: give --task on the device")

@@ -1,0 +1,103 @@
+"""What we write for Mosquitto: a broker for everybody on this machine, or one for the members of a federation.
+
+The second lets in who has a certificate that the federation's authority has signed and not revoked, over TLS 1.2 or
+later, under the name in it; and its access list says what each may say and hear (docs/protocol.md). It is made for
+Mosquitto 2.0. That reads the list of revoked certificates only when it starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from fedge.credentials import CA, CERTIFICATE, KEY
+from fedge.identity import CRL
+from fedge.topics import ROOT
+
+ACCESS_LIST: Final = "acl"
+MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
+"""Announced to clients; chunks are 512 KiB."""
+MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024
+"""For each client. Beyond it Mosquitto drops in silence; a receiver never asks for that much (fedge.transfer)."""
+
+
+def _limits() -> str:
+    lines = (
+        "set_tcp_nodelay true",
+        f"max_packet_size {MAX_PACKET_BYTES}",
+        "max_queued_messages 0",
+        f"max_queued_bytes {MAX_QUEUED_BYTES}",
+        "",
+    )
+    return "\n".join(lines)
+
+
+def for_everybody(host: str, port: int) -> str:
+    """One listener that asks nobody who he is."""
+    return f"listener {port} {host}\nallow_anonymous true\n{_limits()}"
+
+
+def before_listeners() -> str:
+    """What stands once, before the first listener for members."""
+    return f"per_listener_settings true\n{_limits()}"
+
+
+def for_members(identity: Path, rules: Path, port: int, host: str = "") -> str:
+    """The listener of a federation. A broker may have several, each with an authority and an access list of its own.
+
+    Without `use_username_as_clientid`: agent and runtime of a device share a name, and two clients of one client id
+    throw each other out.
+
+    Args:
+        identity: the broker's folder; the list of revoked certificates lies in it, too.
+        rules: folder of the access list.
+        port: to listen on.
+        host: address to listen on; by default all that the machine has.
+    """
+    return f"""\
+{f"listener {port} {host}".rstrip()}
+cafile {identity / CA}
+crlfile {identity / CRL}
+certfile {identity / CERTIFICATE}
+keyfile {identity / KEY}
+tls_version tlsv1.2
+allow_anonymous false
+require_certificate true
+use_identity_as_username true
+acl_file {rules / ACCESS_LIST}
+"""
+
+
+def access_list(federation: str) -> str:
+    """Who may say and hear what in a federation. %u is the name in a client's certificate."""
+    here = f"{ROOT}/{federation}"
+    return f"""\
+# A device speaks for itself alone, and hears what is for it or for all.
+pattern write {here}/agents/%u/#
+pattern read {here}/agents/%u/#
+pattern read {here}/coordinator/wants/%u
+pattern read {here}/blobs/#
+pattern read {here}/rollout
+
+user coordinator
+topic readwrite {here}/#
+
+# The two below are no devices: what the patterns would grant to devices of their names is denied, which goes first.
+
+# fedge rollout start
+user rollout
+topic deny {here}/agents/rollout/#
+topic deny {here}/coordinator/#
+topic write {here}/rollout
+topic write {here}/blobs/#
+topic read {here}/agents/+/health
+topic read {here}/agents/+/release-wants
+
+# fedge status --broker
+user status
+topic deny {here}/agents/status/#
+topic deny {here}/coordinator/#
+topic deny {here}/blobs/#
+topic deny {here}/rollout
+topic read {here}/agents/+/status
+"""

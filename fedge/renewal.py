@@ -1,0 +1,118 @@
+"""Renewal over the wire, at the device's end: it asks for a certificate before its own expires, and takes the answer.
+
+    agents/{id}/renewal      request, signed with the key of the present certificate; retained  ──▶  authority
+    agents/{id}/certificate  certificate for that key; retained                                 ◀──  authority
+
+Neither the broker nor anybody else on the way can use one or forge the other: the request shows the key, and the answer
+must be by the authority, for this device and that key. The next connection is made with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fedge.errors import ProtocolError, StoreError
+from fedge.files import write_atomically
+from fedge.identity import Role, out_of_date, subject_of
+from fedge.topics import Topics
+from fedge.transport import Inbound, Transport
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = logging.getLogger("fedge.renewal")
+
+LOOK_S: Final = 6 * 3600.0
+"""Pause between two looks at the certificate's dates."""
+MAX_BYTES: Final = 10_000
+"""Of a certificate; ours have 900."""
+
+
+class Renewal:
+    """Keeps the certificate of a device good.
+
+    Attach it before the transport is entered, and as the last: what it does at each connection ends with that.
+    """
+
+    def __init__(self, transport: Transport, topics: Topics, device_id: str) -> None:
+        self._transport = transport
+        self._topics = topics
+        self._device_id = device_id
+
+    async def attach(self) -> None:
+        """Ask from each connection on, and hear the answers; do nothing where `fedge provision` made no certificate."""
+        if self._transport.settings.cert_file is None or self._own() is None:
+            return
+        await self._transport.subscribe(self._topics.agent(self._device_id, "certificate"), self._take)
+        self._transport.on_connect(self._ask)
+
+    def _own(self) -> x509.Certificate | None:
+        """Our certificate, if it is that of this device."""
+        from fedge.certificates import load_certificate
+
+        certificate = load_certificate(_path(self._transport.settings.cert_file))
+        subject = subject_of(certificate)
+        mine = (self._topics.federation, Role.DEVICE, self._device_id)
+        return None if subject is None or (subject.federation, subject.role, subject.name) != mine else certificate
+
+    async def _ask(self) -> None:
+        """Ask whenever it is time, as long as this connection lasts."""
+        from fedge.certificates import RENEW_AT, is_past, load_key, now, pem_of, request_of, warning
+
+        while True:
+            own = self._own()
+            if own is not None and is_past(RENEW_AT, own, now()):
+                settings = self._transport.settings
+                request = request_of(self._device_id, load_key(_path(settings.key_file or settings.cert_file)))
+                await self._transport.publish(
+                    self._topics.agent(self._device_id, "renewal"), pem_of(request), retain=True
+                )
+                if told := warning(f"the certificate {settings.cert_file}", own, now()):
+                    log.warning("event=certificate_expires device=%s detail=%r", self._device_id, told)
+            await asyncio.sleep(LOOK_S)
+
+    async def _take(self, inbound: Inbound) -> None:
+        """Keep the certificate that came, if it is ours and good for longer than the one that we have."""
+        own = self._own()
+        if not inbound.payload or own is None:
+            return
+        certificate = self._checked(inbound.payload, own)
+        if certificate.not_valid_after_utc > own.not_valid_after_utc:
+            try:
+                write_atomically(_path(self._transport.settings.cert_file), inbound.payload)
+            except StoreError as error:  # the one that we have is still good; the answer stays at the broker
+                log.error("event=certificate_not_kept device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
+                return
+            until = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+            log.info("event=certificate_renewed device=%s until=%s", self._device_id, until)
+        await self._transport.publish(inbound.topic, b"", retain=True)
+
+    def _checked(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
+        """The certificate in an answer.
+
+        Raises:
+            ProtocolError: `certificate`: it is none for us.
+        """
+        from cryptography import x509
+
+        from fedge.certificates import is_issued_by, load_certificate, now
+
+        try:
+            certificate = x509.load_pem_x509_certificate(data[:MAX_BYTES])
+        except ValueError as error:
+            raise ProtocolError("certificate", f"what came as our new one is none: {error}") from error
+        if not is_issued_by(certificate, load_certificate(_path(self._transport.settings.ca_file))):
+            raise ProtocolError("certificate", "our new one is not by our authority")
+        if subject_of(certificate) != subject_of(own) or certificate.public_key() != own.public_key():
+            raise ProtocolError("certificate", "our new one is for somebody else, or for another key")
+        if trouble := out_of_date(certificate, now()):
+            raise ProtocolError("certificate", f"our new one {trouble}")
+        return certificate
+
+
+def _path(file: str | None) -> Path:
+    assert file is not None
+    return Path(file)

@@ -1,0 +1,179 @@
+"""Services of systemd: a process with a user of its own, who may read little and write only its own folders."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from fedge.errors import ConfigError, StoreError
+
+USER: Final = "fedge"
+UNITS: Final = Path("/etc/systemd/system")
+RUNNING: Final = Path("/run/systemd/system")
+"""There where systemd runs this machine."""
+
+_TOGETHER: Final = """\
+User={user}
+# SIGTERM ends it within 5 s; what is not done by then is done again.
+TimeoutStopSec=10
+StateDirectoryMode=0700
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+PrivateDevices=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+RemoveIPC=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+UMask=0077
+"""
+
+AGENT: Final = """\
+# Stopped on request is a success; a wrong configuration (2) is not cured by starting again.
+SuccessExitStatus=130
+Restart=always
+RestartSec=10
+RestartPreventExitStatus=2
+# The last to get the processor and the first to go when memory is short: nothing is lost, it goes on after a restart.
+Nice=10
+CPUSchedulingPolicy=batch
+IOSchedulingClass=idle
+OOMScoreAdjust=500
+MemoryMax=75%
+StateDirectory=fedge
+"""
+
+COORDINATOR: Final = """\
+# It ends with 0 when all rounds are done, and with 130 when it was stopped: both are final. Killed or failed, it goes
+# on from its last durable step. A wrong configuration (2) or a broken disk (4) needs somebody to look.
+SuccessExitStatus=130
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2 4
+MemoryMax=50%
+StateDirectory=fedge-coordinator
+"""
+
+
+def unit(what: str, role: str, arguments: str, writes: Path, name: str) -> str:
+    """The unit of a service that runs `fedge ARGUMENTS` as the user fedge.
+
+    Args:
+        what: it is, in words.
+        role: `AGENT` or `COORDINATOR`.
+        arguments: of the command.
+        writes: a folder that it may write beside its state: its identity.
+        name: of the service; FEDGE_... settings may stand in /etc/fedge/NAME.env, which only root need be able to read.
+    """
+    return f"""\
+[Unit]
+Description=fedge {what}
+# Certificates have dates: a Pi without a clock chip must have asked the network first.
+Wants=network-online.target time-sync.target
+After=network-online.target time-sync.target mosquitto.service
+
+[Service]
+ExecStart={command(arguments)}
+EnvironmentFile=-/etc/fedge/{name}.env
+ReadWritePaths={writes}
+{role}{_TOGETHER.format(user=USER)}
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def daily(what: str, arguments: str) -> tuple[str, str]:
+    """Unit and timer that run `fedge ARGUMENTS` as root once a day."""
+    service = f"[Unit]\nDescription=fedge {what}\n\n[Service]\nType=oneshot\nExecStart={command(arguments)}\n"
+    timer = f"[Unit]\nDescription=fedge {what}\n\n[Timer]\nOnCalendar=daily\nRandomizedDelaySec=1h\nPersistent=true\n"
+    return service, f"{timer}\n[Install]\nWantedBy=timers.target\n"
+
+
+def command(arguments: str) -> str:
+    """The command line of a service: of the environment that this process runs in."""
+    return f"{sys.executable} -m fedge.cli {arguments}"
+
+
+def make_user() -> pwd.struct_passwd:
+    """The user that services run as, who can do nothing else.
+
+    Raises:
+        ConfigError: it cannot be made, or it could not run this very fedge.
+    """
+    closed = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
+    if closed:
+        raise ConfigError(
+            f"a service cannot run {sys.executable}, for {closed[0]} is closed to others: install fedge below /opt"
+        )
+    try:
+        return pwd.getpwnam(USER)
+    except KeyError:
+        run("useradd", "--system", "--user-group", "--no-create-home", "--shell", "/usr/sbin/nologin", USER)
+        return pwd.getpwnam(USER)
+
+
+def give(folder: Path, owner: pwd.struct_passwd) -> None:
+    """Have a folder and the files in it belong to somebody, who alone can read them."""
+    try:
+        folder.chmod(0o700)
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, owner.pw_uid, owner.pw_gid)
+    except OSError as error:
+        raise StoreError(f"cannot give {folder} to {owner.pw_name}: {error}") from error
+
+
+def write_public(path: Path, text: str) -> None:
+    """Write a file that everybody may read.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o644)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def run(*words: str) -> None:
+    """Run a program of the system.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    try:
+        subprocess.run(words, check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"`{' '.join(words)}` cannot be run: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"`{' '.join(words)}` failed: {error.stderr.strip()}") from error
+
+
+def restart(name: str) -> None:
+    """Start a service anew, or for the first time.
+
+    Raises:
+        ConfigError: it does not start.
+    """
+    if RUNNING.exists():
+        run("systemctl", "restart", name)
+    else:
+        run("service", name, "restart")

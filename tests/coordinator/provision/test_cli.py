@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedge.certificates import load_certificate, new_key, pem_of, request_of
+from fedge.cli import main
+from fedge.config import section_of
+from fedge.identity import subject_of
+from fedge.kit import unseal
+from fedge.tasks import task_spec, write_task
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A federation, made by the command; the test's own folder is the current one."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["provision", "init", "shop", "server.local", "--folder", "s"]) == 0
+    return tmp_path / "s"
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+    """What `fedge provision ... --json` says."""
+    capsys.readouterr()
+    assert main(["provision", *map(str, words), "--folder", "s", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_the_coordinator_finds_all_in_its_configuration(folder: Path) -> None:
+    assert section_of(folder / "coordinator.toml", "coordinator") == {
+        "broker": "server.local:8883",
+        "federation": "shop",
+        "identity": str(folder / "coordinator"),
+        "home": str(folder / "home"),
+    }
+
+
+def test_a_kit_for_each_device(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_task(task_spec("digits"), tmp_path / "task.json")
+    (tmp_path / "stick").mkdir()
+    told = said(capsys, "device", "cam1", "cam2", "--to", "stick", "--task", "task.json")
+    assert told == {"kits": ["stick/cam1.kit", "stick/cam2.kit"]}
+    for name in ("cam1", "cam2"):
+        file = tmp_path / "stick" / f"{name}.kit"
+        kit = unseal(file.read_bytes())
+        assert (kit.id, kit.broker, kit.task) == (name, "server.local:8883", task_spec("digits"))
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_kit_that_answers_a_request_holds_no_key(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.csr").write_bytes(pem_of(request_of("cam3", new_key())))
+    assert said(capsys, "device", "--request", "x.csr") == {"kits": ["cam3.kit"]}
+    assert unseal((tmp_path / "cam3.kit").read_bytes()).key is None
+
+
+def test_revoke_and_make_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "device", "cam1")
+    assert said(capsys, "revoke", "cam1", "status") == {"revoked": ["cam1", "status"], "broker_restarted": False}
+    said(capsys, "device", "cam1")
+    assert said(capsys, "server", "status") == {"identity": "s/status"}
+    assert subject_of(load_certificate(folder / "status/own.crt")) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["init", "shop", "h", "--folder", "s"], "holds a federation's authority already"),
+        (["init", "a/b", "h", "--folder", "t"], "federation: expected 1 to 63 letters"),
+        (["device", "--folder", "s"], "name the devices, or give their requests"),
+        (["device", "status", "--folder", "s"], "no device can be called status"),
+        (["device", "a b", "--folder", "s"], "is no name of a device"),
+        (["device", "cam1", "--folder", "nowhere"], "make one with `fedge provision init`"),
+        (
+            ["device", "cam1", "--task", "code.json", "--folder", "s"],
+            "no kit may name code, and its task names os:fork",
+        ),
+        (["device", "cam1", "--task", "s/ca.crt", "--folder", "s"], "is no description of a task"),
+        (["device", "cam1", "--to", "stick", "--folder", "s"], "there is no folder stick for the kits"),
+        (["device", "--request", "cam1.csr", "--folder", "s"], "cam1.csr cannot be read"),
+        (["revoke", "cam9", "--folder", "s"], "has no member cam9"),
+        (["server", "coordinator", "--folder", "s"], "`fedge provision revoke coordinator` first"),
+        (["server", "cam1", "--folder", "s"], "'cam1' is not one of"),
+    ],
+)
+def test_what_is_wrong_is_named_and_changes_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    task = msgspec.structs.replace(task_spec("digits"), model="os:fork")
+    (tmp_path / "code.json").write_bytes(msgspec.json.encode(task))
+    assert main(["provision", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "cam1.kit").exists()
+    assert not (tmp_path / "t").exists()
+    assert "cam1" not in (folder / "coordinator/members.json").read_text()

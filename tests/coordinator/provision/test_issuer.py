@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import datetime as dt
+import subprocess
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coordinator.members import read_members
+from coordinator.provision.issuer import SERVER, Federation, Issuer
+from fedge.certificates import (
+    device_subject,
+    is_past,
+    life_of,
+    load_certificate,
+    load_crl,
+    new_key,
+    pem_of,
+    read_request,
+    request_of,
+)
+from fedge.errors import ConfigError
+from fedge.identity import Authority as Verifier
+from fedge.identity import Role, Subject, subject_of
+from tests.support.tls import Authority
+
+DAY = dt.timedelta(days=1)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "f")
+
+
+def enlist(authority: Authority, name: str, key: object = None) -> x509.Certificate:
+    subject = device_subject(authority.issuer.settings.federation, name)
+    return authority.issuer.enlist(subject, (key or new_key()).public_key())  # type: ignore[attr-defined]
+
+
+def revoked_in(folder: Path) -> set[int]:
+    return {entry.serial_number for entry in load_crl(folder / "crl.pem")}
+
+
+def test_certificates_pass_a_strict_verification_for_their_purpose_alone(authority: Authority) -> None:
+    """By OpenSSL, which is what brokers and Python have."""
+    for role in SERVER:
+        right, wrong = ("sslserver", "sslclient") if role is Role.BROKER else ("sslclient", "sslserver")
+        for purpose, code in ((right, 0), (wrong, 2)):
+            command = [
+                "openssl",
+                "verify",
+                "-x509_strict",
+                "-purpose",
+                purpose,
+                "-CAfile",
+                str(authority.folder / "ca.crt"),
+            ]
+            crl = ["-crl_check", "-CRLfile", str(authority.folder / "broker/crl.pem")]
+            done = subprocess.run(
+                [*command, *crl, str(authority.folder / role / "own.crt")], capture_output=True, check=False
+            )
+            assert done.returncode == code, done.stderr.decode()
+
+
+def test_each_certificate_says_federation_role_and_name(authority: Authority) -> None:
+    for role in SERVER:
+        assert subject_of(load_certificate(authority.folder / role / "own.crt")) == Subject("f", role, role)
+    assert subject_of(enlist(authority, "cam1")) == Subject("f", Role.DEVICE, "cam1")
+
+
+def test_the_brokers_is_for_the_host_and_for_this_machine(tmp_path: Path) -> None:
+    for i, host in enumerate(("edge-server.local", "192.168.1.5", "fd00::5")):
+        issuer = Issuer.create(tmp_path / str(i), Federation(federation="f", host=host, port=8883, days=365))
+        names = load_certificate(tmp_path / str(i) / "broker/own.crt").extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
+        told = {
+            *names.value.get_values_for_type(x509.DNSName),
+            *map(str, names.value.get_values_for_type(x509.IPAddress)),
+        }
+        assert told == {host, "localhost", "127.0.0.1", "::1"}
+        assert issuer.settings.broker == ("[fd00::5]:8883" if ":" in host else f"{host}:8883")
+
+
+def test_only_its_owner_reads_the_authoritys_key(authority: Authority) -> None:
+    for name in ("ca.key", "coordinator/own.key", "broker/own.key"):
+        assert (authority.folder / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_holds_one_federation(authority: Authority, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give another --folder"):
+        Issuer.create(authority.folder, authority.issuer.settings)
+    with pytest.raises(ConfigError, match="make one with `fedge provision init`"):
+        Issuer(tmp_path / "nowhere")
+
+
+def test_members_are_on_the_list_until_they_are_revoked(authority: Authority) -> None:
+    file = authority.folder / "coordinator" / "members.json"
+    enlist(authority, "cam")
+    other = enlist(authority, "cam-1")
+    assert read_members(file).admits("cam", Role.DEVICE)
+    assert not read_members(file).admits("cam", Role.ROLLOUT)
+    authority.issuer.revoke("cam")
+    assert not read_members(file).admits("cam", Role.DEVICE)
+    assert read_members(file).admits("cam-1", Role.DEVICE)
+    assert other.serial_number not in revoked_in(authority.folder / "broker")
+    with pytest.raises(ConfigError, match="has no member cam9"):
+        authority.issuer.revoke("cam9")
+
+
+def test_a_name_is_given_once_and_again_after_it_was_revoked(authority: Authority) -> None:
+    first = enlist(authority, "cam1")
+    with pytest.raises(ConfigError, match="`fedge provision revoke cam1` first"):
+        enlist(authority, "cam1")
+    with pytest.raises(ConfigError, match="status has a certificate already"):
+        authority.issuer.equip(Role.STATUS)
+    authority.issuer.revoke("cam1")
+    second = enlist(authority, "cam1")
+    for part in ("broker", "coordinator"):
+        assert revoked_in(authority.folder / part) == {first.serial_number}
+    assert read_members(authority.folder / "coordinator" / "members.json").admits("cam1", Role.DEVICE)
+    authority.issuer.revoke("cam1")
+    assert revoked_in(authority.folder / "broker") == {first.serial_number, second.serial_number}
+
+
+def test_every_list_is_newer_than_the_last(authority: Authority) -> None:
+    verifier = Verifier(authority.folder / "ca.crt")
+    seen = []
+    for name in ("cam1", "cam2"):
+        enlist(authority, name)
+        authority.issuer.revoke(name)
+        seen.append((authority.folder / "coordinator/crl.pem").read_bytes())
+        assert verifier.learn(seen[-1])
+    with pytest.raises(Exception, match="is older than"):
+        verifier.learn(seen[0])
+
+
+def test_a_part_of_the_server_that_was_revoked_gets_another_key(authority: Authority) -> None:
+    before = (authority.folder / "coordinator/own.key").read_bytes()
+    authority.issuer.revoke("coordinator")
+    authority.issuer.equip(Role.COORDINATOR)
+    assert (authority.folder / "coordinator/own.key").read_bytes() != before
+    assert read_members(authority.folder / "coordinator" / "members.json").admits("coordinator", Role.COORDINATOR)
+
+
+def test_what_is_past_two_thirds_of_its_life_is_made_anew_and_nothing_else(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f", days=90)
+    file = authority.folder / "status" / "own.crt"
+    old = load_certificate(file)
+    authority.ago = -59 * DAY
+    assert authority.issuer.refresh() == []
+    authority.ago = -62 * DAY
+    authority.issuer.revoke("rollout")
+    assert authority.issuer.refresh() == ["coordinator", "status", "broker"]
+    new = load_certificate(file)
+    assert new.public_key() == old.public_key()
+    assert life_of(new)[1] - life_of(old)[1] == 62 * DAY
+    assert authority.issuer.refresh() == []
+    authority.ago = -(62 + 250) * DAY
+    assert "crl.pem" in authority.issuer.refresh()
+    assert len(revoked_in(authority.folder / "broker")) == 1
+    authority.issuer.revoke("status")
+    known = revoked_in(authority.folder / "broker")
+    assert {old.serial_number, new.serial_number} <= known
+
+
+def asked(authority: Authority, device: str, key: object, name: str = "") -> x509.Certificate:
+    request = pem_of(request_of(name or device, key))  # type: ignore[arg-type]
+    return authority.issuer.renew(device, *read_request(request))
+
+
+def test_a_device_goes_on_with_its_key(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f", days=90)
+    key = new_key()
+    first = enlist(authority, "cam1", key)
+    assert asked(authority, "cam1", key) == first
+    authority.ago = -70 * DAY
+    second = asked(authority, "cam1", key)
+    assert second.public_key() == key.public_key()
+    assert is_past(0, second, life_of(first)[1])
+    assert asked(authority, "cam1", key) == second, "a request that is repeated, by whomever, gets nothing new"
+    authority.issuer.revoke("cam1")
+    assert {first.serial_number, second.serial_number} <= revoked_in(authority.folder / "broker")
+
+
+def test_nobody_gets_a_certificate_by_a_key_that_is_not_his(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f", days=90)
+    key, other = new_key(), new_key()
+    enlist(authority, "cam1", key)
+    enlist(authority, "cam2", other)
+    for device, wrong, name, says in (
+        ("cam1", other, "", "not signed with the key of cam1"),
+        ("cam1", key, "cam2", "no device cam1 belongs"),
+        ("cam9", key, "", "no device cam9 belongs"),
+        ("coordinator", key, "", "no device coordinator belongs"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            asked(authority, device, wrong, name)
+    authority.issuer.revoke("cam2")
+    with pytest.raises(ConfigError, match="or it was revoked"):
+        asked(authority, "cam2", other)
+    authority.ago = -91 * DAY
+    with pytest.raises(ConfigError, match="has expired: revoke it, and make a new start-up kit"):
+        asked(authority, "cam1", key)
