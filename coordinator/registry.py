@@ -155,6 +155,7 @@ class Registry:
                 i in self._drifting,
                 known.status.capabilities.steps if known.status.capabilities else None,
                 known.status.release,
+                known.status.withholds,
             )
             for i, known in sorted(self._known.items())
             if known.status.presence is Presence.ONLINE and _trains(known.status) == trains

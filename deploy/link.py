@@ -34,6 +34,7 @@ from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.background import Background
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
+from fedge.egress import Rules, WithheldError
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
@@ -212,11 +213,18 @@ class Link:
             await link.run()  # until it is cancelled
 
     Nothing that a peer sends ends it; what it cannot do now it tries again later, while the device goes on answering.
-    Without a broker `follow()` alone minds the inbox.
+    Without a broker `follow()` alone minds the inbox. `rules`: what may leave, by the device's owner.
     """
 
     def __init__(
-        self, device_id: str, federation: str, home: Path, slots: Slots, answering: Answering, limits: Limits
+        self,
+        device_id: str,
+        federation: str,
+        home: Path,
+        slots: Slots,
+        answering: Answering,
+        limits: Limits,
+        rules: Rules = Rules(),
     ) -> None:
         self._id = device_id
         self._federation = federation
@@ -225,6 +233,7 @@ class Link:
         self._slots = slots
         self._answering = answering
         self._limits = limits
+        self._rules = rules
         self._rollout: Rollout | None = None
         self._outcome = _read_outcome(home)
         if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
@@ -656,8 +665,11 @@ class Link:
             self._unsaid.clear()
             if self._health is not None:
                 try:
-                    await self._transport.publish(topic, encode(self._health), retain=True)
-                except (TransportError, ValueError) as error:
+                    health = self._rules.stripped(self._health)
+                    await self._transport.publish(topic, encode(health), retain=True)
+                except WithheldError:
+                    log.info("event=withheld topic=%s", topic)
+                except (TransportError, StoreError, ValueError) as error:
                     log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from deploy.batching import BusyError
 from deploy.serving import Served
-from fedge.errors import ConfigError, TransportError
+from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.topics import ROOT, Topics
 from fedge.transport import Inbound, Transport
 
@@ -82,7 +82,11 @@ class Sensor:
                     "the answer is larger than the broker takes; ask for fewer outputs or samples"
                 )
                 await self._transport.publish(topic, too_large, expires_in_s=EXPIRES_S, correlation=correlation)
-        except (TransportError, ValueError) as error:  # a topic and correlation data that leave no room for any answer
+        except (
+            TransportError,
+            StoreError,
+            ValueError,
+        ) as error:  # a topic and correlation data that leave no room for any answer
             log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:

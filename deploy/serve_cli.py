@@ -29,8 +29,10 @@ from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, resolve, settings_options
 from fedge.credentials import Credentials
+from fedge.egress import Door, Rules, rules_of
 from fedge.errors import ConfigError, StoreError
 from fedge.renewal import Renewal
+from fedge.step import Reveals
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
 
@@ -70,6 +72,9 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     ) = None
     federation: Annotated[Name, Meta(description="With a broker: the federation's name.")] | None = None
     id: Annotated[Name, Meta(description="With a broker: the name of this device.")] | None = None
+    egress: (
+        Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
+    ) = None
     keepalive_s: Annotated[
         int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
     ] = 30
@@ -101,19 +106,20 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     answered.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
+    rules = rules_of(settings.home, settings.egress, config)
     if (settings.home is None) == (not bundles):
         raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
     if settings.home is None:
-        return _serve(settings, bundles, None, as_json)
+        return _serve(settings, bundles, None, rules, as_json)
     if not settings.home.is_dir():
         raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
     with owned(settings.home) as slots:
         if slots.running is None and (first := newest_in_inbox(settings.home, 0, slots.state.refused)) is not None:
             install_in(settings.home, slots, read(first))
-        return _serve(settings, bundles, slots, as_json)
+        return _serve(settings, bundles, slots, rules, as_json)
 
 
-def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None, as_json: bool) -> int:
+def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None, rules: Rules, as_json: bool) -> int:
     """Until a signal; `slots`: those of the device that is served, None where bundles are named."""
     if slots is None:
         models: dict[str, Answers] = {
@@ -125,7 +131,7 @@ def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None,
     if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
         raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")
     broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
-    asyncio.run(_run(settings, models, slots, broker, as_json))
+    asyncio.run(_run(settings, models, slots, broker, rules, as_json))
     return INTERRUPTED
 
 
@@ -149,6 +155,7 @@ async def _run(
     models: dict[str, Answers],
     slots: Slots | None,
     broker: BrokerSettings | None,
+    rules: Rules,
     as_json: bool,
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
@@ -176,7 +183,7 @@ async def _run(
             answering = next((model for model in models.values() if isinstance(model, Answering)), None)
             beside: list[Coroutine[None, None, None]] = []
             if broker is not None:
-                beside.append(_on_broker(settings, broker, served[0], slots, answering))
+                beside.append(_on_broker(settings, broker, served[0], slots, answering, rules))
             elif slots is not None and answering is not None:
                 assert settings.home is not None
                 beside.append(Link(LOCAL, LOCAL, settings.home, slots, answering, Limits()).follow())
@@ -194,18 +201,25 @@ async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, 
 
 
 async def _on_broker(
-    settings: ServeSettings, broker: BrokerSettings, model: Served, slots: Slots | None, answering: Answering | None
+    settings: ServeSettings,
+    broker: BrokerSettings,
+    model: Served,
+    slots: Slots | None,
+    answering: Answering | None,
+    rules: Rules,
 ) -> None:
     """All that this device does over MQTT, until cancelled; HTTP goes on while the broker is away."""
     assert settings.federation is not None
     assert settings.id is not None
     topics = Topics(settings.federation)
-    transport = Transport(broker, topics.client_id("serve", settings.id))
+    door = Door(rules, settings.home, topics, lambda _: None)
+    transport = Transport(broker, topics.client_id("serve", settings.id), door=door)
     sensor = Sensor(model, transport, settings.federation, settings.id)
-    await transport.subscribe(sensor.topic, sensor.handle)
+    if Reveals.ANSWERS in rules.allowed:
+        await transport.subscribe(sensor.topic, sensor.handle)
     beside: Callable[[], Awaitable[object]] = asyncio.Event().wait
     if settings.home is not None and slots is not None and answering is not None:
-        link = Link(settings.id, settings.federation, settings.home, slots, answering, Limits())
+        link = Link(settings.id, settings.federation, settings.home, slots, answering, Limits(), rules)
         beside = link.run
         try:
             await link.attach(transport)

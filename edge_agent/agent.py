@@ -18,7 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from edge_agent.session import (
 from edge_agent.session import Action as SessionAction
 from edge_agent.uptime import uptime_s
 from fedge.background import Background
+from fedge.egress import Door, Rules, WithheldError
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, highest_release
 from fedge.messages import (
@@ -169,6 +170,7 @@ class Agent:
         make_worker: called once, in the worker thread, when the first order needs it.
         limits: when to decline.
         context_interval_s: how often the device says how it is.
+        rules: what may leave, by the device's owner.
         observe: is told every event, with its fields, on the event loop.
     """
 
@@ -181,6 +183,7 @@ class Agent:
         *,
         limits: Limits = Limits(),
         context_interval_s: float = 10.0,
+        rules: Rules = Rules(),
         observe: Callable[[str, dict[str, object]], None] = silent,
     ) -> None:
         self.refused: Counter[str] = Counter()
@@ -190,6 +193,7 @@ class Agent:
         self._make_worker = make_worker
         self._limits = limits
         self._context_interval_s = context_interval_s
+        self._rules = rules
         self._observe = observe
         self._topics = Topics(identity.federation)
         self._incarnation = uuid.uuid4().hex
@@ -217,15 +221,20 @@ class Agent:
             TransportError: the broker refused us for good.
         """
         self._end = asyncio.get_running_loop().create_future()
-        with Outbox(self._home / "outbox") as self._outbox, ThreadPoolExecutor(1, "worker") as self._pool:
+        with (
+            Outbox(self._home / "outbox") as self._outbox,
+            closing(Door(self._rules, self._home, self._topics, self._action_of)) as door,
+            ThreadPoolExecutor(1, "worker") as self._pool,
+        ):
+            orders = {order.id: order for order in self._outbox.orders()}
             self._session = Session(
                 self._identity.device_id,
-                orders=self._outbox.orders(),
-                reports=self._outbox.reports(),
+                orders=orders.values(),
+                reports=[r for r in self._outbox.reports() if self._may_still_leave(r, orders[r.order_id])],
                 acked=[verdict.order_id for verdict in self._outbox.verdicts],
                 now=uptime_s(),
             )
-            self._transport = await self._wire()
+            self._transport = await self._wire(door)
             self._connecting = asyncio.current_task()
             try:
                 async with self._transport, self._sender:
@@ -245,11 +254,11 @@ class Agent:
             if self._connecting is not None:  # nobody to say good-bye to
                 self._connecting.cancel()
 
-    async def _wire(self) -> Transport:
+    async def _wire(self, door: Door) -> Transport:
         """Make the transport, with all that it is subscribed to from the first connection on."""
         me, topics = self._identity.device_id, self._topics
         will = Will(topics.agent(me, "status"), encode(self._status(Presence.OFFLINE)), delay_s=WILL_DELAY_S)
-        transport = Transport(self._broker, topics.client_id("agent", me), will=will)
+        transport = Transport(self._broker, topics.client_id("agent", me), will=will, door=door)
         self._receiver = Receiver(transport, self._models, durable=False)  # a model can be fetched again
         self._sender = Sender(transport, self._outbox.blob)
         await transport.subscribe(topics.agent(me, "orders"), self._on_order)
@@ -372,9 +381,11 @@ class Agent:
                 if highest_release(self._home) != self._release:  # after the report, or the order comes again
                     self._send(self._status(Presence.ONLINE))
             case Acknowledge(ack):
+                self._outgoing.pop(ack.order_id, None)
                 self._outbox.acknowledge(ack, remember=MAX_ACKED)
                 self._say("report_acked", order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
             case Discard(order_id, reason):
+                self._outgoing.pop(order_id, None)
                 self._outbox.discard(order_id)
                 self._say("order_discarded", logging.WARNING, order=order_id, reason=reason)
 
@@ -401,6 +412,9 @@ class Agent:
 
     def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
         """What needs no model and no worker to be answered."""
+        if not self._rules.permitted(action):
+            text = f"its result would tell of {', '.join(kind for kind in self._rules.withheld)}"
+            return Declined(why=Why.NOT_ALLOWED, reason=f"{action.STEP}: {text}")
         mine = self._identity.task.fingerprint()
         if order.task_fingerprint != mine:
             text = f"the order is for task {order.task_fingerprint}, this device has {mine}"
@@ -443,7 +457,10 @@ class Agent:
             if self._worker is None:
                 self._worker = self._make_worker()
             finished = self._worker.execute(order, self._model, stop=self._stop_work.is_set, action=action)
-            report = self._report(order, finished.result, began + finished.untimed_s if action.TIMED else None)
+            result = finished.result
+            if not isinstance(result, Refusal):
+                result = self._rules.stripped(result, action.reveals())
+            report = self._report(order, result, began + finished.untimed_s if action.TIMED else None)
             read_result(decode(encode(report), Report), action)  # what the coordinator would refuse is refused here
         except StoreError:
             raise
@@ -452,8 +469,10 @@ class Agent:
                 return None
             log.exception("event=order_failed order=%s", order.id)
             return self._report(order, failed(error), began if action.TIMED else None)
+        named = {ref.digest for ref in report.blobs}
         for digest, data in finished.blobs.items():
-            self._outbox.put_blob(digest, data)
+            if digest in named:
+                self._outbox.put_blob(digest, data)
         return report
 
     def _report(self, order: Order, result: Result, began: float | None) -> Report:
@@ -463,7 +482,8 @@ class Agent:
         """
         if isinstance(result, Refusal):
             log.warning("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
-        return report_of(order, result, 0.0 if began is None else max(time.monotonic() - began, 0.0))
+        seconds = 0.0 if began is None else max(time.monotonic() - began, 0.0)
+        return self._rules.stripped(report_of(order, result, seconds))
 
     def _model(self, ref: BlobRef) -> bytes:
         return self._models.get(ref.digest)
@@ -475,6 +495,26 @@ class Agent:
         for digest in others[:-CACHED_MODELS]:
             self._models.remove(digest)
 
+    def _may_still_leave(self, report: Report, order: Order) -> bool:
+        """Whether a report that an earlier agent kept fits the owner's rules; if not, the work is done once more."""
+        try:
+            action = read_action(order, self._identity.steps)
+            result = read_result(report, action) if isinstance(action, Action) else action
+            parts = [self._rules.stripped(report) == report]
+            if isinstance(action, Action) and not isinstance(result, Refusal):
+                parts.append(self._rules.stripped(result, action.reveals()) == result)
+        except (ProtocolError, WithheldError):
+            return False
+        return all(parts)
+
+    def _action_of(self, order_id: str) -> Action | None:
+        """What an open order asks for, as far as this device knows it."""
+        for order in self._session.orders:
+            if order.id == order_id:
+                action = read_action(order, self._identity.steps)
+                return None if isinstance(action, Unsupported) else action
+        return None
+
     def _named(self, order: Order) -> Iterator[BlobRef]:
         """The models that an order names; none of one that the device does not understand."""
         with suppress(ProtocolError):
@@ -484,7 +524,7 @@ class Agent:
 
     def _status(self, presence: Presence) -> Status:
         self._release = highest_release(self._home)
-        return Status(
+        status = Status(
             device_id=self._identity.device_id,
             incarnation=self._incarnation,
             presence=presence,
@@ -492,7 +532,9 @@ class Agent:
             n_samples=self._identity.n_shared,
             release=self._release,
             capabilities=capabilities(trains=self._identity.trains, steps=self._identity.steps),
+            withholds=self._rules.withheld,
         )
+        return self._rules.stripped(status)
 
     def _measure(self) -> Context:
         return context.measure(self._identity.device_id, self._identity.n_shared, self._home)
@@ -502,7 +544,7 @@ class Agent:
         leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
         key = message.order_id if isinstance(message, Report) else leaf
         topic = self._topics.agent(self._identity.device_id, leaf)
-        self._outgoing[key] = (topic, encode(message), isinstance(message, Status))
+        self._outgoing[key] = (topic, encode(self._rules.stripped(message)), isinstance(message, Status))
         self._something_waits.set()
 
     async def _publish_what_waits(self) -> None:

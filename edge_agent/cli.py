@@ -16,6 +16,7 @@ from msgspec import Meta
 from fedge.background import INTERRUPTED, STOP_S, on_signal
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
+from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
@@ -50,9 +51,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     inference_only: Annotated[
         bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
     ] = False
-    share_private: Annotated[
-        bool, Meta(description="Allow method pm-moe to give this device's private module to all other devices.")
-    ] = False
+    egress: (
+        Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
+    ) = None
     min_free_ram_gb: (
         Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
     ) = None
@@ -86,7 +87,8 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
 def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
 
-    Raw samples, labels, samples marked sensitive and the private model never leave the device (docs/privacy.md).
+    Raw samples, labels, samples marked sensitive and the private model never leave the device; what else may, the
+    device's owner says in HOME/egress.toml, and `fedge egress` shows what did (docs/privacy.md).
     Killed at any moment and started again with the same --home it goes on where it was. Without torch (or with
     --inference-only) it trains nothing and needs no labels: methods with a global model (fedge, fedavg, ...) send it
     that as a finished bundle, fedcoe sends one for its samples.
@@ -102,14 +104,15 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     Exit codes: 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(AgentSettings, "agent", config, flags)
+    rules = rules_of(settings.home, settings.egress, config)
     try:
-        asyncio.run(_run(build(settings, _observer(as_json))))
+        asyncio.run(_run(build(settings, rules, _observer(as_json))))
     finally:
         click.echo("", nl=sys.stdout.isatty() and not as_json)
     return INTERRUPTED
 
 
-def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], None]) -> Agent:
+def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
     """Make the agent that the settings describe; reads its data, without torch unless it is to train on a GPU.
 
     Raises:
@@ -133,6 +136,7 @@ def build(settings: AgentSettings, observe: Callable[[str, dict[str, object]], N
         make_worker,
         limits=limits,
         context_interval_s=settings.context_interval_s,
+        rules=rules,
         observe=observe,
     )
 
@@ -153,13 +157,12 @@ def _training(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[in
         """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""
         import torch
 
-        from edge_agent.device import Owner
         from edge_agent.worker import Worker
         from fedge.models.training import torch_device
 
         torch.set_num_threads(1)
-        owner, processor = Owner(shares_private=settings.share_private), torch_device(settings.train_on)
-        return Worker(settings.id, task, data, settings.home, owner=owner, steps=steps, processor=processor)
+        processor = torch_device(settings.train_on)
+        return Worker(settings.id, task, data, settings.home, steps=steps, processor=processor)
 
     return data.n_shared, make_worker
 

@@ -144,13 +144,6 @@ def _rounds(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """What the device's owner has decided. `shares_private`: PM-MoE may send what was kept here."""
-
-    shares_private: bool = False
-
-
 @dataclass(frozen=True)
 class Host:
     """What stays the same from order to order: see `edge_agent.worker.Worker`, which makes it."""
@@ -160,7 +153,6 @@ class Host:
     fingerprint: str
     data: DeviceData
     home: Path
-    owner: Owner
     steps: Steps
     network: Callable[[], Network]
 
@@ -195,11 +187,6 @@ class Device:
     def data(self) -> DeviceData:
         """The device's samples."""
         return self.host.data
-
-    @property
-    def owner(self) -> Owner:
-        """What may leave."""
-        return self.host.owner
 
     @cached_property
     def network(self) -> Network:

@@ -15,7 +15,6 @@ from edge_agent.device import (
     FailedError,
     Fetch,
     Host,
-    Owner,
     Unpacked,
     failed,
     kept_of,
@@ -61,7 +60,6 @@ class Worker:
         task: what is learned.
         data: the device's samples; they stay here.
         home: durable folder; `kept` and `bundles` are the worker's.
-        owner: what the device's owner has decided.
         steps: what it can be asked; None: whatever is installed, or handed to it as an action.
         processor: what trains the network; None: the CPU.
         trains: False: steps that need torch or labels are declined.
@@ -77,7 +75,6 @@ class Worker:
         data: DeviceData,
         home: Path,
         *,
-        owner: Owner = Owner(),
         steps: Steps | None = None,
         processor: torch.device | None = None,
         trains: bool = True,
@@ -92,7 +89,7 @@ class Worker:
         self._limits = steps
         self._steps = dict(installed_steps() if steps is None else steps)
         data.require_labels_of(task)
-        self._host = Host(device_id, task, self.fingerprint, data, home, owner, self._steps, lambda: self.network)
+        self._host = Host(device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network)
 
     @property
     def network(self) -> Network:

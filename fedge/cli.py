@@ -55,6 +55,7 @@ COMMANDS: Final = {
     "enrol": About("Make this machine the device that its start-up kit names.", "deploy", LEARNS),
     "agent": About("Take part in a federation with the data of this device.", "agent", LEARNS),
     "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent", LEARNS),
+    "egress": About("Show what has left a device, and what may leave it.", "deploy", LEARNS),
     "install": About("Give a device its first bundle and its root of trust, by hand.", "deploy", PREDICTS),
     "infer": About("Predict with an installed bundle; needs no torch.", "deploy", PREDICTS),
     "serve": About("Answer inference requests over HTTP and MQTT, as Triton does.", "serve", PREDICTS),

@@ -113,6 +113,7 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
     n_samples: Count = 0  # training samples not marked sensitive, |D_L|; how many are marked is never told
     release: Count = 0  # the highest of a bundle that the device has had
     capabilities: Capabilities | None = None
+    withholds: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()  # kinds (`fedge.step.Reveals`) that may not leave
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
@@ -218,7 +219,7 @@ class Report(_Message2, frozen=True, kw_only=True, tag="report"):
 
     order_id: OrderId
     device_id: Id
-    seconds: NonNegative  # time of the work on samples that are not marked; 0: not told
+    seconds: NonNegative = 0.0  # time of the work on samples that are not marked; 0: not told
     outcome: Outcome
     why: Why | None = None  # of all but `done`
     body: bytes = b""  # of `done`: the result of the step (`fedge.step`)

@@ -14,11 +14,11 @@ installed (`known_steps`); the network only ever names one. The contracts lie in
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -38,22 +38,59 @@ GROUP: Final = "fedge.steps"
 
 
 class Reveals(StrEnum):
-    """What a field of a result lets out of a device (docs/privacy.md says what can be learned from each)."""
+    """What a field of a result, or of another message, lets out of a device: its owner allows kinds (`fedge.egress`).
 
-    NOTHING = "nothing of its data"
-    COUNT = "a number of samples"
-    UPDATE = "a model update"
-    LOSS = "losses or accuracies"
-    WEIGHT = "weights or shares of models"
-    CHOICE = "which model suits its data"
-    PROFILE = "an activation profile"
-    LABELS = "what labels it has"
-    FEATURES = "mean features"
-    PRIVATE = "a module that was private"
+    docs/privacy.md says what can be learned from each.
+    """
+
+    NOTHING = "nothing"
+    COUNT = "count"
+    UPDATE = "update"
+    LOSS = "loss"
+    WEIGHT = "weight"
+    CHOICE = "choice"
+    PROFILE = "profile"
+    LABELS = "labels"
+    FEATURES = "features"
+    PRIVATE = "private"
+    VERDICT = "verdict"
+    ANSWERS = "answers"
+    MACHINE = "machine"
+    LOAD = "load"
+    USE = "use"
+    TEXT = "text"
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    Reveals.NOTHING: "nothing of its data",
+    Reveals.COUNT: "a number of samples",
+    Reveals.UPDATE: "a model update",
+    Reveals.LOSS: "losses or accuracies",
+    Reveals.WEIGHT: "weights or shares of models",
+    Reveals.CHOICE: "which model suits its data",
+    Reveals.PROFILE: "an activation profile",
+    Reveals.LABELS: "what labels it has",
+    Reveals.FEATURES: "mean features",
+    Reveals.PRIVATE: "a module that was private",
+    Reveals.VERDICT: "whether a new bundle suits it",
+    Reveals.ANSWERS: "predictions for samples that sensors sent",
+    Reveals.MACHINE: "what machine it is",
+    Reveals.LOAD: "how busy it is, and how fast",
+    Reveals.USE: "how its bundle is used, and whether its inputs have changed",
+    Reveals.TEXT: "the text of an error",
+}
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What comes back. `REVEALS` says for each field what it lets out."""
+    """What comes back. `REVEALS` says for each field what it lets out; one that it does not name counts as `PRIVATE`.
+
+    A field with a default is left out where the device's owner does not allow it.
+    """
 
     REVEALS: ClassVar[Mapping[str, Reveals]] = {}
 
@@ -116,6 +153,22 @@ class Action(Struct, frozen=True, kw_only=True):
         """The tensors that a result brings, each with what it must hold. `layout`: of the task's network."""
         del result, layout
         return {}
+
+    def reveals(self) -> Mapping[str, Reveals]:
+        """What each field of a result of this very action lets out."""
+        fields = self.RESULT.__struct_fields__
+        return {field: self.RESULT.REVEALS.get(field, Reveals.PRIVATE) for field in fields}
+
+    def sparing(self, withheld: Collection[str]) -> Self | None:
+        """The action for a device whose owner withholds these kinds; None: nothing would come of it.
+
+        So it is where a field without default is withheld, or all that the result is about.
+        """
+        reveals = self.reveals()
+        needed = {reveals[field.name] for field in msgspec.structs.fields(self.RESULT) if field.required}
+        about = set(reveals.values()) - {Reveals.NOTHING}
+        empty = bool(about) and about.issubset(withheld)
+        return self if needed.isdisjoint(withheld) and not empty else None
 
 
 def require(holds: bool, otherwise: str) -> None:

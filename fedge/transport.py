@@ -349,6 +349,8 @@ class _Connection:
         if settings.ca_file is not None:
             client.tls_set(settings.ca_file, settings.cert_file, settings.key_file)
         if will is not None:
+            if self._transport.door is not None:
+                self._transport.door(will.topic, will.payload)
             properties = self._properties(PacketTypes.WILLMESSAGE, WillDelayInterval=will.delay_s)
             client.will_set(will.topic, will.payload, qos=1, retain=True, properties=properties)
         client.on_connect = self._on_connect
@@ -643,15 +645,24 @@ class Transport:
     Entering connects: it waits for a broker that is not there yet, and raises for one that refuses us for good. After
     that it reconnects for ever. A failure of a handler or of a connect callback other than a ProtocolError (which is
     logged as `event=refused` and drops the message) ends the `async with` body and is raised from it.
+
+    `door`: is told topic and payload of everything that is to leave, the will included, and raises what is to stay.
     """
 
     def __init__(
-        self, settings: BrokerSettings, client_id: str, *, will: Will | None = None, session_expiry_s: int = 3600
+        self,
+        settings: BrokerSettings,
+        client_id: str,
+        *,
+        will: Will | None = None,
+        session_expiry_s: int = 3600,
+        door: Callable[[str, bytes], None] | None = None,
     ) -> None:
         self.settings = settings
         self.client_id = client_id
         self.will = will
         self.session_expiry_s = session_expiry_s
+        self.door = door
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages_dropped = 0
@@ -835,8 +846,10 @@ class Transport:
 
         Raises:
             ValueError: the packet would be larger than the broker takes.
-            TransportError: the broker refused the message; the text holds the reason code.
+            TransportError: the broker refused the message; the text holds the reason code. Or the door held it back.
         """
+        if self.door is not None:
+            self.door(topic, payload)
         done = asyncio.get_running_loop().create_future()
         publish = _Publish(topic, payload, qos, retain, expires_in_s, response_topic, correlation, done)
         self._check_size(publish)

@@ -25,7 +25,9 @@ from coordinator.simulation.samples import samples_of, shares_of
 from coordinator.simulation.settings import DemoSettings
 from fedge import bundle
 from fedge.broker import LocalBroker
+from fedge.egress import FILE as EGRESS
 from fedge.errors import TransportError
+from fedge.files import write_atomically
 from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
@@ -213,7 +215,9 @@ def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mappin
 def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     folder = settings.folder / device_id
     flags = ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
-    return [*flags, "--share-private"] if settings.method.startswith("pm-moe") else flags
+    if settings.method.startswith("pm-moe"):
+        write_atomically(folder / "home" / EGRESS, b'[egress]\nallow = "private"\n')
+    return flags
 
 
 async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, watch: Watch) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Codec, Context, Order, Report
-from fedge.step import Action, Refusal, Result, body_of, read_result, require
+from fedge.messages import BlobRef, Codec, Context, Order, Report, Why
+from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
 
@@ -30,7 +30,7 @@ class Device:
     from before, the device may not be what it was; a connection that was lost and came back changes nothing.
     `trains`: False for an inference-only device. `drift`: its runtime says that what it sees has left its bundle's
     reference. `steps`: what it can be asked, by name the version; None: all there is. `release`: the highest of a
-    bundle that it has had.
+    bundle that it has had. `withholds`: kinds (`fedge.step.Reveals`) that its owner does not let out.
     """
 
     id: str
@@ -41,10 +41,31 @@ class Device:
     drift: bool = False
     steps: Mapping[str, int] | None = None
     release: int = 0
+    withholds: tuple[str, ...] = ()
 
     def knows(self, action: Action) -> bool:
-        """Whether the device can be asked this."""
-        return self.steps is None or self.steps.get(action.STEP) == action.VERSION
+        """Whether the device can be asked this, and may."""
+        return isinstance(self.asked(action), Action)
+
+    def asked(self, action: Action) -> Action | Refusal:
+        """The action as the device is asked it, without what its owner withholds; a refusal: it is not asked."""
+        if self.steps is not None and self.steps.get(action.STEP) != action.VERSION:
+            text = (
+                f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
+            )
+            return Unsupported(reason=text)
+        spared = action.sparing(self.withholds)
+        if spared is None:
+            kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))
+            return Declined(why=Why.NOT_ALLOWED, reason=f"its owner withholds what {action.STEP} tells: {kinds}")
+        return spared
+
+
+def asked(devices: Mapping[str, Device], actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Refusal]]:
+    """The actions as the devices are asked them, and in place of some an answer without asking; both by id."""
+    found = {i: devices[i].asked(action) for i, action in actions.items()}
+    refused = {i: each for i, each in found.items() if isinstance(each, Refusal)}
+    return {i: each for i, each in found.items() if isinstance(each, Action)}, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +160,9 @@ class Fleet(Protocol):
         """Have each device do its action; answers by ascending device id, one for each action.
 
         `label` is unique within the round. A device that does not know a step is not asked: its answer is
-        `Unsupported`. Returns when all have answered, or at the round's deadline. Called again
-        after a crash with the same label and actions it repeats nothing that was already answered.
+        `Unsupported`. Nor is one whose owner withholds what the step tells: `Declined`. Returns when all have answered,
+        or at the round's deadline. Called again after a crash with the same label and actions it repeats nothing that
+        was already answered.
         """
 
     def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:

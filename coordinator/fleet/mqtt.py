@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, checked, order_for, require_sendable
+from coordinator.fleet import Answer, Device, asked, checked, order_for, require_sendable
 from coordinator.fleet.orders import (
     CLOSED,
     Accept,
@@ -304,7 +304,8 @@ class MqttFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadlines."""
-        entries, unsupported = self._write(label, actions)
+        actions, refused = self._asked(actions)
+        entries = self._write(label, actions)
         book = self._books[-1]
         self._decide(Tick())
         while not book.done:
@@ -313,21 +314,21 @@ class MqttFleet:
         for i, answer in found.items():
             self._learn(i, actions[i], answer)
             del self._actions[entries[i].order.id]
-        answers = dict(sorted((found | unsupported).items()))
-        answers, refused = await asyncio.to_thread(within_limits, answers, actions, self._layout, self._norms_of)
+        answers, doubted = await asyncio.to_thread(within_limits, found, actions, self._layout, self._norms_of)
         self._norms.clear()
-        for device, error in refused.items():
+        for device, error in doubted.items():
             self._refuse(error, self._topics.agent(device, "reports"), device)
-        return answers
+        return dict(sorted((answers | refused).items()))
 
     async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
         """Write the orders, send those that are open, hand out answers in the order in which the store has them."""
-        entries, unsupported = self._write(label, actions, streamed=True)
+        actions, refused = self._asked(actions)
+        entries = self._write(label, actions, streamed=True)
         self._hold(entries.values())
         closed = [entry.order.id for entry in self._store.streamed(self._round) if entry.status is not OrderStatus.OPEN]
         self._arrived = deque(order_id for order_id in closed if order_id in self._streamed)
         guard = OneByOne(self._layout, self._norms_of)
-        for _, answer in sorted(unsupported.items()):
+        for _, answer in sorted(refused.items()):
             yield answer
         self._decide(Tick())
         while self._streamed:
@@ -378,14 +379,18 @@ class MqttFleet:
         named = {ref.digest for order_id in self._streamed for ref in blobs_of(self._actions[order_id])}
         return named | {ref.digest for brought in self._uploads.values() for ref in brought}
 
-    def _write(
-        self, label: str, actions: Mapping[str, Action], *, streamed: bool = False
-    ) -> tuple[dict[str, Entry], dict[str, Answer]]:
-        """Write orders and open a book of those without an answer; also the answers of devices that are not asked."""
+    def _asked(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
+        """What devices are asked, and the answers of those that are not: by their status they cannot, or may not."""
         require_sendable(actions.values())
-        known = {device.id: device for device in self._devices}
-        unsupported = {i: self._unsupported(i, action) for i, action in actions.items() if not known[i].knows(action)}
-        allowed_s = self._allowed_s({i: action for i, action in actions.items() if i not in unsupported})
+        own, refused = asked({device.id: device for device in self._devices}, actions)
+        for i, refusal in refused.items():
+            log.warning("event=not_asked device=%s step=%s reason=%r", i, actions[i].STEP, refusal.reason)
+            self._note_problem(i, refusal.reason)
+        return own, {i: Answer(i, refusal, round=self._round) for i, refusal in refused.items()}
+
+    def _write(self, label: str, actions: Mapping[str, Action], *, streamed: bool = False) -> dict[str, Entry]:
+        """Write orders and open a book of those without an answer."""
+        allowed_s = self._allowed_s(actions)
         entries = self._store.write_orders(
             (
                 order_for(
@@ -404,7 +409,7 @@ class MqttFleet:
         )
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
         self._open_book(entries.values(), allowed_s)
-        return entries, unsupported
+        return entries
 
     def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
         works = {i: self._work(i, action) for i, action in actions.items()}
@@ -441,15 +446,6 @@ class MqttFleet:
         if report is None:
             return Answer(order.device_id, None, round=order.round)
         return Answer(order.device_id, read_result(report, self._actions[order.id]), report.seconds, order.round)
-
-    def _unsupported(self, device: str, action: Action) -> Answer:
-        """The answer of a device that is not asked, since its status says that it does not know the step."""
-        reason = (
-            f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
-        )
-        log.warning("event=unsupported device=%s step=%s reason=%r", device, action.STEP, reason)
-        self._note_problem(device, reason)
-        return Answer(device, Unsupported(reason=reason), round=self._round)
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""

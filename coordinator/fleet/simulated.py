@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, answering, clock, order_for, require_sendable
+from coordinator.fleet import Answer, Device, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.methods import Method, S
@@ -25,12 +25,13 @@ from edge_agent.device import CACHED_MODELS, Unpacked
 from edge_agent.encoding import in_one_process
 from edge_agent.worker import Finished, Worker
 from fedge import codec
+from fedge.egress import ALL, Rules
 from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
 from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, blobs_of
 from fedge.models.training import flops
-from fedge.step import Action, Unsupported
+from fedge.step import Action, Refusal, Reveals
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
 
@@ -68,6 +69,7 @@ class SimulatedFleet:
         hardware: what each device is; those not named, and without it all, take no time and are always there.
         deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
         arrives: the first round in which a device is there; those not named are there from the beginning.
+        rules: what their owners let out; of those not named, everything.
         execute: how the orders of a step are carried out; `batched.one_by_one` gives what devices give to the last bit.
     """
 
@@ -81,6 +83,7 @@ class SimulatedFleet:
         hardware: Mapping[str, Hardware] | None = None,
         deadline_s: float | None = None,
         arrives: Mapping[str, int] | None = None,
+        rules: Mapping[str, Rules] | None = None,
         execute: Callable[[Sequence[batched.Job]], list[Finished]] = batched.execute,
     ) -> None:
         tune_malloc(large=True)
@@ -97,6 +100,7 @@ class SimulatedFleet:
         self._timed = hardware is not None
         self._deadline_s = deadline_s
         self._arrives = dict(arrives or {})
+        self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._execute = execute
         self._blobs: dict[str, bytes | Unpacked] = {}
         self._held: dict[str, list[str]] = {i: [] for i in self.workers}  # digests, that used last at the end
@@ -107,30 +111,36 @@ class SimulatedFleet:
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
         return tuple(
-            Device(i, worker.data.n_shared, self._context(i, worker.data.n_shared), steps=worker.versions)
-            for i, worker in self._present().items()
-            if worker.trains
+            self._device(i, worker.data.n_shared, worker) for i, worker in self._present().items() if worker.trains
         )
 
     def inference_only(self) -> tuple[Device, ...]:
         """Those that do not train and are there."""
-        return tuple(
-            Device(i, 0, self._context(i, 0), trains=False, steps=worker.versions)
-            for i, worker in self._present().items()
-            if not worker.trains
+        return tuple(self._device(i, 0, worker) for i, worker in self._present().items() if not worker.trains)
+
+    def _device(self, device_id: str, n_samples: int, worker: Worker) -> Device:
+        rules = self._rules[device_id]
+        return Device(
+            device_id,
+            n_samples if Reveals.COUNT in rules.allowed else 0,
+            self._context(device_id, n_samples),
+            trains=worker.trains,
+            steps=worker.versions,
+            withholds=rules.withheld,
         )
 
     def _context(self, device_id: str, n_samples: int) -> Context | None:
         own = self._hardware[device_id]
         if own.cpu_ghz is None and own.free_ram_gb is None:
             return None
-        return Context(
+        told = Context(
             device_id=device_id,
             cpu_ghz=own.cpu_ghz,
             free_ram_gb=own.free_ram_gb,
             link_mbit_s=own.link_mbit_s,
             n_samples=n_samples,
         )
+        return self._rules[device_id].stripped(told)
 
     def _present(self) -> dict[str, Worker]:
         """The Markov chain of each device, from its first round to this one."""
@@ -149,7 +159,7 @@ class SimulatedFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
-        answers = self._carried_out(label, actions)
+        answers, actions = self._carried_out(label, actions)
         waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
         answers, refused = within_limits(answers, actions, self._layout, self._norms)
         for i, error in refused.items():
@@ -162,7 +172,8 @@ class SimulatedFleet:
         """Execute the actions at once; answers in the order of the simulated clock, which goes on to each."""
         guard = OneByOne(self._layout, self._norms)
         free_at = self._free_at()
-        for i, answer in self._carried_out(label, actions).items():
+        answers, actions = self._carried_out(label, actions)
+        for i, answer in answers.items():
             comes_at = max(self.seconds, free_at.get(i, 0.0)) + answer.seconds
             heapq.heappush(self._under_way, _UnderWay(comes_at, self.round, label, i, answer, actions[i]))
         while self._under_way:
@@ -188,24 +199,24 @@ class SimulatedFleet:
         """When devices are done that work on streamed orders; one that was not reached does not."""
         return {c.device_id: c.at for c in sorted(self._under_way) if c.answer.result is not None}
 
-    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """What comes of the actions, by ascending device id, before anybody doubts it."""
+    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> tuple[dict[str, Answer], Mapping[str, Action]]:
+        """What comes of the actions, by ascending device id, before anybody doubts it; the actions as asked."""
         require_sendable(actions.values())
         present = self._present()
-        unsupported = {i for i in actions if not Device(i, 0, steps=self.workers[i].versions).knows(actions[i])}
-        reached = [i for i in sorted(actions) if i in present and i not in unsupported and not self._drops(label, i)]
-        jobs = [self._job(label, i, actions[i]) for i in reached]
+        own, refused = asked({i: self._device(i, 0, self.workers[i]) for i in actions}, actions)
+        reached = [i for i in sorted(own) if i in present and not self._drops(label, i)]
+        jobs = [self._job(label, i, own[i]) for i in reached]
         with volatile(), in_one_process():
             finished = dict(zip(reached, self._execute(jobs), strict=True))
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in finished:
-                answers[i] = self._answer(label, i, actions[i], finished.pop(i))
-            elif i in unsupported:
-                answers[i] = Answer(i, Unsupported(reason=f"{i} does not know step {actions[i].STEP}"), 0.0, self.round)
+                answers[i] = self._answer(label, i, own[i], finished.pop(i))
+            elif i in refused:
+                answers[i] = Answer(i, refused[i], 0.0, self.round)
             else:
                 answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S, self.round)
-        return answers
+        return answers, {**actions, **own}
 
     def _job(self, label: str, device_id: str, action: Action) -> batched.Job:
         order = order_for(RUN, self._seed, self.round, label, device_id, self._fingerprint, action, left_s=MAX_LEFT_S)
@@ -224,8 +235,11 @@ class SimulatedFleet:
         taken = self._seconds(label, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
         if self._deadline_s is not None and taken > self._deadline_s:
             return Answer(device_id, None, self._deadline_s, self.round)
+        result = finished.result
         try:
-            result = answering(action, finished.result, self.task)
+            if not isinstance(result, Refusal):
+                result = self._rules[device_id].stripped(result, action.reveals())
+            result = answering(action, result, self.task)
         except ProtocolError as error:
             log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
             return Answer(device_id, None, taken, self.round)

@@ -442,7 +442,7 @@ def summarise(round_number: int, asked: int, updates: Mapping[str, Trained]) -> 
 
 
 def mean_loss(updates: Collection[Trained]) -> float | None:
-    """n_i-weighted mean of loss_before; None without updates, and where they were not asked to measure it."""
+    """n_i-weighted mean of loss_before; None without updates, and where one of them does not tell it."""
     n = sum(u.n_samples for u in updates)
     losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
     return sum(losses) if losses and len(losses) == len(updates) else None

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import correlation
-from coordinator.fleet import Fleet
+from coordinator.fleet import Answer, Fleet
 from coordinator.methods import (
     NO_DATA,
     Method,
@@ -36,8 +36,9 @@ from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, t
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, Share
+from fedge.messages import BlobRef, Share, Why
 from fedge.models.training import torch_device
+from fedge.step import Declined
 from fedge.steps.install import Installed
 from fedge.steps.install_bundle import InstallBundle
 from fedge.steps.route import Route, Routed
@@ -325,6 +326,8 @@ class FedCoE(Method[FedCoEState]):
             for i, a in answers.items()
             if isinstance(a.result, Routed) and correlation.is_profile(a.result.shares, self.options.n_experts)
         }
+        unknown = {i: (1 / len(state.experts),) * len(state.experts) for i, a in answers.items() if _withholds(a)}
+        profiles |= unknown  # owners who keep their shares to themselves get a bundle all the same
         if left := sorted(set(new) - set(profiles)):
             log.warning("event=no_profile devices=%s", left)
         orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
@@ -384,6 +387,10 @@ class FedCoE(Method[FedCoEState]):
             "diagnostics": msgspec.to_builtins(state.diagnostics),
             "profiles": msgspec.to_builtins(state.profiles),
         }
+
+
+def _withholds(answer: Answer) -> bool:
+    return isinstance(answer.result, Declined) and answer.result.why is Why.NOT_ALLOWED
 
 
 def _put(fleet: Fleet, model: Model, layout: Layout) -> BlobRef:

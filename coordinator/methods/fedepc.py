@@ -406,7 +406,7 @@ class FedEpc(Method[FedEpcState]):
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
                 model = stepped(ServerModel(model=cluster.model), mean, state.layout, fleet, gamma=0.0).model
-                losses = (*cluster.losses, round_loss(own))[-2 * WINDOW :]
+                losses = (*cluster.losses, *round_loss(own))[-2 * WINDOW :]
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)
             clusters[k] = cluster
@@ -517,11 +517,11 @@ def inherited(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobR
     return fleet.put(unflatten(averaged(models, list(terms.values()), state.layout).as_model(), state.layout))
 
 
-def round_loss(updates: Sequence[Trained]) -> RoundLoss:
-    """n_i-weighted mean of loss_before of those that trained."""
-    loss = mean_loss(updates)
-    assert loss is not None  # `fleet.checks` refuses an answer without
-    return RoundLoss(loss=loss, n_samples=sum(u.n_samples for u in updates))
+def round_loss(updates: Sequence[Trained]) -> tuple[RoundLoss, ...]:
+    """n_i-weighted mean of loss_before of those that trained and tell it; nothing where nobody does."""
+    told = [u for u in updates if u.loss_before is not None]
+    loss = mean_loss(told)
+    return () if loss is None else (RoundLoss(loss=loss, n_samples=sum(u.n_samples for u in told)),)
 
 
 def has_converged(losses: Sequence[RoundLoss]) -> bool:

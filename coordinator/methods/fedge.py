@@ -48,6 +48,7 @@ from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.calibration import BETAS, grid
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Role
+from fedge.step import Reveals
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted, FitEnergy
@@ -234,11 +235,18 @@ class Fedge(Method[FedgeState]):
         )
 
     def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
-        """Whom `choose` chose; without it a draw within each group; everybody before there are groups."""
-        if choices or not state.groups:
-            return chosen(choices) if choices else list(present)
+        """Whom `choose` chose; without it a draw within each group; everybody before there are groups.
+
+        Devices whose owners withhold profiles have samples, but no group: they are one that is always drawn from.
+        """
+        grouped = {i for group in state.groups for i in group}
+        others = [i for i, d in present.items() if i not in grouped and d.n_samples and Reveals.PROFILE in d.withholds]
+        if not choices and not state.groups:
+            return list(present)
         rng, share = round_rng(self.settings, r), self.settings.participation
-        groups = [[i for i in group if i in present] for group in state.groups]
+        if choices:
+            return sorted([*chosen(choices), *uniform(others, cohort_size(len(others), share), rng)])
+        groups = [others, *([i for i in group if i in present] for group in state.groups)]
         return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
@@ -307,8 +315,9 @@ class Fedge(Method[FedgeState]):
         fitted = results(answers, CandidatesFitted)
         if not fitted:
             return state
-        roles: list[Role] = sorted({role for fit in fitted.values() for role in fit.losses}, key=list(Role).index)
-        n_validation = sum(fit.n_validation for fit in fitted.values())
+        told = {role for fit in fitted.values() for role in fit.losses} or {Role.PRIVATE, Role.GLOBAL}
+        roles: list[Role] = sorted(told, key=list(Role).index)
+        n_validation = sum(fit.n_validation for fit in fitted.values() if fit.losses)
         pooling = n_validation >= ENOUGH_VALIDATION
         calibration = {role: self.calibrate(role, fitted.values(), pooling=pooling) for role in roles}
         mixed = self.mixed(roles)
@@ -410,8 +419,12 @@ class Fedge(Method[FedgeState]):
         return BETAS[pooled_choice(losses)] if losses else 0.0
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        """The last step on a device, with what was pooled; who has none of the candidates takes the global model."""
-        weights = pool.weights if pool.weights.keys() & fitted.losses.keys() else {Role.GLOBAL: 1.0}
+        """The last step on a device, with what was pooled; who has none of the candidates takes the global model.
+
+        One that may tell no losses has the global and the private model at least.
+        """
+        has = fitted.losses.keys() or {Role.PRIVATE, Role.GLOBAL}
+        weights = pool.weights if pool.weights.keys() & has else {Role.GLOBAL: 1.0}
         return FitGate(
             calibration={role: pool.calibration[role] for role in weights},
             pooled=weights,

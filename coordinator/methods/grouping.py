@@ -150,10 +150,9 @@ def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
 def outcome(answer: Answer) -> ccmab.Outcome | None:
     """What the bandit learns from an answer; None: the device failed or was silent."""
     result = answer.result
-    if not isinstance(result, Trained):
+    if not isinstance(result, Trained) or result.loss_before is None:
         return None
-    assert result.loss_before is not None  # who chooses by a bandit orders `measure`, and `fleet.checks` refuses
-    assert result.loss_after is not None  # an answer without
+    assert result.loss_after is not None  # `Train.check` refuses an answer that tells the one alone
     assert result.gradient_norm is not None
     return ccmab.Outcome(
         loss_before=result.loss_before,
@@ -166,6 +165,14 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
 def observed(
     bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer], settings: ccmab.Settings
 ) -> ccmab.State:
-    """The bandit after a round: the loss drop of those that trained, -1 for silence, nothing from a refusal."""
-    outcomes = {i: outcome(answers[i]) for i in selection.ids if i in answers and not declined(answers[i])}
+    """The bandit after a round: the loss drop of those that trained, -1 for silence, nothing from a refusal.
+
+    Nor from a device whose owner withholds losses: to the bandit it is one that was never asked.
+    """
+    told = [i for i in selection.ids if i in answers and not (declined(answers[i]) or _tells_nothing(answers[i]))]
+    outcomes = {i: outcome(answers[i]) for i in told}
     return ccmab.observe(bandit, selection, outcomes, settings)
+
+
+def _tells_nothing(answer: Answer) -> bool:
+    return isinstance(answer.result, Trained) and answer.result.loss_before is None

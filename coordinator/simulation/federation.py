@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,6 @@ from coordinator.fleet import devices
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.simulation.samples import samples_of, shares_of
 from coordinator.simulation.settings import Hardware, Partition, Scenario
-from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.errors import ConfigError
@@ -28,8 +26,6 @@ from fedge.tasks.partitioners import Milder
 from fedge.tensors import Layout, Model, unflatten
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
-ALLOWS: Final = Owner(shares_private=True)
-"""What the owners of simulated devices have decided: all methods can be compared."""
 DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
 _LOT = 77  # keeps the draw of the newcomers apart from the other uses of the seed
@@ -92,7 +88,7 @@ def gather(
     """
     processor = torch_device(scenario.train_on)
     workers = {
-        i: Worker(i, federation.task, share_data(federation.task, share), home / i, owner=ALLOWS, processor=processor)
+        i: Worker(i, federation.task, share_data(federation.task, share), home / i, processor=processor)
         for i, share in federation.shares.items()
     }
     fleet = SimulatedFleet(

@@ -38,6 +38,6 @@ def run(device: Device, action: FitCandidates) -> CandidatesFitted:
     (x, y), classes = device.data.shared_validation, shared_prior(device)
     losses = {
         role: mixture.grid_losses(logits(device, fitted.model(device, role), x), y, classes, role)
-        for role in fitted.roles
+        for role in (fitted.roles if action.tell else ())
     }
     return CandidatesFitted(losses=losses, n_validation=len(y), cluster=cluster)

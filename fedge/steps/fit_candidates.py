@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
+import msgspec
 from msgspec import Meta
 
 from fedge.messages import BlobRef, Count, Role
@@ -23,8 +25,8 @@ class CandidatesFitted(Result, frozen=True, kw_only=True):
     """Per candidate the 16 sums of validation losses over the grid (T outermost), and m_i."""
 
     REVEALS: ClassVar = {"losses": Reveals.LOSS, "n_validation": Reveals.COUNT, "cluster": Reveals.CHOICE}
-    losses: dict[Role, GridLosses]
-    n_validation: Count
+    losses: dict[Role, GridLosses] = {}
+    n_validation: Count = 0
     cluster: Annotated[int, Meta(ge=-1)] = -1  # of the primary expert
 
 
@@ -32,6 +34,7 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid.
 
     `private_steps` None: as many as validation asks for. `private_start` best: the primary expert, or the global model.
+    `tell`: whether losses are wanted; what is fitted stays on the device for `fit_gate` in any case.
     """
 
     STEP: ClassVar = "fit_candidates"
@@ -45,6 +48,11 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     private_start: Literal["initial", "best"] = "best"
     private_steps: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     local_steps: Count
+    tell: bool = True
+
+    def sparing(self, withheld: Collection[str]) -> Self:
+        """Fits all the same, and says nothing of it."""
+        return msgspec.structs.replace(self, tell=self.tell and Reveals.LOSS not in withheld)
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Two trainings, and looks at all candidates."""
@@ -53,9 +61,9 @@ class FitCandidates(Action, frozen=True, kw_only=True):
         return (5 + len(self.experts)) * n_val + self.sgd.passes(steps, n_train)
 
     def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
-        """Losses of the global model at least, and of nothing that was not offered."""
+        """Losses of the global model at least where they are wanted, and of nothing that was not offered."""
         del task
         offered = {start.cluster for start in self.experts} | {-1}
         require(result.cluster in offered, "an expert that was not offered")
-        require(Role.GLOBAL in result.losses, "no losses of the global model")
+        require(not self.tell or Role.GLOBAL in result.losses, "no losses of the global model")
         require(bool(self.experts) or Role.EXPERT not in result.losses, "losses of an expert without one")

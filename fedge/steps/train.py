@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
+import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError, ProtocolError
@@ -99,6 +100,20 @@ class Train(Action, frozen=True, kw_only=True):
     def uploads(self, result: Trained, layout: Layout) -> Mapping[BlobRef, Layout]:
         """The update: the tensors that travel."""
         return {result.update: layout.without(self.personal)}
+
+    def reveals(self) -> Mapping[str, Reveals]:
+        """With one start there is nothing to choose."""
+        only = {"cluster": Reveals.NOTHING} if len(self.starts) == 1 else {}
+        return {**super().reveals(), **only}
+
+    def sparing(self, withheld: Collection[str]) -> Self | None:
+        """Without losses, or with the first start alone."""
+        spared = msgspec.structs.replace(
+            self,
+            starts=self.starts[:1] if Reveals.CHOICE in withheld else self.starts,
+            measure=self.measure and Reveals.LOSS not in withheld,
+        )
+        return spared if super().sparing(withheld) else None
 
     @property
     def shareable(self) -> bool:

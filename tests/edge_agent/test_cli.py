@@ -20,6 +20,7 @@ from edge_agent.agent import silent
 from edge_agent.cli import AgentSettings, agent, build
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
+from fedge.egress import Rules
 from fedge.errors import ConfigError
 from fedge.messages import Outcome, Presence, Why
 from fedge.steps.profile import Profile
@@ -101,7 +102,7 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=says):
-        build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), silent)
+        build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), silent)
 
 
 @pytest.mark.parametrize(

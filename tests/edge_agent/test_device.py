@@ -270,11 +270,10 @@ def test_what_is_sent_is_named_by_its_content(tmp_path: Path) -> None:
     assert ref.size_bytes == 7
 
 
-def test_a_step_finds_the_task_the_data_and_what_the_owner_has_decided(tmp_path: Path) -> None:
+def test_a_step_finds_the_task_and_the_data(tmp_path: Path) -> None:
     own = worker(tmp_path)
     here = own.device(order(INSTALL, seed=9), Blobs())
     assert (here.task, here.data, here.seed, here.lasting) == (TASK, own.data, 9, tmp_path)
-    assert here.owner.shares_private
     assert here.layout == LAYOUT
     assert set(here.host.steps) == set(installed_steps())
 

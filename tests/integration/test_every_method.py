@@ -14,12 +14,12 @@ from coordinator.methods import installed_methods
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Store
 from edge_agent.agent import Agent, Identity
-from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from export import parity
 from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.bundle import PoolInfo
+from fedge.egress import ALL
 from fedge.tasks import device_data, partition, pool, write_share
 from fedge.transport import BrokerSettings
 from tests.support.oracle import by_torch
@@ -94,10 +94,11 @@ async def agents(broker: LocalBroker, task, folder: Path):
         data = device_data(task, folder / f"{device}.npz", seed=SEED)
 
         def make_worker(device=device, data=data) -> Worker:
-            return Worker(device, task, data, folder / device, owner=Owner(shares_private=True))
+            return Worker(device, task, data, folder / device)
 
         identity = Identity(device, "all", task, n_shared=data.n_shared)
-        running.append(Agent(identity, BrokerSettings(broker.host, broker.port), folder / device, make_worker))
+        settings = BrokerSettings(broker.host, broker.port)
+        running.append(Agent(identity, settings, folder / device, make_worker, rules=ALL))
     async with asyncio.TaskGroup() as group:
         for agent in running:
             group.create_task(agent.run())

@@ -26,7 +26,6 @@ from deploy.trust import install_root
 from edge_agent import context
 from edge_agent.agent import Agent, Identity
 from edge_agent.batched import Job, one_by_one
-from edge_agent.device import Owner
 from edge_agent.worker import Finished, Worker
 from export.signing import Repository
 from fedge import models
@@ -95,9 +94,7 @@ def samples() -> Pool:
 def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, home: Path) -> list[bytes]:
     """What they send in a run."""
     layout, first = models.initial(samples.spec, seed)
-    workers = {
-        i: Worker(i, samples.spec, data, home / i, owner=Owner(shares_private=True)) for i, data in devices.items()
-    }
+    workers = {i: Worker(i, samples.spec, data, home / i) for i, data in devices.items()}
     wire = Wire()
     fleet = SimulatedFleet(samples.spec, layout, workers, seed=seed, execute=wire)
     name, _, option = method.partition(":")

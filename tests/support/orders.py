@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_agent.device import Device, Owner
+from edge_agent.device import Device
 from edge_agent.worker import Worker
 from fedge import bundle, codec, models
 from fedge.bundle import Manifest
@@ -69,8 +69,8 @@ def device_data(n: int = 40, m: int = 15, sensitive: float = 0.25) -> DeviceData
     return DeviceData(x, y, np.arange(n) % 4 < 4 * sensitive, x_val, y_val)
 
 
-def worker(home: Path, data: DeviceData | None = None, *, shares_private: bool = True) -> Worker:
-    return Worker("d", TASK, data or device_data(), home, owner=Owner(shares_private=shares_private))
+def worker(home: Path, data: DeviceData | None = None) -> Worker:
+    return Worker("d", TASK, data or device_data(), home)
 
 
 def device(

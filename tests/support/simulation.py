@@ -16,7 +16,6 @@ from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import State
 from deploy import load
-from edge_agent.device import Owner
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.bundle import Manifest
@@ -27,8 +26,6 @@ from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, unflatten
 from tests.support.orders import manifest_of
-
-OWNER = Owner(shares_private=True)
 
 
 class Fleet(SimulatedFleet):
@@ -81,7 +78,7 @@ def digits(
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
     layout, first = models.initial(task, seed)
     data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}
-    workers = {i: Worker(i, task, own, home / i, owner=OWNER, processor=processor) for i, own in data.items()}
+    workers = {i: Worker(i, task, own, home / i, processor=processor) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
     fleet = Fleet(task, layout, workers, seed=seed, hardware=hardware)
     group_of = {i: share.group for i, share in zip(data, shares, strict=True)}

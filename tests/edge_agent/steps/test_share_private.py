@@ -154,11 +154,3 @@ def test_a_clip_alone_scales_what_was_kept(tmp_path: Path, blobs: Blobs) -> None
     assert np.sqrt(sum((t**2).sum() for t in short.values())) == pytest.approx(0.1, rel=1e-5)
     ratios = np.concatenate([(short[name] / plain[name]).ravel() for name in plain])
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-5)
-
-
-def test_without_the_owners_word_nothing_is_shared(tmp_path: Path, blobs: Blobs) -> None:
-    train(tmp_path, blobs)
-    action = SharePrivate(kept_by="train", personal=HEAD)
-    result = worker(tmp_path, shares_private=False).execute(order(action, 2), blobs).result
-    assert isinstance(result, Declined)
-    assert "--share-private" in result.reason

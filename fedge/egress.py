@@ -1,0 +1,274 @@
+"""What may leave a device: the rules of its owner, and the one door that everything goes through.
+
+The owner's file (HOME/egress.toml, or another one) names a preset, and kinds (`fedge.step.Reveals`) beside it:
+
+    [egress]
+    preset = "strict"
+    allow = "loss, machine"
+
+`Rules` leave out of a message what the owner withholds. The `Door` stands in the transport (`Transport`, argument
+`door`). It takes nothing for granted: it looks into each message once more, and notes it before it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fedge.config import nearest, resolve, section_of
+from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.ledger import Ledger
+from fedge.messages import Capabilities, Context, Health, Outcome, Quality, Report, Status, Want, blobs_of, decode
+from fedge.step import Action, Reveals, read_result
+from fedge.topics import ROOT, Topics
+
+S = TypeVar("S", bound=Struct)
+Told = Mapping[str, Reveals]
+
+FILE: Final = "egress.toml"
+"""In a device's home: where its owner says what may leave, unless --egress names another file."""
+
+TOLD: Final[Mapping[type[Struct], Told]] = {
+    Status: {"n_samples": Reveals.COUNT},
+    Capabilities: dict.fromkeys(("fedge_version", "python_version", "machine", "cpu_count"), Reveals.MACHINE),
+    Context: {
+        **dict.fromkeys(("at", "cpu_ghz"), Reveals.MACHINE),
+        **dict.fromkeys(
+            ("load", "free_ram_gb", "free_disk_gb", "battery", "temperature_c", "link_mbit_s"), Reveals.LOAD
+        ),
+        "n_samples": Reveals.COUNT,
+    },
+    Report: {"seconds": Reveals.LOAD},
+    Want: {},
+    Health: {
+        "phase": Reveals.VERDICT,
+        "reason": Reveals.TEXT,
+        "temperature_c": Reveals.LOAD,
+        **dict.fromkeys(("n_predictions", "n_failed", "drift"), Reveals.USE),
+    },
+    Quality: {
+        "n": Reveals.COUNT,
+        **dict.fromkeys(("accuracy", "gate_entropy", "free_energy"), Reveals.LOSS),
+        "latency_ms": Reveals.LOAD,
+    },
+}
+"""What messages let out beside the results of steps; fields that are not named say nothing of the device's data."""
+
+PRESETS: Final[Mapping[str, frozenset[Reveals]]] = {
+    "strict": frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.UPDATE, Reveals.VERDICT}),
+    "default": frozenset(Reveals) - {Reveals.PRIVATE},
+}
+
+MESSAGES: Final[Mapping[str, Any]] = {
+    "status": Status,
+    "context": Context,
+    "reports": Report,
+    "wants": Want,
+    "release-wants": Want,
+    "health": Health,
+}
+"""What a device sends, by the last level of the topic; beside it blobs, predictions, and what renews certificates."""
+
+REQUEST: Final = b"-----BEGIN CERTIFICATE REQUEST-----"
+"""How a request for a certificate begins; it holds the names and the public key that the certificate before had."""
+
+REMEMBERED: Final = 256
+"""Blobs whose reports have passed the door; a report names one or two, and 16 orders are open at a time."""
+
+
+class EgressSettings(Struct, frozen=True, kw_only=True):
+    """Section [egress] of the owner's file."""
+
+    preset: Annotated[Literal["default", "strict"], Meta(description="Kinds that may leave.")] = "default"
+    allow: Annotated[str, Meta(description="Kinds that may leave beside those of the preset, comma-separated.")] = ""
+    forbid: Annotated[str, Meta(description="Kinds of the preset that may not leave, comma-separated.")] = ""
+
+
+class WithheldError(Exception):
+    """A message cannot do without a field that may not leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The kinds that may leave."""
+
+    allowed: frozenset[Reveals] = PRESETS["default"]
+
+    @property
+    def withheld(self) -> tuple[Reveals, ...]:
+        """The kinds that may not leave."""
+        return tuple(kind for kind in Reveals if kind not in self.allowed)
+
+    def stripped(self, message: S, told: Told | None = None) -> S:
+        """The message without what may not leave. `told`: what its fields let out; None: `TOLD` says it.
+
+        Raises:
+            WithheldError: it cannot do without.
+        """
+        told = TOLD[type(message)] if told is None else told
+        left_out: dict[str, object] = {}
+        for field in msgspec.structs.fields(type(message)):
+            value = getattr(message, field.name)
+            kind = told.get(field.name, Reveals.NOTHING)
+            if kind not in self.allowed and field.required:
+                raise WithheldError(f"{field.name} of {type(message).__name__} tells {kind.words}")
+            if kind not in self.allowed:
+                left_out[field.name] = _default(field)
+            elif type(value) in TOLD:
+                left_out[field.name] = self._stripped_part(value, field)
+        return msgspec.structs.replace(message, **left_out)
+
+    def _stripped_part(self, part: Struct, field: msgspec.structs.FieldInfo) -> object:
+        try:
+            return self.stripped(part)
+        except WithheldError:
+            if field.required:
+                raise
+            return _default(field)
+
+    def permitted(self, action: Action) -> bool:
+        """Whether the action can be carried out as it is."""
+        return action.sparing(self.withheld) == action
+
+
+ALL: Final = Rules(frozenset(Reveals))
+"""Of devices that are nobody's: those of a simulation."""
+
+
+def rules_of(home: Path | None, own: Path | None, config: Path | None) -> Rules:
+    """The rules of a device's owner: of the file `own`, or of HOME/egress.toml; without either the preset default.
+
+    Raises:
+        ConfigError: the file is wrong or not there, or `config`, which says how a process runs, has a section [egress].
+    """
+    if section_of(config, "egress"):
+        raise ConfigError(
+            f"[egress] belongs into a file of the owner's own, HOME/{FILE} or --egress, not into {config}"
+        )
+    if own is None and home is not None and (home / FILE).exists():
+        own = home / FILE
+    settings = resolve(EgressSettings, "egress", own, {})
+    allow, forbid = _kinds("allow", settings.allow), _kinds("forbid", settings.forbid)
+    if both := allow & forbid:
+        raise ConfigError(f"[egress] of {own} allows and forbids {min(both)}")
+    return Rules((PRESETS[settings.preset] | allow) - forbid)
+
+
+def _kinds(key: str, text: str) -> frozenset[Reveals]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    known = [str(kind) for kind in Reveals if kind is not Reveals.NOTHING]
+    for word in words:
+        if word not in known:
+            raise ConfigError(
+                f"{key} in [egress]: no kind is called {word!r}{nearest(word, known)}; fedge egress --rules"
+            )
+    return frozenset(map(Reveals, words))
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def kinds_in(message: Struct, told: Told | None = None) -> Iterator[Reveals]:
+    """What a message lets out: of each field that says anything. `told`: as in `Rules.stripped`."""
+    told = TOLD[type(message)] if told is None else told
+    for field in msgspec.structs.fields(type(message)):
+        value = getattr(message, field.name)
+        if field.required or value != _default(field):
+            yield told.get(field.name, Reveals.NOTHING)
+        if type(value) in TOLD:
+            yield from kinds_in(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the door sees of a message: its kind, the step and the order that it is about, what it lets out.
+
+    `blobs`: that may follow it, by digest.
+    """
+
+    message: str
+    about: str
+    kinds: frozenset[Reveals]
+    blobs: tuple[tuple[str, Seen], ...] = ()
+
+
+class Door:
+    """Everything that leaves a device goes through it: what its owner withholds stays, the rest is noted first.
+
+    Args:
+        rules: of the owner.
+        home: of the device, where its ledger is; None: it has none, and nothing is noted.
+        topics: of the federation.
+        action_of: what an open order asks for; None: no such order is open.
+    """
+
+    def __init__(
+        self, rules: Rules, home: Path | None, topics: Topics, action_of: Callable[[str], Action | None]
+    ) -> None:
+        self._rules = rules
+        self._home = home
+        self._ledger: Ledger | None = None
+        self._topics = topics
+        self._action_of = action_of
+        self._blobs: dict[str, Seen] = {}
+
+    def __call__(self, topic: str, payload: bytes) -> None:
+        """Let a message out.
+
+        Raises:
+            TransportError: the owner withholds something of it, or it is none that a device sends.
+            StoreError: it cannot be noted.
+        """
+        try:
+            seen = self._look(topic, payload)
+        except ProtocolError as error:
+            raise TransportError(f"held back: {error}") from error
+        if forbidden := sorted(seen.kinds - self._rules.allowed):
+            words = ", ".join(kind.words for kind in forbidden)
+            raise TransportError(f"held back: the device's owner does not allow it to tell {words}")
+        if self._home is not None:
+            self._ledger = self._ledger or Ledger(self._home)
+            self._ledger.note(seen.message, seen.about, seen.kinds - {Reveals.NOTHING}, len(payload))
+
+        self._blobs |= dict(seen.blobs)
+        for digest in list(self._blobs)[:-REMEMBERED]:
+            del self._blobs[digest]
+
+    def close(self) -> None:
+        """Let go of the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _look(self, topic: str, payload: bytes) -> Seen:
+        leaf, *rest = self._topics.parts(topic)[2:] or ("",)
+        if leaf in MESSAGES:
+            message: Any = decode(payload, MESSAGES[leaf])
+            if isinstance(message, Report) and message.outcome is Outcome.DONE:
+                return self._result(message)
+            return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds_in(message)))
+        if (leaf == "renewal" and payload.startswith(REQUEST)) or (leaf == "certificate" and not payload):
+            return Seen(leaf, "", frozenset())
+        if leaf == "blobs" and rest and rest[0] in self._blobs:
+            return self._blobs[rest[0]]
+        if leaf == "predictions" or not topic.startswith(f"{ROOT}/"):  # a sensor names where its answer goes
+            return Seen("predictions", "", frozenset({Reveals.ANSWERS}))
+        raise TransportError(f"held back: nothing that a device sends goes to {topic}")
+
+    def _result(self, report: Report) -> Seen:
+        """A report with a result, and the tensors that it names."""
+        action = self._action_of(report.order_id)
+        if action is None:
+            raise ProtocolError("unknown-order", f"no open order is called {report.order_id}")
+        about, told, result = f"{action.STEP} {report.order_id}", action.reveals(), read_result(report, action)
+        blobs = tuple(
+            (ref.digest, Seen("blobs", about, frozenset({kind})))
+            for name, kind in told.items()
+            for ref in blobs_of(getattr(result, name))
+        )
+        return Seen("reports", about, frozenset({*kinds_in(report), *kinds_in(result, told)}), blobs)

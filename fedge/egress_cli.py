@@ -1,0 +1,114 @@
+"""`fedge egress`: what has left a device, and what its owner lets out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from fedge.egress import PRESETS, TOLD, rules_of
+from fedge.errors import ConfigError
+from fedge.ledger import Line, lines
+from fedge.messages import Report, Want
+from fedge.step import Action, Reveals, installed_steps
+from fedge.text import printable
+
+NOUNS: Final = {
+    "status": "status",
+    "context": "state of the machine",
+    "reports": "report",
+    "blobs": "tensors",
+    "wants": "request for a model",
+    "release-wants": "request for a release",
+    "health": "health of the runtime",
+    "renewal": "request for a certificate",
+    "certificate": "receipt of a certificate",
+    "predictions": "answer to a sensor",
+}
+
+
+@click.command()
+@click.argument("home", type=click.Path(path_type=Path))
+@click.option("--rules", is_flag=True, help="What may leave, field by field, in place of what has left.")
+@click.option("--egress", type=click.Path(path_type=Path), help="The owner's file; HOME/egress.toml without it.")
+@click.option("--last", type=click.IntRange(min=1), default=40, show_default=True, help="So many lines, the newest.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line, of all lines.")
+def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: bool) -> None:
+    """Show what has left a device, and what may leave it.
+
+    Agent and runtime of the device whose folder is HOME note everything that they send over MQTT before it leaves:
+    when, how many bytes, and what it tells. --rules lists what may leave: the presets strict and default, and what the
+    owner's file makes of them (docs/privacy.md). Bytes are of payloads, without what TLS and MQTT add.
+
+    \b
+    Examples:
+      fedge egress cam1
+      fedge egress cam1 --last 200
+      fedge egress cam1 --rules
+      fedge egress cam1 --json
+
+    \b
+    Exit codes: 2 no such HOME, or a wrong file of the owner's, 4 the ledger cannot be read.
+    """  # noqa: D301 - click wants the backspace character itself
+    if not home.is_dir():
+        raise ConfigError(f"there is no {home}: name the folder that `fedge agent` or `fedge serve` has as --home")
+    if rules:
+        allowed = rules_of(home, egress, None).allowed
+        for kind, where in fields():
+            marks = {name: kind in preset for name, preset in (*PRESETS.items(), ("here", allowed))}
+            if as_json:
+                click.echo(msgspec.json.encode({"kind": kind, "tells": kind.words, "fields": where, **marks}).decode())
+                continue
+            said = "  ".join(f"{name}: {'yes' if yes else 'no':3}" for name, yes in marks.items())
+            click.echo(f"{kind:9} {said}  {kind.words}")
+            click.echo("\n".join(f"          {field}" for field in where))
+        return
+    found = lines(home)
+    if as_json:
+        for line in found:
+            click.echo(msgspec.json.encode(line).decode())
+        return
+    for line in found[-last:]:
+        click.echo(printable(in_words(line)))
+    n, size = sum(line.n for line in found), sum(line.bytes for line in found)
+    click.echo(f"{len(found[-last:])} of {len(found)} lines; {n} messages, {size:,} bytes in all")
+
+
+def in_words(line: Line) -> str:
+    """One line of the ledger for people."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(line.last)) if line.day else "before that    "
+    step, _, order = line.about.rpartition(" ")
+    about = f" of {step or 'no result'}, order {order}" if order else ""
+    told = ", ".join(_words(kind) for kind in line.kinds) or Reveals.NOTHING.words
+    return f"{when}  {line.n:6} x {line.bytes:12,} bytes  {NOUNS.get(line.message, line.message)}{about}: {told}"
+
+
+def _words(kind: str) -> str:
+    return Reveals(kind).words if kind in list(Reveals) else kind  # of a newer fedge
+
+
+def fields() -> Iterator[tuple[Reveals, list[str]]]:
+    """Each kind with the fields that let it out: of messages, then of the results of steps."""
+    places: list[tuple[str, str, Reveals]] = [
+        (kind.__name__, field, told.get(field, Reveals.NOTHING))
+        for kind, told in TOLD.items()
+        if kind is not Want
+        for field in kind.__struct_fields__
+        if not (kind is Report and field in {"body", "blobs"})
+    ]
+    results: dict[type, list[type[Action]]] = {}
+    for _, step in sorted(installed_steps().items()):
+        results.setdefault(step.RESULT, []).append(step)
+    for result, steps in results.items():
+        names = ", ".join(step.STEP for step in steps)
+        places += [
+            (names, field, result.REVEALS.get(field, Reveals.PRIVATE))  # type: ignore[attr-defined]
+            for field in result.__struct_fields__  # type: ignore[attr-defined]
+        ]
+    for kind in Reveals:
+        found = [f"{where}: {field}" for where, field, told in places if told is kind]
+        yield kind, found or ["predictions over MQTT"]

@@ -1,0 +1,165 @@
+"""What has left a device: HOME/egress.db, written before it leaves.
+
+SQLite, for agent and runtime write at the same time, and `fedge egress` reads meanwhile. Messages of one day that tell
+the same of the same order are one line, which counts them. kill -9 loses nothing; a power cut loses no line, but may
+lose the last seconds of its count. Of `MAX_LINES` lines the oldest `FOLDED` become one for each kind of message, which
+says no longer of which order and day: nothing that was counted is ever forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from fedge.errors import StoreError
+
+log = logging.getLogger("fedge")
+
+FILE: Final = "egress.db"
+MAX_LINES: Final = 20_000
+"""Some 4 MB: with 16 lines for each order of a round, of the last 1,000 rounds and more."""
+FOLDED: Final = 1_000
+WAIT_S: Final = 5.0
+"""For another process that writes; it takes a millisecond."""
+
+SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS left (
+    id INTEGER PRIMARY KEY, day TEXT NOT NULL, message TEXT NOT NULL, about TEXT NOT NULL, kinds TEXT NOT NULL,
+    n INTEGER NOT NULL, bytes INTEGER NOT NULL, first REAL NOT NULL, last REAL NOT NULL,
+    UNIQUE (day, message, about, kinds)
+)"""
+COUNT: Final = (
+    "UPDATE left SET n = n + 1, bytes = bytes + ?, last = ? WHERE day = ? AND message = ? AND about = ? AND kinds = ?"
+)
+ADD: Final = "INSERT INTO left (n, bytes, first, last, day, message, about, kinds) VALUES (1, ?, ?, ?, ?, ?, ?, ?)"
+OLDEST: Final = "SELECT id FROM left WHERE day <> '' ORDER BY id LIMIT ?"
+FOLD: Final = f"""
+INSERT INTO left (day, message, about, kinds, n, bytes, first, last)
+SELECT '', message, '', kinds, SUM(n), SUM(bytes), MIN(first), MAX(last) FROM left WHERE id IN ({OLDEST})
+GROUP BY message, kinds
+ON CONFLICT (day, message, about, kinds) DO UPDATE
+SET n = n + excluded.n, bytes = bytes + excluded.bytes, last = MAX(last, excluded.last)
+"""  # noqa: S608 - nothing of it comes from outside
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """What of one kind has left on a day for one order.
+
+    message: the last level of its topic. about: step and order, or ""; day "": several days and orders together. kinds:
+    what it told (`fedge.step.Reveals`). n, bytes: messages and their payloads. first, last: by the device's clock.
+    """
+
+    day: str
+    message: str
+    about: str
+    kinds: tuple[str, ...]
+    n: int
+    bytes: int
+    first: float
+    last: float
+
+
+class Ledger:
+    """The file of one device; several processes may have it open."""
+
+    def __init__(self, home: Path) -> None:
+        """Open the file, or make it; a damaged one is put aside.
+
+        Raises:
+            StoreError: it cannot be read or written.
+        """
+        self._path = home / FILE
+        with _guarded(self._path):
+            home.mkdir(parents=True, exist_ok=True)
+            try:
+                self._db = _opened(self._path)
+            except sqlite3.DatabaseError as error:
+                self._begin_anew(error)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def note(self, message: str, about: str, kinds: Iterable[str], size_bytes: int) -> None:
+        """Write that a message leaves.
+
+        Raises:
+            StoreError: it cannot be written, so it must not leave.
+        """
+        now = time.time()
+        day = time.strftime("%Y-%m-%d", time.gmtime(now))
+        key = (day, message, about, ",".join(sorted(kinds)))
+        with _guarded(self._path):
+            try:
+                self._write(key, size_bytes, now)
+            except sqlite3.DatabaseError as error:
+                self._begin_anew(error)
+                self._write(key, size_bytes, now)
+
+    def _write(self, key: tuple[str, ...], size_bytes: int, now: float) -> None:
+        if self._db.execute(COUNT, (size_bytes, now, *key)).rowcount:
+            return
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("BEGIN IMMEDIATE")
+        with self._db:
+            self._db.execute(ADD, (size_bytes, now, now, *key))
+            if self._db.execute("SELECT COUNT(*) FROM left").fetchone()[0] > MAX_LINES:
+                self._db.execute(FOLD, (FOLDED,))
+                self._db.execute(f"DELETE FROM left WHERE id IN ({OLDEST})", (FOLDED,))  # noqa: S608 - as above
+        self._db.execute("PRAGMA synchronous = NORMAL")
+
+    def _begin_anew(self, error: sqlite3.DatabaseError) -> None:
+        """Put a damaged file aside; what only cannot be written is raised."""
+        if isinstance(error, sqlite3.OperationalError):
+            raise error
+        log.error("event=ledger_damaged file=%s reason=%r kept=%s.damaged", self._path, str(error), self._path.name)
+        with contextlib.suppress(AttributeError):
+            self._db.close()
+        self._path.replace(self._path.with_name(f"{FILE}.damaged"))
+        for beside in ("-wal", "-shm"):
+            self._path.with_name(FILE + beside).unlink(missing_ok=True)
+        self._db = _opened(self._path)
+
+
+def lines(home: Path) -> list[Line]:
+    """All lines, oldest first; none where nothing has left.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    if not (home / FILE).exists():
+        return []
+    with _guarded(home / FILE), contextlib.closing(_opened(home / FILE)) as db:
+        rows = db.execute("SELECT day, message, about, kinds, n, bytes, first, last FROM left ORDER BY day, id")
+        return [
+            Line(day=day, message=message, about=about, kinds=tuple(kinds.split(",") if kinds else ()), **counts)
+            for day, message, about, kinds, *found in rows
+            for counts in [dict(zip(("n", "bytes", "first", "last"), found, strict=True))]
+        ]
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(SCHEMA)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+@contextlib.contextmanager
+def _guarded(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"{path} cannot be used, and nothing leaves that is not noted there: {error}") from error

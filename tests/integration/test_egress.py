@@ -1,0 +1,237 @@
+"""What leaves devices, whatever the method: nothing that the owner withholds, and no canary in any encoding."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.methods import MethodSettings, Server, installed_methods, make
+from coordinator.service import CoordinatorSettings, serve
+from coordinator.store import Store
+from edge_agent.agent import Agent, Identity
+from edge_agent.worker import Worker
+from fedge import models
+from fedge.broker import LocalBroker
+from fedge.egress import ALL, PRESETS, Rules
+from fedge.ledger import lines
+from fedge.messages import Context, Status, decode
+from fedge.sgd import Sgd
+from fedge.step import Reveals
+from fedge.tasks import Pool, device_data, partition, pool, share_data
+from fedge.tensors import unflatten
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Inbound, Transport
+
+STRICT = Rules(PRESETS["strict"])
+RECEIVES = Rules(frozenset({Reveals.NOTHING}))
+"""An owner who takes models and gives nothing."""
+ROUNDS = {"fedge": 8}
+"""fedge profiles after six rounds with everybody."""
+VARIANTS = [
+    *("fedge:selection=uniform", "fedge:split=always", "fedge:clustering=labels", "fedge:mode=shift"),
+    *("cfic:selection=ccmab", "fedepc:warm_up=1", "fedavg:selection=ccmab", "fedavg:selection=fastest"),
+]
+
+
+@pytest.fixture(scope="module")
+def samples() -> Pool:
+    return pool("digits", seed=0, limit=400)
+
+
+# ------------------------------------------------------------------------------ every method with what owners withhold
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("who", ["some", "all"])
+@pytest.mark.parametrize("method", [*installed_methods(), *VARIANTS])
+def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
+    method: str, who: str, samples: Pool, tmp_path: Path
+) -> None:
+    shares = partition(samples, 4, how="groups", alpha=1.0, sensitive=0.2, seed=1, n_groups=2)
+    layout, first = models.initial(samples.spec, 1)
+    workers = {
+        f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
+        for i, share in enumerate(shares)
+    }
+    rules = dict.fromkeys(workers, STRICT) if who == "all" else {"d1": STRICT, "d2": RECEIVES}
+    fleet = SimulatedFleet(samples.spec, layout, workers, seed=1, rules=rules)
+    name, _, option = method.partition(":")
+    options = dict([option.split("=")]) if option else {}
+    if "warm_up" in options:
+        options["warm_up"] = int(options["warm_up"])  # type: ignore[assignment]
+    settings = MethodSettings(rounds=ROUNDS.get(name, 4), seed=1, sgd=Sgd(steps=2), options=options)  # type: ignore[arg-type]
+    x = (samples.x[:80] / 16).astype(np.float32).reshape(80, *samples.spec.input_shape)
+    made = make(name, settings, Server(samples.spec, (x, samples.y[:80])))
+    end = asyncio.run(run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
+    assert set(end.installed) == set(workers)
+    assert all((tmp_path / i / "bundles" / str(done.release)).is_dir() for i, done in end.installed.items())
+
+
+# ---------------------------------------------------------------------------------------------- canaries on the wire
+
+
+class Tap:
+    """All that a broker passes on from devices: messages, and tensors put together again."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, bytes]] = []
+        self._chunks: dict[str, dict[int, bytes]] = defaultdict(dict)
+
+    async def hear(self, message: Inbound) -> None:
+        levels = message.topic.split("/")
+        if levels[3] == "agents" and levels[5] in {"orders", "acks"}:  # the coordinator's
+            return
+        if levels[3] == "agents" and levels[5] == "blobs":
+            self._chunks[levels[6]][int(levels[7])] = message.payload
+        elif levels[3] == "agents":
+            self.messages.append((message.topic, message.payload))
+
+    def payloads(self) -> list[bytes]:
+        blobs = [b"".join(data for _, data in sorted(chunks.items())) for chunks in self._chunks.values()]
+        return [topic.encode() + payload for topic, payload in self.messages] + blobs
+
+
+def opened(payload: bytes) -> Iterator[bytes]:
+    """The payload, what zstd frames in it hold, and what base64 in it says."""
+    yield payload
+    for found in re.finditer(re.escape(b"\x28\xb5\x2f\xfd"), payload):
+        with contextlib.suppress(zstandard.ZstdError):
+            yield zstandard.ZstdDecompressor().decompressobj().decompress(payload[found.start() :])
+    for found in re.finditer(rb"[A-Za-z0-9+/_-]{24,}", payload):
+        for start in range(4):
+            text = found.group()[start:].translate(bytes.maketrans(b"-_", b"+/"))
+            text = text[: len(text) - (len(text) % 4 == 1)]
+            yield base64.b64decode(text + b"=" * (-len(text) % 4))
+
+
+def encodings(values: np.ndarray) -> Iterator[bytes]:
+    """A row of numbers as bytes of several types, both ways round, and as text."""
+    for kind in ("u1", "i1", "<i2", ">i2", "<i4", ">i4", "<i8", ">i8"):
+        if (values == values.astype(kind)).all():
+            yield values.astype(kind).tobytes()
+    for kind in ("<f2", "<f4", ">f4", "<f8", ">f8"):
+        yield values.astype(kind).tobytes()
+    for kind in ("float32", "float64"):
+        yield ",".join(map(str, values.astype(kind).tolist())).encode()
+        yield b"".join(b"\xcb" + np.float64(v).astype(">f8").tobytes() for v in values.astype(kind))  # MessagePack
+        yield b"".join(b"\xca" + np.float32(v).astype(">f4").tobytes() for v in values.astype(kind))
+    if (values == values.astype("u1")).all():
+        yield ",".join(map(str, values.astype(int).tolist())).encode()
+        yield ", ".join(map(str, values.astype(int).tolist())).encode()
+
+
+def canaries(x: np.ndarray, y: np.ndarray, names: list[str]) -> set[bytes]:
+    """What must be found nowhere: stretches of samples (raw, and as the network sees them), labels, names of files."""
+    found = {name.encode() for name in names}
+    for sample in x.reshape(len(x), -1).astype(np.float64):
+        if len(np.unique(sample[24:40])) >= 5:  # not the blank margin of a picture, which tensors have, too
+            for scale in (1.0, 16.0, 255.0, 255.0 / 16):
+                found.update(e for e in encodings(sample[24:40] / scale) if len(e) >= 16)
+    found.update(e for e in encodings(y[:32].astype(np.float64)) if len(e) >= 16)
+    return found
+
+
+def caught(payloads: list[bytes], wanted: set[bytes]) -> set[bytes]:
+    layers = [layer for payload in payloads for layer in opened(payload)]
+    haystack = b"\n--\n".join(layers)
+    return {canary for canary in wanted if canary in haystack}
+
+
+def test_the_tap_finds_canaries_in_every_encoding(samples: Pool) -> None:
+    """What the next test looks for it would find."""
+    wanted = canaries(samples.x[:40], samples.y[:40], ["grandmother-1943.npz"])
+    assert len(wanted) > 500
+    for canary in [*sorted(wanted)[::60], b"grandmother-1943.npz"]:
+        around = b"\x93\xa5" + canary + b"\xc0"
+        for hidden in (around, zstandard.compress(around * 3), base64.b64encode(b"x" + around)):
+            assert caught([b"head" + hidden + b"tail"], wanted) >= {canary}
+
+
+@contextlib.asynccontextmanager
+async def agents(
+    broker: LocalBroker, samples: Pool, folder: Path, names: Mapping[str, str], rules: Mapping[str, Rules]
+) -> AsyncIterator[Tap]:
+    """Agents in this process, and somebody who hears all that they say."""
+    tap = Tap()
+    settings = BrokerSettings(broker.host, broker.port)
+    listening = Transport(settings, "tap")
+    await listening.subscribe(f"{Topics('all').prefix}/#", tap.hear)
+    running = []
+    for device, name in names.items():
+        data = device_data(samples.spec, folder / name, seed=1)
+        make_worker = partial(Worker, device, samples.spec, data, folder / device)
+        identity = Identity(device, "all", samples.spec, n_shared=data.n_shared)
+        running.append(Agent(identity, settings, folder / device, make_worker, rules=rules[device]))
+    async with listening, asyncio.TaskGroup() as group:
+        for agent in running:
+            group.create_task(agent.run())
+        try:
+            yield tap
+        finally:
+            for agent in running:
+                agent.stop()
+
+
+@pytest.mark.parametrize("method", installed_methods())
+async def test_no_canary_is_in_the_traffic_of_any_method(
+    method: str, samples: Pool, mosquitto: LocalBroker, tmp_path: Path
+) -> None:
+    rules = {"d0": ALL if method == "pm-moe" else Rules(), "d1": ALL if method == "pm-moe" else Rules(), "d2": STRICT}
+    names, wanted = {}, set[bytes]()
+    for k, device in enumerate(rules):
+        own = slice(100 * k, 100 * k + 100)
+        names[device] = f"secret-diary-{device}.npz"
+        sensitive = np.arange(100) % 4 == 0
+        np.savez(tmp_path / names[device], x=samples.x[own], y=samples.y[own], sensitive=sensitive)
+        wanted |= canaries(samples.x[own], samples.y[own], [names[device], "secret-diary", str(tmp_path)])
+    np.savez(tmp_path / "server_data.npz", x=samples.x[300:], y=samples.y[300:])
+    settings = CoordinatorSettings(
+        broker=f"{mosquitto.host}:{mosquitto.port}",
+        federation="all",
+        home=tmp_path / "coordinator",
+        task="digits",
+        method=method,
+        rounds=ROUNDS.get(method, 2),
+        local_steps=5,
+        devices=len(rules),
+        server_data=tmp_path / "server_data.npz" if method == "fedcoe" else None,
+    )
+    async with agents(mosquitto, samples, tmp_path, names, rules) as tap:
+        with contextlib.closing(Store(settings.home)) as store:
+            summary: dict[str, Any] = await serve(settings, samples.spec, store, lambda *_: None, {})
+    assert summary["done"]
+    assert set(summary["installed"]) == set(rules)
+    assert not {name for name in summary["refused"] if name != "replayed-report"}
+    payloads = tap.payloads()
+    assert caught(payloads, wanted) == set()
+    for device in rules:
+        _noted_as_sent(tmp_path / device, device, tap)
+    statuses = [decode(p, Status) for topic, p in tap.messages if topic.endswith("/d2/status")]
+    contexts = [decode(p, Context) for topic, p in tap.messages if topic.endswith("/d2/context")]
+    assert {status.withholds for status in statuses} == {STRICT.withheld}
+    assert {context.load for context in contexts} == {None}
+    assert {kind for line in lines(tmp_path / "d2") for kind in line.kinds} <= set(STRICT.allowed)
+
+
+def _noted_as_sent(home: Path, device: str, tap: Tap) -> None:
+    """Whatever was heard of a device was noted, and nothing in other words."""
+    heard = defaultdict(int)
+    for topic, _ in tap.messages:
+        if topic.split("/")[4] == device:
+            heard[topic.split("/")[5]] += 1
+    noted = defaultdict(int)
+    for line in lines(home):
+        noted[line.message] += line.n
+    assert {message for message in heard if noted[message] < heard[message]} == set()
