@@ -211,6 +211,7 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
         f"refused     {summary['refused'] or 'nothing'}",
     ]
+    lines += [f"expires     {text}" for text in summary.get("expiring", ())]
     problems = summary["problems"]
     for device in sorted(set(devices) | set(summary["selection"]) | set(problems)):
         bundle = ", bundle installed" if device in summary["installed"] else ""

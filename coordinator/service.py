@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
@@ -58,6 +58,8 @@ log = logging.getLogger("fedge.coordinator")
 
 Observer = Callable[[str, dict[str, Any]], None]
 
+WARN_S: Final = 24 * 3600.0
+"""Between two warnings of a certificate that nobody renews."""
 TELL_S: Final = 1.0
 """Before the first round problems are told so often at most, however many there are."""
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
@@ -237,7 +239,7 @@ async def serve(
         observe=told,
     )
     write_summary(settings, method, state, store, fleet)
-    async with contextlib.aclosing(slowly), fleet:
+    async with contextlib.aclosing(slowly), fleet, warning_daily(settings):
         while not method.done(state):
             number = state.round + 1
             await fleet.begin(number, settings.devices if number == 1 else 1)
@@ -297,11 +299,42 @@ def write_summary(
         "devices": fleet.registry.presence(),
         "without_bundle": without_bundle(method, state, store),
         "clocks": fleet.registry.wrong_clocks(),
+        "expiring": expiring(settings),
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
+
+
+def expiring(settings: CoordinatorSettings) -> list[str]:
+    """What of our identity will lock us or everybody out, unless it is renewed in the months that are left."""
+    named = settings.by_files()
+    if named.ca_file is None or named.cert_file is None:
+        return []
+    from fedge.certificates import now, warnings_of
+
+    try:
+        return warnings_of(Path(named.ca_file), Path(named.cert_file), now())
+    except ConfigError as error:  # it was good when we started, and the connection stands
+        return [str(error)]
+
+
+@contextlib.asynccontextmanager
+async def warning_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
+    """Log once a day what is about to expire."""
+
+    async def warn() -> None:
+        while True:
+            for text in expiring(settings):
+                log.warning("event=expires detail=%r", text)
+            await asyncio.sleep(WARN_S)
+
+    running = asyncio.create_task(warn())
+    try:
+        yield
+    finally:
+        running.cancel()
 
 
 def without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:

@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 
 from fedge.config import NAME
 from fedge.errors import ConfigError
-from fedge.identity import Role, Subject
+from fedge.identity import CRL, Role, Subject
 
 RENEW_AT: Final = 2 / 3
 """Share of its life after which a certificate or a list of revoked ones is made anew."""
@@ -163,3 +163,16 @@ def warning(what: str, item: Dated, at: dt.datetime) -> str:
     end = life_of(item)[1]
     told = f"expired on {end:%Y-%m-%d}" if at >= end else f"expires in {(end - at).days} days, on {end:%Y-%m-%d}"
     return f"{what} {told}: run `fedge provision renew` on the server"
+
+
+def warnings_of(ca_file: Path, cert_file: Path, at: dt.datetime) -> list[str]:
+    """What of an identity should have been renewed: its certificate, and the list of revoked ones, where there is one.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    crl = ca_file.with_name(CRL)
+    found = [warning(f"the certificate {cert_file}", load_certificate(cert_file), at)]
+    if crl.exists():
+        found.append(warning(f"the list of revoked certificates {crl}", load_crl(crl), at))
+    return [text for text in found if text]

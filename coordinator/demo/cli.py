@@ -39,6 +39,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
       fedge demo --method ditto --option proximal_lambda=0.3
       fedge demo --task mnist --data ~/mnist --devices 20
       fedge demo --task image-folder --data photos.zip --rounds 60
+      fedge demo --secure
       fedge demo --broker mosquitto --json figures.json --out try-1
 
     \b

@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import json
 import secrets
+import shutil
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,7 @@ from coordinator.simulation.settings import DemoSettings
 from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.egress import FILE as EGRESS
-from fedge.errors import TransportError
+from fedge.errors import ConfigError, TransportError
 from fedge.files import write_atomically
 from fedge.messages import Role
 from fedge.preprocess import apply
@@ -72,8 +73,11 @@ async def run(
     watch.phase("dealing out the samples")
     cameras = deal(settings, reserves=reserves(settings.method, options))
     with Children(settings.folder / "logs") as children:
-        async with broker_of(settings) as (address, broker_name):
-            summary = await federate(settings, cameras, address, children, watch, options)
+        federation, identities = f"demo-{secrets.token_hex(4)}", Identities(settings, children)
+        await identities.found(federation, cameras.shares)
+        async with broker_of(settings, identities.broker) as (address, broker_name):
+            common = ["--broker", address, "--federation", federation]
+            summary = await federate(settings, cameras, common, identities, children, watch, options)
         bundles = installed_bundles(settings, cameras, summary)
         simple = await compare(settings, cameras, summary, bundles, watch)
         personalised = await infer(settings, cameras, bundles, children, watch)
@@ -144,7 +148,7 @@ def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
 
 
 @contextlib.asynccontextmanager
-async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
+async def broker_of(settings: DemoSettings, identity: Path | None = None) -> AsyncIterator[tuple[str, str]]:
     """Address and name of the broker: one of our own, or the user's.
 
     Raises:
@@ -152,11 +156,58 @@ async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
         TransportError: it does not start, or cannot be reached. A coordinator would wait until it comes.
     """
     if ":" in settings.broker:
+        if identity is not None:
+            raise ConfigError(f"--secure starts a broker of its own: it cannot use {settings.broker}")
         await reach(*parse_address(settings.broker))
         yield settings.broker, settings.broker
     else:
-        async with LocalBroker(settings.broker, home=settings.folder / "broker") as broker:
+        async with LocalBroker(settings.broker, home=settings.folder / "broker", identity=identity) as broker:
             yield f"{broker.host}:{broker.port}", broker.name
+
+
+class Identities:
+    """Certificates of the federation, as the commands make them; nothing where the demo is not secure."""
+
+    def __init__(self, settings: DemoSettings, children: Children) -> None:
+        self._folder = (settings.folder / "provision").absolute() if settings.secure else None
+        self._settings = settings
+        self._children = children
+
+    async def found(self, federation: str, devices: Collection[str]) -> None:
+        """Found the federation, and enrol its devices.
+
+        Raises:
+            ProcessError: a command failed.
+        """
+        if self._folder is None:
+            return
+        folder = ("--folder", str(self._folder))
+        await self._run("provision-init", "provision", "init", federation, "localhost", *folder)
+        kits = self._settings.folder / "kits"
+        kits.mkdir()
+        await self._run("provision-device", "provision", "device", *devices, "--to", str(kits), *folder)
+        for i in devices:
+            await self._run(f"{i}-enrol", "enrol", str(kits / f"{i}.kit"), "--folder", str(self._settings.folder / i))
+        shutil.rmtree(kits)  # whoever reads one can speak for its device
+
+    async def _run(self, name: str, *arguments: str) -> None:
+        child = self._children.start(name, arguments)
+        while child.running:  # noqa: ASYNC110 - a process has no event
+            await asyncio.sleep(POLL_S / 4)
+        child.require(0)
+
+    @property
+    def broker(self) -> Path | None:
+        """The broker's identity."""
+        return None if self._folder is None else self._folder / "broker"
+
+    def coordinator(self) -> list[str]:
+        """The coordinator's flags."""
+        return [] if self._folder is None else ["--identity", str(self._folder / "coordinator")]
+
+    def agent(self, device_id: str) -> list[str]:
+        """A device's flags."""
+        return [] if self._folder is None else ["--identity", str(self._settings.folder / device_id / "identity")]
 
 
 async def reach(host: str, port: int) -> None:
@@ -177,21 +228,32 @@ async def reach(host: str, port: int) -> None:
 async def federate(
     settings: DemoSettings,
     cameras: Cameras,
-    address: str,
+    common: Sequence[str],
+    identities: Identities,
     children: Children,
     watch: Watch,
     options: Mapping[str, Option],
 ) -> dict[str, Any]:
     """Run coordinator and agents until the coordinator is done, and return its summary."""
-    watch.phase(f"{settings.method} over {address}", settings.rounds)
-    common = ["--broker", address, "--federation", f"demo-{secrets.token_hex(4)}"]
-    common += ["--task", str(settings.folder / "task.json"), "--allow", ",".join(code_of(cameras.task))]
+    watch.phase(f"{settings.method} over {common[1]}", settings.rounds)
+    common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(code_of(cameras.task))]
     home = settings.folder / "coordinator"
     coordinator = children.start(
         "coordinator",
-        ["coordinator", *common, "--home", str(home), "--json", *_coordinator_flags(settings, cameras, options)],
+        [
+            "coordinator",
+            *common,
+            *identities.coordinator(),
+            "--home",
+            str(home),
+            "--json",
+            *_coordinator_flags(settings, cameras, options),
+        ],
     )
-    agents = [children.start(i, ["agent", *common, "--id", i, *_agent_flags(settings, i)]) for i in cameras.shares]
+    agents = [
+        children.start(i, ["agent", *common, *identities.agent(i), "--id", i, *_agent_flags(settings, i)])
+        for i in cameras.shares
+    ]
     await follow(coordinator, agents, Rounds(settings.rounds, settings.devices), watch)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())

@@ -258,6 +258,9 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 0.75
     method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
     broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
+    secure: Annotated[
+        bool, Meta(description="A certificate for each, by `fedge provision` and `fedge enrol`; needs Mosquitto.")
+    ] = False
     seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
     out: Annotated[Path | None, Meta(description="New folder for everything; by default named by the time.")] = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
 from coordinator.methods import State, load
 from coordinator.methods.fedavg import FedAvgState
-from coordinator.service import CoordinatorSettings, method_of, serve, start, without_bundle
+from coordinator.service import CoordinatorSettings, expiring, method_of, serve, start, without_bundle
 from coordinator.store import Store
 from fedge import codec
 from fedge.broker import LocalBroker
@@ -33,6 +34,7 @@ from fedge.tasks import task_spec
 from fedge.tensors import Layout, Model, TensorInfo, unflatten
 from tests.support.device import IN_0_1, TASK, RawDevice, trained
 from tests.support.peer import action_of
+from tests.support.tls import Authority
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 WAIT_S = 60.0
@@ -297,3 +299,18 @@ async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path
     finally:
         process.terminate()
         await process.wait()
+
+
+def test_what_will_lock_everybody_out_is_told_long_before(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f")
+    values = msgspec.structs.replace(settings(None, tmp_path), identity=authority.folder / "coordinator")
+    assert expiring(values) == []
+    authority.ago = dt.timedelta(days=280)
+    authority.issuer.publish_revoked()
+    (told,) = expiring(values)
+    assert "list of revoked certificates" in told
+    assert "expires in 84 days" in told
+    assert "run `fedge provision renew`" in told
+    (authority.folder / "coordinator" / "own.crt").unlink()
+    assert "own.crt holds no certificate" in expiring(values)[0]
+    assert expiring(settings(None, tmp_path)) == []

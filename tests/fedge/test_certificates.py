@@ -16,10 +16,12 @@ from fedge.certificates import (
     load_crl,
     load_key,
     new_key,
+    now,
     pem_of,
     read_request,
     request_of,
     warning,
+    warnings_of,
 )
 from fedge.errors import ConfigError
 from tests.support.tls import Authority
@@ -59,6 +61,20 @@ def test_files_that_are_none_of_it_are_named(tmp_path: Path) -> None:
     file.write_bytes(other.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
     with pytest.raises(ConfigError, match="not on an elliptic curve"):
         load_key(file)
+
+
+def test_certificate_and_list_of_an_identity_are_looked_at(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f", days=100)
+    named = authority.client("coordinator")
+    ca, own = Path(str(named["ca_file"])), Path(str(named["cert_file"]))
+    assert warnings_of(ca, own, now()) == []
+    (told,) = warnings_of(ca, own, now() + dt.timedelta(days=90))
+    assert told.startswith(f"the certificate {own} expires in 9 days")
+    told, crl = warnings_of(ca, own, now() + dt.timedelta(days=300))
+    assert told.startswith(f"the certificate {own} expired on")
+    assert crl.startswith(f"the list of revoked certificates {ca.with_name('crl.pem')} expires in 64 days")
+    device = authority.client("cam1")
+    assert warnings_of(Path(str(device["ca_file"])), Path(str(device["cert_file"])), now()) == []
 
 
 def test_lives_are_measured_and_whoever_forgets_to_renew_is_warned_in_time(tmp_path: Path) -> None:

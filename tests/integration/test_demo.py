@@ -57,6 +57,19 @@ async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: P
     assert "personal" in ran.stdout
 
 
+@pytest.mark.timeout(300)
+async def test_a_secured_demo_lets_nobody_else_in(mosquitto_program: str, tmp_path: Path) -> None:
+    out, figures_file = tmp_path / "out", tmp_path / "figures.json"
+    arguments = command(
+        "--devices", 2, "--rounds", 1, "--n-groups", 1, "--secure", "--out", out, "--json", figures_file
+    )
+    ran = await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(figures_file.read_bytes())["selection"] == {"camera-0": 1, "camera-1": 1}
+    assert "require_certificate true" in (out / "broker" / "mosquitto.conf").read_text()
+    assert not list(out.rglob("*.kit"))
+
+
 def check_device(device: dict[str, Any], out: Path) -> None:
     """Its personalised accuracy is that of its bundle, on its test samples, in a process without torch."""
     assert list(device["accuracy"]) == list(METHODS)

@@ -94,6 +94,10 @@ class Running:
         """Wait for a text in the log."""
         await until(lambda: text in self.log.read_text())
 
+    async def logged_again(self, text: str, *, times: int) -> None:
+        """Wait until a text is in the log so often."""
+        await until(lambda: self.log.read_text().count(text) >= times)
+
     def refused(self) -> dict[str, int]:
         """How often the log has which refusal."""
         names = re.findall(r"event=refused .*?name=(\S+)", self.log.read_text())
