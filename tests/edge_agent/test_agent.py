@@ -21,9 +21,10 @@ from edge_agent.agent import Agent, Identity, Limits, Works
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
+from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import MAX_LEFT_S, Ack, BlobRef, Context, Order, Outcome, Presence, Want, Why, encode
-from fedge.step import Action, installed_steps, read_result
+from fedge.step import Action, Reveals, installed_steps, read_result
 from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
 from fedge.steps.trial import Trial, Tried
@@ -207,6 +208,22 @@ async def test_a_finished_report_survives_the_death_of_its_agent(one_broker: Loc
             await peer.fetch_update(ME, result.update)
         assert (first.done, second.done) == ([order.id], [])
         assert peer.statuses[0].incarnation != peer.statuses[-1].incarnation
+
+
+async def test_a_report_that_its_owner_allows_no_more_never_leaves(one_broker: LocalBroker, tmp_path: Path) -> None:
+    first, second = EchoWorker(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer:
+        task = asyncio.create_task(make_agent(one_broker, tmp_path / "home", first, Events()).run())
+        await peer.presence(Presence.ONLINE)
+        await peer.send(order := order_of(train(peer.model())))
+        assert (await peer.report_of(order)).outcome is Outcome.DONE
+        await killed(task)
+        peer.reports.clear()
+        rules = Rules(PRESETS["default"] - {Reveals.UPDATE})
+        async with running(make_agent(one_broker, tmp_path / "home", second, Events(), rules=rules)):
+            again = await peer.report_of(order)
+    assert (again.outcome, again.why) == (Outcome.DECLINED, Why.NOT_ALLOWED)
+    assert second.done == []
 
 
 async def test_an_unfinished_order_is_carried_out_after_a_restart(one_broker: LocalBroker, tmp_path: Path) -> None:
