@@ -213,13 +213,16 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     ]
     lines += [f"expires     {text}" for text in summary.get("expiring", ())]
     problems = summary["problems"]
-    for device in sorted(set(devices) | set(summary["selection"]) | set(problems)):
+    for device in sorted(set(devices) | set(summary["selection"]) | set(problems) | set(summary["quarantined"])):
         bundle = ", bundle installed" if device in summary["installed"] else ""
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         lines.append(f"  {device}: {devices.get(device, 'not seen')}, trained {trained} times{bundle}")
         if device in summary["clocks"]:
             lines.append(f"    its clock is {_span(summary['clocks'][device])} the coordinator's: set the wrong one")
+        if out := summary["quarantined"].get(device):
+            lines.append(f"    in quarantine until round {out['until']}; --readmit {device} ends it")
+            lines += [f"      round {e['round']}: {e['name']}, {e['detail']}" for e in out["evidence"]]
         if device in problems:
             lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
     return lines

@@ -36,6 +36,12 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     average: AverageRule = "clipped"
     hostile: HostileShare = 0.2
 
+    def __post_init__(self) -> None:
+        if self.hostile != 0.2 and self.average not in {"trimmed-mean", "multi-krum"}:
+            raise ConfigError(
+                f"--hostile changes nothing with --average {self.average}: it is for trimmed-mean and multi-krum"
+            )
+
     @property
     def guards(self) -> frozenset[Guard]:
         """Those in force that are not always there."""

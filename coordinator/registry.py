@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +42,7 @@ class Registry:
         self._known: dict[str, _Known] = {}
         self._mismatched: set[str] = set()  # devices of another task
         self._drifting: dict[str, int] = {}  # device -> release of the bundle that drifts
+        self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
     def on_status(self, topic_id: str, status: Status) -> bool:
@@ -123,6 +124,10 @@ class Registry:
         """Whether this is one of our devices, as far as the broker tells."""
         return device_id in self._known or device_id in self._contexts
 
+    def leave_out(self, ids: Iterable[str]) -> None:
+        """These are not asked, whatever they say: they are in quarantine."""
+        self._left_out = frozenset(ids)
+
     def presence(self) -> dict[str, Presence]:
         """How each known device is."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
@@ -158,7 +163,7 @@ class Registry:
                 known.status.withholds,
             )
             for i, known in sorted(self._known.items())
-            if known.status.presence is Presence.ONLINE and _trains(known.status) == trains
+            if known.status.presence is Presence.ONLINE and _trains(known.status) == trains and i not in self._left_out
         )
 
     def _incarnation(self, device_id: str) -> str:

@@ -40,6 +40,7 @@ from coordinator.methods import (
     make,
     settings_of,
 )
+from coordinator.protection import AverageRule, HostileShare
 from coordinator.store import Store
 from fedge.codec import encode
 from fedge.config import Name
@@ -116,6 +117,11 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     momentum: Momentum = 0.9
     weight_decay: WeightDecay = 0.0
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    readmit: Annotated[
+        str, Meta(description="Devices that leave quarantine now, comma-separated: their evidence is forgotten.")
+    ] = ""
+    average: AverageRule = "clipped"
+    hostile: HostileShare = 0.2
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
     ] = Processor.CPU
@@ -239,6 +245,7 @@ async def serve(
         observe=told,
     )
     write_summary(settings, method, state, store, fleet)
+    fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
     async with contextlib.aclosing(slowly), fleet, warning_daily(settings):
         while not method.done(state):
             number = state.round + 1
@@ -300,6 +307,7 @@ def write_summary(
         "without_bundle": without_bundle(method, state, store),
         "clocks": fleet.registry.wrong_clocks(),
         "expiring": expiring(settings),
+        "quarantined": msgspec.to_builtins(fleet.quarantined),
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }

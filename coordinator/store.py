@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
+from coordinator.fleet.quarantine import Offence
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, locked
 from fedge.messages import Context, Order, Report
@@ -210,6 +211,21 @@ class Store:
             return cursor.rowcount == 1
 
     # ------------------------------------------------------------------------------------------------------ the rest
+
+    def accuse(self, offence: Offence) -> bool:
+        """Keep evidence against a device; False if a round has this against it already."""
+        with self._transaction() as db:
+            cursor = db.execute(
+                "INSERT OR IGNORE INTO offences VALUES (?, ?, ?, ?)",
+                (offence.device_id, offence.round, offence.name, offence.detail[:1000]),
+            )
+            return cursor.rowcount == 1
+
+    def offences(self) -> tuple[Offence, ...]:
+        """All evidence against devices."""
+        with _guarded():
+            rows = self._db.execute("SELECT device_id, round, name, detail FROM offences ORDER BY 1, 2, 3").fetchall()
+        return tuple(Offence(device_id=i, round=r, name=name, detail=detail) for i, r, name, detail in rows)
 
     def count(self, counted: Mapping[str, int]) -> None:
         """Add to counters."""

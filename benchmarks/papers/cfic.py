@@ -100,7 +100,7 @@ SPEC: dict[str, tuple[float | None, ...]] = {
 class PerTensor(Cfic):
     """A norm of each tensor instead of one of the whole vector."""
 
-    def direction(self, changes: Sequence[Vector], sizes: Sequence[int], layout: Layout) -> Vector:
+    def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:
         ends = np.cumsum([info.size for info in layout.of_kind("param")])[:-1]
         parts = zip(*(np.split(change, ends) for change in changes), strict=True)
         return np.concatenate([mean_direction(part, sizes) for part in parts])
@@ -109,7 +109,7 @@ class PerTensor(Cfic):
 class Relative(Cfic):
     """The correction's length is beta times the mean length of the clusters' changes."""
 
-    def direction(self, changes: Sequence[Vector], sizes: Sequence[int], layout: Layout) -> Vector:
+    def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:
         n = sum(sizes)
         length = sum(size / n * float(np.linalg.norm(change)) for change, size in zip(changes, sizes, strict=True))
         return super().direction(changes, sizes, layout) * length

@@ -69,14 +69,14 @@ def correction_step(
     return Corrected(new, kept)
 
 
-def mean_direction(changes: Sequence[Vector], sizes: Sequence[int]) -> Vector:
+def mean_direction(changes: Sequence[Vector], sizes: Sequence[float]) -> Vector:
     """Mean of the clusters' unit directions, dir = sum_i (n_i/n) d_i/|d_i|, (d,), |dir| <= 1.
 
     A cluster with |d_i| <= 1e-12 contributes 0.
 
     Args:
         changes: d_i = g_i - w, (d,), mean change of each cluster that has clients in the round; at least one.
-        sizes: n_i > 0, samples of each of these clusters in the round.
+        sizes: n_i > 0, weight of each of these clusters in the round.
 
     Cost: O(number of clusters * d).
 

@@ -12,11 +12,12 @@ single client's mean is its own model, bit for bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,8 @@ class WeightedSums:
         bounds = [d * k // n_threads for k in range(n_threads + 1)]
         self._shares = [(start, end, np.empty(min(BLOCK, d))) for start, end in pairwise(bounds)]  # of each thread
 
-    def add(self, vector: Floats, weight: float, clusters: Collection[int]) -> None:
-        """Add weight * vector, shape (d,), to some clusters. Weight 0 adds nothing.
+    def add(self, vector: Floats, weight: float, clusters: Collection[int], factor: float = 1.0) -> None:
+        """Add weight * factor * vector, shape (d,), to some clusters. Weight 0 adds nothing; a mean divides by weights.
 
         Raises:
             ValueError: another shape, or a weight below 0 or not finite.
@@ -60,7 +61,7 @@ class WeightedSums:
                 block = vector[first : min(first + BLOCK, end)]
                 scaled = scratch[: len(block)]
                 np.copyto(scaled, block)  # to float64 first: a multiplication that casts takes longer than both
-                np.multiply(scaled, weight, out=scaled)
+                np.multiply(scaled, weight * factor, out=scaled)
                 for k in clusters:
                     target = self._sums[k, first : first + len(block)]
                     if self._totals[k]:
@@ -95,7 +96,7 @@ class Average:
     params: NDArray[np.float64]
     buffers: NDArray[np.float64]
     counters: NDArray[np.int64]
-    n_samples: int
+    n_samples: float
 
     def as_model(self) -> Model:
         """The mean, when models were averaged."""
@@ -106,8 +107,16 @@ class Average:
         return Model((start.params + self.params).astype(np.float32), self.buffers.astype(np.float32), self.counters)
 
 
+Factors = Mapping[tuple[int, int], tuple[float, float]]
+"""By (cluster, model): by what the parameters and the buffers of a model are multiplied; those not there by 1."""
+
+
 def cluster_averages(
-    models: Iterable[Model], sizes: Sequence[int], members: Sequence[Collection[int]], layout: Layout
+    models: Iterable[Model],
+    sizes: Sequence[float],
+    members: Sequence[Collection[int]],
+    layout: Layout,
+    factors: Factors = MappingProxyType({}),
 ) -> tuple[Average | None, ...]:
     """Average models (or updates) within clusters, each model read once (Eq. 5).
 
@@ -116,6 +125,7 @@ def cluster_averages(
         sizes: n_i of each model, samples, >= 0. A model with n_i = 0 carries no weight.
         members: for each cluster k the positions of its members among the models; clusters may overlap or be empty.
         layout: of the models.
+        factors: how much shorter updates count.
 
     Returns:
         omega_k = sum over members of (n_i / sum n) w_i; buffers likewise, counters by maximum. None where the weights
@@ -139,8 +149,9 @@ def cluster_averages(
         if model.counters.shape != (n_counters,):
             raise ValueError(f"model {i}: counters have shape {model.counters.shape}, expected {(n_counters,)}")
         try:
-            params.add(model.params, size, clusters)
-            buffers.add(model.buffers, size, clusters)
+            for together, (of_params, of_buffers) in _by_factor(i, clusters, factors):
+                params.add(model.params, size, together, of_params)
+                buffers.add(model.buffers, size, together, of_buffers)
         except ValueError as error:
             raise ValueError(f"model {i}: {error}") from error
         for k in clusters if size else ():
@@ -155,7 +166,15 @@ def cluster_averages(
     )
 
 
-def averaged(models: Iterable[Model], sizes: Sequence[int], layout: Layout) -> Average:
+def _by_factor(i: int, clusters: list[int], factors: Factors) -> list[tuple[list[int], tuple[float, float]]]:
+    """The clusters of a model, those together for which it is multiplied by the same."""
+    found: dict[tuple[float, float], list[int]] = {}
+    for k in clusters:
+        found.setdefault(factors.get((k, i), (1.0, 1.0)), []).append(k)
+    return [(together, pair) for pair, together in found.items()]
+
+
+def averaged(models: Iterable[Model], sizes: Sequence[float], layout: Layout) -> Average:
     """Average models (or updates) over everybody: FedAvg's mean. Arguments as those of `cluster_averages`.
 
     Raises:

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from coordinator.aggregation.rules import FEWEST, bounded, factors
+
 K = TypeVar("K")
 
 MARGIN = 1e-9
@@ -18,6 +20,9 @@ MARGIN = 1e-9
 
 def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
     """Position of the choice with the smallest total loss; the first on a tie.
+
+    Of three devices or more none has a larger say than twice the median: what a device says is how much worse each
+    choice is than its best one, and the largest of these is its say.
 
     `losses`: (n_devices, n_choices), sums of validation losses, by ascending device id; finite; at least one device.
 
@@ -28,7 +33,11 @@ def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
         >>> pooled_choice([[3.0, 1.0, 2.0], [1.0, 3.0, 1.0]])
         2
     """
-    totals = np.sum(np.asarray(losses, np.float64), axis=0)
+    worse = np.asarray(losses, np.float64)
+    if len(worse) >= FEWEST and worse.ndim == 2 and worse.size:
+        worse = worse - worse.min(axis=1, keepdims=True)
+        worse = worse * np.asarray(factors(worse.max(axis=1).tolist()))[:, None]
+    totals = np.sum(worse, axis=0)
     if totals.ndim != 1 or not len(totals):
         raise ValueError("no losses to choose by")
     best = 0
@@ -39,7 +48,7 @@ def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
 
 
 def pooled_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, float]:
-    """Mean of the devices' mixture weights, u = sum m_i omega_i / sum m_i.
+    """Mean of the devices' mixture weights, u = sum m_i omega_i / sum m_i; no m_i counts more than twice the median.
 
     `weights`: (omega_i, m_i) by ascending device id; omega_i sums to 1, m_i validation samples. A candidate that a
     device does not have weighs 0 there. If no device has validation samples, all count alike.
@@ -53,7 +62,7 @@ def pooled_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, 
     """
     if not weights:
         raise ValueError("no weights to pool")
-    shares = [float(m) for _, m in weights]
+    shares = bounded([float(m) for _, m in weights])
     if not sum(shares):
         shares = [1.0] * len(weights)
     candidates = list(dict.fromkeys(candidate for omega, _ in weights for candidate in omega))

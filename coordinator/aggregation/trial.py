@@ -18,7 +18,7 @@ Z, ETA_0, SLOPE = 1.0, 0.70, 20.0  # section 13
 
 
 def trial_statistic(deltas: Sequence[float]) -> float | None:
-    """Trial statistic t = mean(delta) / (sd(delta)/sqrt(n) + 1e-9), sd with n - 1.
+    """Trial statistic t = mean(delta) / (sd(delta)/sqrt(n) + 1e-9), sd with n - 1, of bounded deltas (`within`).
 
     `deltas`: loss(G) - loss(E_k) of each device that has validation samples, finite, by ascending device id. None for
     fewer than two devices.
@@ -29,8 +29,26 @@ def trial_statistic(deltas: Sequence[float]) -> float | None:
     """
     if len(deltas) < 2:
         return None
+    deltas = within(deltas)
     spread = float(np.std(deltas, ddof=1)) / math.sqrt(len(deltas))
     return float(np.mean(deltas)) / (spread + 1e-9)
+
+
+def within(deltas: Sequence[float]) -> Sequence[float]:
+    """The deltas, those of outliers moved to 6 median deviations from the median; of three or fewer as they are.
+
+    6 median deviations are 4 standard deviations of a normal sample; where most deltas are equal nothing is moved.
+
+    Example:
+        >>> within([1.0, 2.0, 3.0, 2.0, 50.0])
+        [1.0, 2.0, 3.0, 2.0, 8.0]
+    """
+    told = np.asarray(deltas, np.float64)
+    middle = float(np.median(told))
+    reach = 6 * float(np.median(np.abs(told - middle)))
+    if len(told) < ENOUGH_DEVICES or not reach:
+        return deltas
+    return [min(max(delta, middle - reach), middle + reach) for delta in deltas]
 
 
 def wants_split(statistic: float | None, separability: float, n_devices: int) -> bool:

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.aggregation.rules import bounded
 from fedge.divergence import divergence
 
 Vectors = NDArray[np.float64]
@@ -128,12 +129,14 @@ def class_unit(class_profiles: Vectors, *, gamma: float = 1.0) -> float:
 def split_half_unit(halves: Sequence[float]) -> float:
     """D_ref without a labelled proxy set: 12 * mean / 2 of each device's D_raw between its even and odd samples.
 
+    None counts as more than twice the median: a single claim cannot make all devices alike.
+
     Raises:
         ValueError: no device reported, or D_ref <= 1e-12.
     """
     if not len(halves):
         raise ValueError("no device could halve its samples")
-    return _usable(12 * float(np.mean(halves)) / 2)
+    return _usable(12 * float(np.mean(bounded(halves))) / 2)
 
 
 def _usable(unit: float) -> float:

@@ -263,7 +263,16 @@ async def federate(
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
     names = (
         *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec"),
-        *("local_steps", "local_epochs", "batch_size", "learning_rate", "momentum", "weight_decay"),
+        *(
+            "local_steps",
+            "local_epochs",
+            "batch_size",
+            "learning_rate",
+            "momentum",
+            "weight_decay",
+            "average",
+            "hostile",
+        ),
     )
     given = {name: getattr(settings, name) for name in names} | {
         "deadline_s": DEADLINE_S,

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.codec import Norms
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec, Context, Order, Report, Why
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
@@ -187,6 +188,9 @@ class Fleet(Protocol):
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """A model or an accepted update; an update's `params` are the difference from its start."""
+
+    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """L2 norms of the parameters and of the buffers of what `get` gives; known of updates of the last step."""
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors in FLOAT32 that this side has `put` or a device has sent, whatever their names and shapes."""

@@ -36,6 +36,7 @@ from coordinator.fleet.orders import (
 )
 from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
+from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.registry import Registry
 from coordinator.store import EXPIRED, Entry, Store
@@ -117,7 +118,8 @@ class Lines:
 class MqttFleet:
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
-    `problems`: why devices were last refused, declined, failed or were silent, by device id.
+    `problems`: why devices were last refused, declined, failed or were silent, by device id. `quarantined`: who is left
+    out of this round.
 
     Args:
         broker: how to reach the broker.
@@ -149,6 +151,7 @@ class MqttFleet:
     ) -> None:
         self.registry = Registry(task.fingerprint(), store.last_contexts())
         self.problems: dict[str, Problem] = {}
+        self.quarantined: dict[str, Quarantine] = {}
         self._strangers: set[str] = set()  # among them
         self._lines = Lines()
         self._paces = Paces()
@@ -224,6 +227,7 @@ class MqttFleet:
     async def begin(self, number: int, at_least: int) -> None:
         """Begin a round: take the snapshot of who can be asked, once `at_least` devices can; or the stored one."""
         devices = self._store.snapshot(number)
+        self._leave_out(number)
         if devices is None:
             await self._settle(number)
             if len(self.registry.online()) < at_least:
@@ -237,11 +241,46 @@ class MqttFleet:
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
         """Begin a round once a device needs a bundle (`Registry.wait_for_newcomer`); or the stored one."""
         devices = self._store.snapshot(number)
+        self._leave_out(number)
         if devices is None:
             await self._or_failure(self.registry.wait_for_newcomer(tried, equipped))
             devices = (*self.registry.online(), *self.registry.inference_only())
             self._store.begin_round(number, devices, time.time())
         self._take(number, devices)
+
+    def _leave_out(self, number: int) -> None:
+        """Who is in quarantine is no device of this round; it is said once, with the evidence."""
+        found = quarantined(self._store.offences(), number)
+        for i, quarantine in found.items():
+            if i not in self.quarantined:
+                names = ", ".join(f"{o.name} in round {o.round}" for o in quarantine.evidence)
+                reason = f"in quarantine until round {quarantine.until}: {names}"
+                log.warning("event=quarantined device=%s until=%d evidence=%r", i, quarantine.until, names)
+                self._note_problem(i, reason)
+        for i in self.quarantined.keys() - found.keys():
+            log.warning("event=readmitted device=%s round=%d", i, number)
+        self.quarantined = found
+        self.registry.leave_out(found)
+
+    def _accuse(self, device_id: str, name: str, detail: str) -> None:
+        """Keep evidence against a device, in the store and in the log; it counts from the next round on."""
+        offence = Offence(device_id=device_id, round=self._round, name=name, detail=detail)
+        if self.registry.knows(device_id) and self._store.accuse(offence) and name == LONG_UPDATE:
+            log.warning("event=suspect name=%s device=%s detail=%r", name, device_id, detail)
+            self._note_problem(device_id, f"{name}: {detail}")
+
+    def readmit(self, ids: Iterable[str]) -> None:
+        """Let devices take part again, with a clean slate, from the next round on.
+
+        Raises:
+            ConfigError: there is no evidence against one: the name is wrong, or it was never left out.
+        """
+        known = {offence.device_id: offence for offence in self._store.offences()}
+        for i in ids:
+            if i not in known:
+                raise ConfigError(f"{i} cannot be readmitted: there is no evidence against a device of that name")
+            last = known[i].round
+            self._store.accuse(Offence(device_id=i, round=last, name=READMITTED, detail="by the command line"))
 
     def _take(self, number: int, devices: tuple[Device, ...]) -> None:
         """These are the round's devices. After a start: recall how fast they are, what went wrong, what is open."""
@@ -304,6 +343,7 @@ class MqttFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadlines."""
+        self._norms.clear()
         actions, refused = self._asked(actions)
         entries = self._write(label, actions)
         book = self._books[-1]
@@ -314,10 +354,13 @@ class MqttFleet:
         for i, answer in found.items():
             self._learn(i, actions[i], answer)
             del self._actions[entries[i].order.id]
-        answers, doubted = await asyncio.to_thread(within_limits, found, actions, self._layout, self._norms_of)
-        self._norms.clear()
+        checked_for = asyncio.to_thread(within_limits, found, actions, self._layout, self.norms)
+        answers, doubted, suspects = await checked_for
         for device, error in doubted.items():
             self._refuse(error, self._topics.agent(device, "reports"), device)
+            self._accuse(device, error.name, str(error))
+        for device, detail in suspects.items():
+            self._accuse(device, LONG_UPDATE, detail)
         return dict(sorted((answers | refused).items()))
 
     async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
@@ -327,7 +370,7 @@ class MqttFleet:
         self._hold(entries.values())
         closed = [entry.order.id for entry in self._store.streamed(self._round) if entry.status is not OrderStatus.OPEN]
         self._arrived = deque(order_id for order_id in closed if order_id in self._streamed)
-        guard = OneByOne(self._layout, self._norms_of)
+        guard = OneByOne(self._layout, self.norms)
         for _, answer in sorted(refused.items()):
             yield answer
         self._decide(Tick())
@@ -343,6 +386,7 @@ class MqttFleet:
             self._let_go(self._arrived.popleft())
             if error is not None:
                 self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
+                self._accuse(order.device_id, error.name, str(error))
             yield answer
 
     def _hold(self, entries: Iterable[Entry]) -> None:
@@ -660,6 +704,7 @@ class MqttFleet:
                     await self._fetch(ref, order.device_id, layout)
         except ProtocolError as refusal:
             self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
+            self._accuse(order.device_id, refusal.name, str(refusal))
             error = str(refusal)
         except TransportError as refusal:
             error = f"the broker does not let us fetch it: {refusal}"
@@ -677,7 +722,8 @@ class MqttFleet:
         async with self._decoding:
             self._norms[ref] = await asyncio.to_thread(self._checked, ref, layout)
 
-    def _norms_of(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+    def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+        """Those of the updates of this step were taken when they came; others are read."""
         return self._norms.get(ref) or self._checked(ref, layout)
 
     def _checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
+from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.methods import Method, S
 from edge_agent import batched
@@ -60,6 +61,7 @@ class SimulatedFleet:
 
     `round`: set by who runs the rounds. `seconds`: simulated time so far; a step lasts as long as its slowest answer,
     or until the deadline if one is missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`: by ascending id.
+    `offences`: evidence against devices, by device, round and name.
 
     Args:
         task: what is learned.
@@ -106,6 +108,7 @@ class SimulatedFleet:
         self._held: dict[str, list[str]] = {i: [] for i in self.workers}  # digests, that used last at the end
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
+        self.offences: dict[tuple[str, int, str], Offence] = {}
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
 
     def devices(self) -> tuple[Device, ...]:
@@ -152,7 +155,8 @@ class SimulatedFleet:
                 for i, own in self._hardware.items()
             }
         self._there_in = self.round
-        return {i: worker for i, worker in self.workers.items() if self._there[i] and self._arrived(i)}
+        out = quarantined(self.offences.values(), self.round)
+        return {i: w for i, w in self.workers.items() if self._there[i] and self._arrived(i) and i not in out}
 
     def _arrived(self, device_id: str) -> bool:
         return self.round >= self._arrives.get(device_id, 0)
@@ -161,16 +165,18 @@ class SimulatedFleet:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         answers, actions = self._carried_out(label, actions)
         waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
-        answers, refused = within_limits(answers, actions, self._layout, self._norms)
+        answers, refused, suspects = within_limits(answers, actions, self._layout, self.norms)
         for i, error in refused.items():
-            log.warning("event=refused name=%s device=%s detail=%r", error.name, i, str(error))
+            self._refuse(i, error)
+        for i, detail in suspects.items():
+            self._accuse(i, LONG_UPDATE, detail)
         self.seconds += max((waits.get(i, 0.0) + answer.seconds for i, answer in answers.items()), default=0.0)
         await asyncio.sleep(0)  # lets Ctrl-C in
         return answers
 
     async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
         """Execute the actions at once; answers in the order of the simulated clock, which goes on to each."""
-        guard = OneByOne(self._layout, self._norms)
+        guard = OneByOne(self._layout, self.norms)
         free_at = self._free_at()
         answers, actions = self._carried_out(label, actions)
         for i, answer in answers.items():
@@ -181,7 +187,7 @@ class SimulatedFleet:
             order_id = f"{coming.round}.{coming.label}.{coming.device_id}"
             answer, error = guard.believed(order_id, coming.answer, coming.action)
             if error is not None:
-                log.warning("event=refused name=%s device=%s detail=%r", error.name, answer.device_id, str(error))
+                self._refuse(answer.device_id, error)
             heapq.heappop(self._under_way)
             self.seconds = max(self.seconds, coming.at)
             await asyncio.sleep(0)
@@ -241,7 +247,7 @@ class SimulatedFleet:
                 result = self._rules[device_id].stripped(result, action.reveals())
             result = answering(action, result, self.task)
         except ProtocolError as error:
-            log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
+            self._refuse(device_id, error)
             return Answer(device_id, None, taken, self.round)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
@@ -294,11 +300,21 @@ class SimulatedFleet:
             return found.model
         return codec.decode(self._bytes(ref), ref.codec, layout, again=True)
 
-    def _norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+    def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+        """Those of an update were taken when it came."""
         found = self._blobs[ref.digest]
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.norms
         return codec.check(self._bytes(ref), ref.codec, layout)
+
+    def _refuse(self, device_id: str, error: ProtocolError) -> None:
+        log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
+        self._accuse(device_id, error.name, str(error))
+
+    def _accuse(self, device_id: str, name: str, detail: str) -> None:
+        """Keep evidence; it counts from the next round on."""
+        offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
+        self.offences.setdefault((device_id, self.round, name), offence)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""

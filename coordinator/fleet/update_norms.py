@@ -30,6 +30,10 @@ FACTOR_OF_START: Final = 10.0
 """Times the norm of the model that the update changes: honest training does not move weights that far."""
 FEWEST: Final = 3
 """With fewer numbers a median says nothing of what is usual."""
+SUSPECT: Final = 5.0
+"""Times the median of a step: an update so long, and longer than the model that it changes, is evidence against its
+device (`coordinator.fleet.quarantine`), but still counts: an average shortens it. Where all have learned what there is,
+honest norms differ by 14, but are a small part of the model's."""
 HUGE: Final = 1e15
 """Norm from which on a network of float32 numbers computes nothing any more, whatever the others have sent."""
 
@@ -76,8 +80,8 @@ def within_limits(
     actions: Mapping[str, Action],
     layout: Layout,
     norms_of: Callable[[BlobRef, Layout], Norms],
-) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
-    """`limited` for a fleet, which knows the norms of the updates of a model of this layout."""
+) -> tuple[dict[str, Answer], dict[str, ProtocolError], dict[str, str]]:
+    """`limited` and `suspects` for a fleet, which knows the norms of the updates of a model of this layout."""
 
     def norms_of_start(i: str) -> Norms:
         action = actions[i]
@@ -90,7 +94,8 @@ def within_limits(
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
-    return limited(answers, norms, norms_of_start)
+    kept, refused = limited(answers, norms, norms_of_start)
+    return kept, refused, suspects(kept, norms, norms_of_start)
 
 
 class OneByOne:
@@ -108,10 +113,22 @@ class OneByOne:
     def believed(self, order_id: str, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None]:
         """The answer, and why it was refused if it was; what is refused is no measure for others."""
         answers, actions = self._answers | {order_id: answer}, self._actions | {order_id: action}
-        kept, refused = within_limits(answers, actions, self._layout, self._norms_of)
+        kept, refused, _ = within_limits(answers, actions, self._layout, self._norms_of)
         if order_id not in refused:
             self._answers, self._actions = answers, actions
         return kept[order_id], refused.get(order_id)
+
+
+def suspects(
+    answers: Mapping[str, Answer], norms: Mapping[str, Norms], norms_of_start: Callable[[str], Norms]
+) -> dict[str, str]:
+    """Updates that no honest device sends, in words; arguments as those of `limited`."""
+    middle = _limit([norm for norm, _ in norms.values()]) / FACTOR
+    return {
+        i: f"norm {norm:.3g}, {norm / middle:.1f} times the median and longer than the model that it changes"
+        for i, (norm, _) in norms.items()
+        if answers[i].result is not None and norm > SUSPECT * middle and norm > norms_of_start(i)[0]
+    }
 
 
 def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:

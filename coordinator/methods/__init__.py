@@ -85,7 +85,8 @@ def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> Meth
     if found["local_epochs"] and found["local_steps"] != Sgd().steps:
         raise ConfigError("--local-steps changes nothing with --local-epochs: give one of them")
     sgd = Sgd(steps=found["local_steps"], epochs=found["local_epochs"] or 0, **learning)
-    return MethodSettings(seed=seed, sgd=sgd, options=dict(options), **own)
+    guards = {n: found[n] for n in Protection.__struct_fields__ if n in found}
+    return MethodSettings(seed=seed, sgd=sgd, options=dict(options), protection=Protection(**guards), **own)
 
 
 class RoundSummary(Struct, frozen=True, kw_only=True):

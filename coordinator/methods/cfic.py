@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.correction import Vector, correction_step, mean_direction
 from coordinator.clustering import Clustering, aidc
 from coordinator.clustering.aidc import Clusters
@@ -33,8 +32,8 @@ from coordinator.methods import (
     results,
     round_done,
     round_rng,
-    sizes,
 )
+from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
     Choices,
@@ -254,9 +253,8 @@ class Cfic(Method[CficState]):
         ids = list(updates)
         features = [feature_of(state, i) for i in ids]
         keys = [NO_FEATURE if feature is None else feature for feature in features]
-        members = [[k for k, key in enumerate(keys) if key == cluster] for cluster in sorted(set(keys))]
-        changes = (fleet.get(update.update, layout) for update in updates.values())
-        mean, *of_clusters = cluster_averages(changes, sizes(updates), [range(len(ids)), *members], layout)
+        members = [[i for i, key in zip(ids, keys, strict=True) if key == cluster] for cluster in sorted(set(keys))]
+        mean, *of_clusters = averages(self, fleet, updates, [ids, *members], layout)
         moving = [average for average in of_clusters if average is not None]
         if mean is None:
             return state
@@ -281,7 +279,7 @@ class Cfic(Method[CficState]):
             long_rounds=long_rounds,
         )
 
-    def direction(self, changes: Sequence[Vector], sizes: Sequence[int], layout: Layout) -> Vector:  # noqa: ARG002
+    def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:  # noqa: ARG002
         """Where the clusters go, dir (section 6); `layout`: of the changes, for variants."""
         return mean_direction(changes, sizes)
 

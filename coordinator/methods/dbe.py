@@ -14,15 +14,17 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from coordinator.aggregation.guarded import guarded_averages
 from coordinator.fleet import Fleet
 from coordinator.methods import results
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.codec import norms_of
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.steps.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
 from fedge.steps.train import Train
 from fedge.steps.train_dbe import TrainDbe
-from fedge.tensors import HEAD, Layout
+from fedge.tensors import HEAD, Layout, Model, TensorInfo
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,8 +84,18 @@ class Dbe(PersonalLayers[DbeState]):
         found = [result for result in told if result.n_samples and is_mean(result.mean, d)]
         if not found:
             return None
-        g = np.average([result.mean for result in found], axis=0, weights=[result.n_samples for result in found])
-        return fleet.put({"mean": g.astype(np.float32)})
+        nothing = np.zeros(0, np.float32), np.zeros(0, np.int64)
+        means = [Model(np.asarray(result.mean, np.float32), *nothing) for result in found]
+        (g,) = guarded_averages(
+            means,
+            [norms_of(mean) for mean in means],
+            [result.n_samples for result in found],
+            [range(len(found))],
+            Layout(tensors=(TensorInfo(name="mean", shape=(d,)),)),
+            self.settings.protection,
+        )
+        assert g is not None
+        return fleet.put({"mean": g.params.astype(np.float32)})
 
 
 def n_features(layout: Layout) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from coordinator.aggregation import averaged
 from coordinator.fleet import Fleet
-from coordinator.methods import Method, round_done, sizes
+from coordinator.methods import Method, round_done
+from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from fedge.messages import BlobRef
@@ -66,6 +66,5 @@ async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layou
     shared = ServerModel(model=state.model, velocity=state.velocity)
     if len(updates) >= method.settings.min_reports:
         # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
-        changes = (fleet.get(u.update, layout) for u in updates.values())
-        shared = stepped(shared, averaged(changes, sizes(updates), layout), layout, fleet, gamma=gamma)
+        shared = stepped(shared, average(method, fleet, updates, layout), layout, fleet, gamma=gamma)
     return round_done(state, asked, updates, model=shared.model, velocity=shared.velocity)

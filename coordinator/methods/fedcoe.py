@@ -32,7 +32,9 @@ from coordinator.methods import (
     round_done,
     round_rng,
 )
+from coordinator.methods.averaging import lengths
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
+from coordinator.protection import Guard
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
@@ -134,6 +136,10 @@ class FedCoE(Method[FedCoEState]):
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
     }
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = dict.fromkeys(
+        ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
+        "the server weighs devices by how their models do on its own samples: take --average clipped or mean",
+    )
     WELCOMES = True
     PRETRAINING_EPOCHS: ClassVar[int] = 30
     """Of experts and gate, section 3."""
@@ -232,9 +238,11 @@ class FedCoE(Method[FedCoEState]):
             log.warning("event=no_valid_client round=%s refused=%s", state.round + 1, refused)
             return state
 
+        factors = lengths(self, fleet, valid, state.layout)
+
         def clients() -> Iterator[Model]:
             """theta_Ci, one at a time: they are read twice, so that only one is in memory."""
-            return (self._trained(state, fleet, i, update) for i, update in valid.items())
+            return (self._trained(state, fleet, i, update, *factors[i]) for i, update in valid.items())
 
         a = await asyncio.to_thread(lambda: self.server_data.scores(clients()))  # Eq. 5
         p = self._routing(state, fleet)  # Eq. 6
@@ -268,10 +276,19 @@ class FedCoE(Method[FedCoEState]):
             return n_clients
         return self.options.n_top or -(-n_clients // 2)
 
-    def _trained(self, state: FedCoEState, fleet: Fleet, device_id: str, update: Trained) -> Model:
-        """theta_Ci after local training."""
+    def _trained(
+        self,
+        state: FedCoEState,
+        fleet: Fleet,
+        device_id: str,
+        update: Trained,
+        of_params: float = 1.0,
+        of_buffers: float = 1.0,
+    ) -> Model:
+        """theta_Ci after local training, whose changes count so much."""
         start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
-        return Model(start.params + change.params, change.buffers, change.counters)
+        params = start.params + np.float32(of_params) * change.params
+        return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
 
     def _is_finite(self, state: FedCoEState, fleet: Fleet, device_id: str, update: Trained) -> bool:
         try:

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation import averaged, cluster_averages
+from coordinator.aggregation import averaged
 from coordinator.clustering import Clustering, Features, Labels, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters, Place
 from coordinator.extractor import check_samples, trained_extractor
@@ -46,8 +46,8 @@ from coordinator.methods import (
     results,
     round_done,
     round_rng,
-    sizes,
 )
+from coordinator.methods.averaging import average, averages
 from coordinator.methods.grouping import (
     Choices,
     arm,
@@ -225,8 +225,7 @@ class FedEpc(Method[FedEpcState]):
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
-            changes = (fleet.get(u.update, state.layout) for u in updates.values())
-            mean = averaged(changes, sizes(updates), state.layout)
+            mean = average(self, fleet, updates, state.layout)
             shared = stepped(ServerModel(model=shared), mean, state.layout, fleet, gamma=0.0).model
         return round_done(state, len(cohort), updates, shared=shared)
 
@@ -389,13 +388,8 @@ class FedEpc(Method[FedEpcState]):
         orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
-        ids = list(updates)
-        means = cluster_averages(
-            (fleet.get(u.update, state.layout) for u in updates.values()),
-            [1] * len(ids),  # (15)
-            [[ids.index(i) for i in selection.ids if i in updates] for selection, _ in chosen.values()],
-            state.layout,
-        )
+        members = [[i for i in selection.ids if i in updates] for selection, _ in chosen.values()]
+        means = averages(self, fleet, updates, members, state.layout, alike=True)  # (15)
         clusters = list(state.clusters)
         for (k, (selection, bandit)), mean in zip(chosen.items(), means, strict=True):
             own = [updates[i] for i in selection.ids if i in updates]

@@ -12,7 +12,7 @@ Silent devices rest (`coordinator.methods.unresponsive`): the bandits see those 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -20,7 +20,6 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation import averaged, cluster_averages
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
@@ -37,9 +36,9 @@ from coordinator.methods import (
     results,
     round_done,
     round_rng,
-    sizes,
     steps_alone,
 )
+from coordinator.methods.averaging import average, averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, arm, bandits_after, chosen, newly_profiled, of_one_length
 from coordinator.methods.server_optimizer import ServerModel, stepped
@@ -196,10 +195,9 @@ class Fedge(Method[FedgeState]):
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
         if len(updates) >= self.settings.min_reports:
             if state.experts:
-                state = train_experts(state, updates, fleet, gamma=self.options.gamma)
+                state = train_experts(self, state, updates, fleet)
             else:
-                everybody = len(cohort) == len(present)
-                state = train_shared(state, updates, fleet, gamma=self.options.gamma, everybody=everybody)
+                state = train_shared(self, state, updates, fleet, everybody=len(cohort) == len(present))
         if tries:
             state = await self._split(state, fleet, r)
         return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
@@ -271,7 +269,7 @@ class Fedge(Method[FedgeState]):
             state, clusters = await by_label(state, fleet, ids, r)
         deltas: dict[str, float] = {}
         if len(clusters) > 1:
-            state, deltas = await try_clusters(state, fleet, clusters, r)
+            state, deltas = await try_clusters(self, state, fleet, clusters, r)
         statistic = trial_statistic(list(deltas.values()))
         splits = len(clusters) > 1 and self.splits(statistic, separability, len(ids))
         trial = TrialOutcome(
@@ -538,7 +536,7 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
 
 
 def train_shared(
-    state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, gamma: float, everybody: bool
+    method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, everybody: bool
 ) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
 
@@ -548,15 +546,11 @@ def train_shared(
     seeking = everybody and state.trial is None
     directions = fleet.get_tensors(state.directions) if state.directions else {}
 
-    def changes() -> Iterator[Model]:
-        for device_id, update in updates.items():
-            change = fleet.get(update.update, state.layout)
-            if seeking:
-                add_direction(directions, device_id, change.params)
-            yield change
+    def note(device_id: str, change: Model) -> None:
+        add_direction(directions, device_id, change.params)
 
-    mean = averaged(changes(), sizes(updates), state.layout)
-    shared = stepped(state.shared, mean, state.layout, fleet, gamma=gamma)
+    mean = average(method, fleet, updates, state.layout, note=note if seeking else None)
+    shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.options.gamma)
     if not seeking:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
@@ -596,18 +590,11 @@ async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) 
 
 
 async def try_clusters(
-    state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...], r: int
+    method: Fedge, state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...], r: int
 ) -> tuple[FedgeState, dict[str, float]]:
     """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
     w = fleet.get(state.shared.model, state.layout)
-    ids = list(state.last)
-    members = [range(len(ids)), *([ids.index(i) for i in cluster] for cluster in clusters)]
-    means = cluster_averages(
-        (fleet.get(state.last[i].update, state.layout) for i in ids),
-        [state.last[i].n_samples for i in ids],
-        members,
-        state.layout,
-    )
+    means = averages(method, fleet, state.last, [state.last, *clusters], state.layout)
     models = [fleet.put(unflatten(mean.added_to(w), state.layout)) for mean in means if mean is not None]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
     trials = {
@@ -617,16 +604,13 @@ async def try_clusters(
     return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
 
 
-def train_experts(state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, gamma: float) -> FedgeState:
+def train_experts(method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
     """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
     assert state.trial is not None
-    ids = list(updates)
-    members = [[ids.index(i) for i in cluster if i in updates] for cluster in state.trial.clusters]
-    means = cluster_averages(
-        (fleet.get(u.update, state.layout) for u in updates.values()), sizes(updates), members, state.layout
-    )
+    members = [[i for i in cluster if i in updates] for cluster in state.trial.clusters]
+    means = averages(method, fleet, updates, members, state.layout)
     experts = tuple(
-        expert if mean is None else stepped(expert, mean, state.layout, fleet, gamma=gamma)
+        expert if mean is None else stepped(expert, mean, state.layout, fleet, gamma=method.options.gamma)
         for expert, mean in zip(state.experts, means, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.aggregation import rules
 from coordinator.clustering import Clustering, Directions, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
@@ -171,8 +172,23 @@ def observed(
     """
     told = [i for i in selection.ids if i in answers and not (declined(answers[i]) or _tells_nothing(answers[i]))]
     outcomes = {i: outcome(answers[i]) for i in told}
-    return ccmab.observe(bandit, selection, outcomes, settings)
+    return ccmab.observe(bandit, selection, believed(outcomes), settings)
 
 
 def _tells_nothing(answer: Answer) -> bool:
     return isinstance(answer.result, Trained) and answer.result.loss_before is None
+
+
+def believed(outcomes: Mapping[str, ccmab.Outcome | None]) -> dict[str, ccmab.Outcome | None]:
+    """What devices say of their training: nobody's loss drop and gradient norm are more than twice the median."""
+    told = {i: found for i, found in outcomes.items() if found is not None}
+    shorter = rules.factors([abs(o.loss_before - o.loss_after) for o in told.values()])
+    norms = rules.bounded([o.gradient_norm for o in told.values()])
+    return dict(outcomes) | {
+        i: msgspec.structs.replace(
+            o, loss_before=o.loss_after + factor * (o.loss_before - o.loss_after), gradient_norm=norm
+        )
+        if (factor, norm) != (1.0, o.gradient_norm)
+        else o
+        for (i, o), factor, norm in zip(told.items(), shorter, norms, strict=True)
+    }

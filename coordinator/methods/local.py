@@ -13,6 +13,7 @@ import msgspec
 
 from coordinator.fleet import Fleet
 from coordinator.methods import Method, State, insist, results, steps_alone
+from coordinator.protection import Guard
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.install import FineTune, Install, Installed
@@ -33,6 +34,9 @@ class Local(Method[LocalState]):
         "clustering": "every device learns alone",
         "selection": "every device learns alone, once, and none is left out",
     }
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = dict.fromkeys(
+        ("median", "trimmed-mean", "multi-krum", "centred-clipping"), "every device learns alone: nothing is averaged"
+    )
     NO_FINE_TUNING = "local models have nothing to be fine-tuned from"
 
     def init(self, layout: Layout, model: BlobRef) -> LocalState:

@@ -9,7 +9,8 @@ samples from the best expert, gate on validation samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -17,7 +18,8 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation import cluster_averages
+from coordinator.aggregation import averaged
+from coordinator.aggregation.guarded import believed
 from coordinator.clustering import Directions, Features, Labels, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.methods import (
@@ -31,6 +33,7 @@ from coordinator.methods import (
     round_rng,
     sizes,
 )
+from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.grouping import offered
 from fedge.messages import BlobRef
@@ -181,7 +184,7 @@ class ScmoePfl(Method[ScmoeState]):
             if self._p.freeze_after == 0 or r <= self._p.freeze_after:
                 state = self._cluster(state, list(updates), fleet, r)
             state = self._attach(state, fleet)
-            state = aggregate(state, before, updates, fleet)
+            state = aggregate(self, state, before, updates, fleet)
         return self._converged(round_done(state, asked, updates), before)
 
     def _order(self, state: ScmoeState, device_id: str) -> Train:
@@ -350,23 +353,37 @@ def start_of(state: ScmoeState, update: Trained, fleet: Fleet) -> Model:
     return fleet.get(state.initial_model if update.cluster < 0 else state.experts[update.cluster], state.layout)
 
 
-def aggregate(state: ScmoeState, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet) -> ScmoeState:
-    """Eq. 5: omega_k is the mean of its members' models; a cluster without members this round keeps its expert."""
+def mean_start(before: ScmoeState, updates: Mapping[str, Trained], weights: Mapping[str, float], fleet: Fleet) -> Model:
+    """The weighted mean of the models that the members of a cluster started from."""
+    totals: dict[int, float] = defaultdict(float)
+    for i, update in updates.items():
+        totals[update.cluster] += weights[i]
+    firsts = {update.cluster: update for update in updates.values()}
+    models = (start_of(before, firsts[k], fleet) for k in totals)
+    return averaged(models, list(totals.values()), before.layout).as_model()
+
+
+def aggregate(
+    method: ScmoePfl, state: ScmoeState, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet
+) -> ScmoeState:
+    """Eq. 5: omega_k is the mean of its members' models; a cluster without members this round keeps its expert.
+
+    That is the mean of their starts, with the same weights, and the average of what they learned.
+    """
     if state.clusters is None:
         return state
-    ids = list(updates)
     n_clusters = len(state.clusters.members)
-    members = [[p for p, i in enumerate(ids) if k in clusters_of(state, i)] for k in range(n_clusters)]
-
-    def models() -> Iterator[Model]:
-        for update in updates.values():
-            start, change = start_of(before, update, fleet), fleet.get(update.update, state.layout)
-            yield Model(start.params + change.params, change.buffers, change.counters)
-
-    means = cluster_averages(models(), sizes(updates), members, state.layout)
+    members = [[i for i in updates if k in clusters_of(state, i)] for k in range(n_clusters)]
+    changes = averages(method, fleet, updates, members, state.layout)
+    weights = dict(zip(updates, believed(sizes(updates), method.settings.protection), strict=True))
+    begun = [mean_start(before, {i: updates[i] for i in own}, weights, fleet) if own else None for own in members]
     old = before.experts if before.clusters is state.clusters else ()
     experts = tuple(
-        fleet.put(unflatten(mean.as_model(), state.layout)) if mean else old[k] if k < len(old) else state.initial_model
-        for k, mean in enumerate(means)
+        fleet.put(unflatten(change.added_to(start), state.layout))
+        if change and start
+        else old[k]
+        if k < len(old)
+        else state.initial_model
+        for k, (start, change) in enumerate(zip(begun, changes, strict=True))
     )
     return msgspec.structs.replace(state, experts=experts)

@@ -42,7 +42,7 @@ Watch = Callable[[int, int, RunOutcome], None]
 """Is told of every run: how many are done, of how many, and the last one's outcome."""
 
 
-LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay")
+LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile")
 """Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
 BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "newcomers": "min_reports"}
 """Where settings stood when the first folders were made, for the names of files depend on it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from coordinator.fleet import devices
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.simulation.samples import samples_of, shares_of
 from coordinator.simulation.settings import Hardware, Partition, Scenario
-from edge_agent.worker import Worker
+from edge_agent import batched
+from edge_agent.worker import Finished, Worker
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -79,9 +80,15 @@ def deal(scenario: Scenario, seed: int) -> Federation:
 
 
 def gather(
-    federation: Federation, scenario: Scenario, seed: int, home: Path
+    federation: Federation,
+    scenario: Scenario,
+    seed: int,
+    home: Path,
+    execute: Callable[[Sequence[batched.Job]], list[Finished]] = batched.execute,
 ) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
     """The fleet, the first model in it, and its workers, whose folders are made under `home`.
+
+    `execute`: how the orders of a step are carried out; hostile devices come in here.
 
     Raises:
         ConfigError: what they are to train on is not there.
@@ -99,6 +106,7 @@ def gather(
         hardware=machines(scenario.hardware, workers, seed),
         deadline_s=scenario.deadline_s,
         arrives=dict.fromkeys(federation.newcomers, scenario.rounds + 1),
+        execute=execute,
     )
     return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers
 

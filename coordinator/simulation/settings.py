@@ -22,6 +22,7 @@ from coordinator.methods import (
     WeightDecay,
     settings_of,
 )
+from coordinator.protection import AverageRule, HostileShare
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
@@ -130,6 +131,8 @@ class Setup(Dealing, frozen=True, kw_only=True):
     momentum: Momentum = 0.9
     weight_decay: WeightDecay = 0.0
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    average: AverageRule = "clipped"
+    hostile: HostileShare = 0.2
 
 
 class Scenario(Setup, frozen=True, kw_only=True):

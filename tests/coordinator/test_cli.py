@@ -107,6 +107,19 @@ def test_status_shows_clocks_that_do_not_agree(home: Path, ahead_s: float, text:
     assert f"    its clock is {text} the coordinator's: set the wrong one\n" in said.output
 
 
+def test_status_shows_who_is_in_quarantine_and_why(home: Path) -> None:
+    file = home / "summary.json"
+    summary = json.loads(file.read_bytes())
+    assert summary["quarantined"] == {}
+    evidence = [{"device_id": "cam9", "round": 3, "name": "long-update", "detail": "norm 50, 9.9 times the median"}]
+    file.write_text(json.dumps(summary | {"quarantined": {"cam9": {"until": 23, "evidence": evidence}}}))
+    said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False)
+    assert (
+        "  cam9: not seen, trained 0 times\n    in quarantine until round 23; --readmit cam9 ends it\n"
+        "      round 3: long-update, norm 50, 9.9 times the median\n"
+    ) in said.output
+
+
 def test_status_as_json_is_the_summary(home: Path) -> None:
     said = CliRunner().invoke(status, ["--home", str(home), "--json"], catch_exceptions=False)
     assert json.loads(said.output) == json.loads((home / "summary.json").read_bytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from coordinator.methods import MethodSettings, make
@@ -39,3 +41,8 @@ def test_each_pair_is_in_the_table() -> None:
     assert text.splitlines()[2] == "| median |  | yes | no (a) |"
     assert text.splitlines()[4] == "| masking | no (a) | yes |  |"
     assert "- (a) it needs each device's update" in text
+
+
+def test_the_table_is_in_the_document() -> None:
+    document = Path(__file__).parents[2] / "docs/hostile.md"
+    assert table() in document.read_text(), "make it anew: coordinator.protection.table()"

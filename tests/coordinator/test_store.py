@@ -17,6 +17,7 @@ import pytest
 from coordinator import store as module
 from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
+from coordinator.fleet.quarantine import Offence
 from coordinator.store import Store
 from fedge.errors import ConfigError, StoreError
 from fedge.messages import Context, Order, Outcome, Report
@@ -286,12 +287,23 @@ def test_a_migration_that_fails_leaves_the_old_schema(tmp_path: Path, monkeypatc
     scripts.mkdir()
     for script in module.MIGRATIONS.glob("*.sql"):
         (scripts / script.name).write_text(script.read_text())
-    broken = scripts / "0003_more.sql"
+    broken = scripts / "0004_more.sql"
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT; CREATE TABLE orders (x INTEGER) STRICT;")
     monkeypatch.setattr(module, "MIGRATIONS", scripts)
     with pytest.raises(StoreError, match="already exists"):
         Store(tmp_path / "home")
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT;")
     with contextlib.closing(Store(tmp_path / "home")) as store:
-        assert store._db.execute("PRAGMA user_version").fetchone() == (3,)
+        assert store._db.execute("PRAGMA user_version").fetchone() == (4,)
         assert store._db.execute("SELECT count(*) FROM more").fetchone() == (0,)
+
+
+def test_evidence_against_a_device_is_kept_once_a_round_and_name(store: Store, tmp_path: Path) -> None:
+    first = Offence(device_id="a", round=1, name="long-update", detail="norm 50")
+    assert store.accuse(first)
+    assert not store.accuse(Offence(device_id="a", round=1, name="long-update", detail="after a restart"))
+    assert store.accuse(Offence(device_id="a", round=2, name="long-update", detail="x" * 2000))
+    store.close()
+    with contextlib.closing(Store(tmp_path)) as again:
+        kept = again.offences()
+    assert (kept[0], kept[1].round, len(kept[1].detail)) == (first, 2, 1000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,15 +16,17 @@ from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import State
 from deploy import load
-from edge_agent.worker import Worker
-from fedge import models
+from edge_agent import batched
+from edge_agent.device import Unpacked
+from edge_agent.worker import Finished, Worker
+from fedge import codec, models
 from fedge.bundle import Manifest
 from fedge.messages import BlobRef, Role
 from fedge.models.training import CPU
 from fedge.step import Action
 from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tasks.partition import Groups
-from fedge.tensors import Layout, unflatten
+from fedge.tensors import Layout, Model, unflatten
 from tests.support.orders import manifest_of
 
 
@@ -100,3 +102,17 @@ def manifests(fleet: Fleet, state: State) -> dict[str, Manifest]:
 def roles(fleet: Fleet, state: State) -> dict[str, tuple[Role, ...]]:
     """Of the candidates in these bundles."""
     return {i: tuple(c.role for c in manifest.candidates) for i, manifest in manifests(fleet, state).items()}
+
+
+def multiplying(by: float, *ids: str) -> Callable[[Sequence[batched.Job]], list[Finished]]:
+    """How a fleet carries out orders some of whose devices send their updates so many times as long."""
+
+    def execute(jobs: Sequence[batched.Job]) -> list[Finished]:
+        finished = batched.execute(jobs)
+        for job, done in zip(jobs, finished, strict=True):
+            for digest, own in done.unpacked.items() if job.worker.id in ids else ():
+                model = Model(np.float32(by) * own.model.params, own.model.buffers, own.model.counters)
+                done.unpacked[digest] = Unpacked(model, own.layout, codec.norms_of(model))
+        return finished
+
+    return execute

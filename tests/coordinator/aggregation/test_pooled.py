@@ -69,3 +69,11 @@ def test_pooled_weights_sum_to_one_and_lie_between_the_devices(devices):
     assert sum(u.values()) == pytest.approx(1)
     for k, share in u.items():
         assert min(omega[k] for omega, _ in told) - 1e-12 <= share <= max(omega[k] for omega, _ in told) + 1e-12
+
+
+def test_a_liar_has_no_larger_say_than_twice_the_median():
+    honest = [[1.0, 0.0, 2.0]] * 4
+    assert pooled_choice([*honest, [1e9, 1e9, 0.0]]) == 1
+    assert pooled_choice([*honest, [0.0, 1e300, 0.0]]) == 0  # 4 against 1 and 4: it counts, but as two
+    told = [({"a": 1.0, "b": 0.0}, 10)] * 4
+    assert pooled_weights([*told, ({"a": 0.0, "b": 1.0}, 10**6)]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

@@ -50,3 +50,11 @@ def test_a_shift_of_both_losses_changes_nothing():
     rng = np.random.default_rng(0)
     g, e, shift = rng.random(6), rng.random(6), 10 * rng.random(6)
     assert trial_statistic(deltas(g + shift, e + shift)) == pytest.approx(trial_statistic(deltas(g, e)), rel=1e-9)
+
+
+def test_liars_neither_force_a_split_nor_forbid_one():
+    rng = np.random.default_rng(0)
+    useless, useful = rng.normal(0, 0.1, size=16), rng.normal(0.3, 0.1, size=16)
+    assert not wants_split(trial_statistic([*useless, *[1e6] * 4]), 0.65, 20)
+    assert wants_split(trial_statistic([*useful, *[-1e6] * 4]), 0.75, 20)
+    assert trial_statistic(useless) == pytest.approx(useless.mean() / (useless.std(ddof=1) / 4), rel=1e-6)

@@ -22,7 +22,7 @@ from coordinator.fleet.orders import OrderStatus, Tick
 from coordinator.store import EXPIRED, Store
 from fedge import codec
 from fedge.broker import LocalBroker
-from fedge.errors import ProtocolError, StoreError
+from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.messages import Capabilities, Codec, Outcome, Report, Want, Why
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed, Result, Unsupported
@@ -476,6 +476,39 @@ async def test_an_update_out_of_all_proportion_is_no_answer_also_after_a_restart
     assert [a.result and a.result.n_samples for a in answers.values()] == [None, 5, 500]
     assert fleet.take_counts()["refused.update-too-large"] == 1
     assert await fleet.run("train", actions) == answers  # all of it is in the store
+
+
+async def test_a_device_that_offends_again_is_left_out_also_after_a_restart_until_it_is_readmitted(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = ("a", "b", "c", "d")
+    async with AsyncExitStack() as first:
+        fleet, devices = await federation(first, one_broker, store, *ids)
+        for r in (1, 2, 3):
+            if r > 1:
+                await fleet.begin(r, 1)
+            running = asyncio.create_task(fleet.run(f"train-{r}", dict.fromkeys(ids, train(fleet))))
+            for device in devices:
+                await device.report(await device.order(f"train-{r}"), device.trained(0.5 if device.id != "d" else 20.0))
+            answers = await running
+            assert isinstance(answers["d"].result, Trained)  # it counts, but as no more than twice the median
+        await fleet.begin(4, 1)
+        assert [device.id for device in fleet.devices()] == ["a", "b", "c"]
+        assert [o.round for o in fleet.quarantined["d"].evidence] == [1, 2, 3]
+        assert "in quarantine until round 23" in fleet.problems["d"].reason
+    assert "event=quarantined device=d until=23" in caplog.text
+    fleet = await stack.enter_async_context(make_fleet(one_broker, store))
+    for i in ids:
+        await stack.enter_async_context(RawDevice(one_broker, i, store.blobs.path("").parent.parent / "again"))
+    await until(lambda: len(fleet.registry.presence()) == 4)
+    await fleet.begin(5, 1)
+    assert [device.id for device in fleet.devices()] == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="b cannot be readmitted"):
+        fleet.readmit(["b"])
+    fleet.readmit(["d"])
+    await fleet.begin(6, 4)
+    assert [device.id for device in fleet.devices()] == list(ids)
+    assert not fleet.quarantined
 
 
 async def test_a_device_gets_the_models_of_the_step_and_nobody_elses_update(

@@ -137,3 +137,13 @@ async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_o
     assert "name=update-too-large device=d01" in caplog.text
     moved = fleet.get(state.model, layout).params - fleet.get(first, layout).params
     assert 0 < np.abs(moved).max() < 1
+
+
+def test_an_update_longer_than_its_model_and_five_medians_is_evidence_but_counts() -> None:
+    told = answers(5, 5, 5, 5)
+    for largest, start, found in ((5.1, 5.0, True), (5.0, 4.0, False), (5.1, 5.2, False), (50.0, 0.1, True)):
+        measured = norms(1.0, 1.0, 1.0, largest)
+        said = update_norms.suspects(told, measured, lambda _, start=start: (start, 0.0))  # type: ignore[misc]
+        assert list(said) == (["d3"] if found else [])
+        assert limited(told, measured, (start, 0.0))[0] == told
+    assert not update_norms.suspects(answers(5, 5), norms(1.0, 1e9), lambda _: (0.0, 0.0))

@@ -9,6 +9,7 @@ import pytest
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.cfic import CficState, Description, clusters
+from coordinator.protection import Protection
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd
@@ -59,8 +60,9 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
     """The slow oracle: section 6 on models, one line a formula."""
     fleet, layout, first = skewed(tmp_path)
     options = {"alpha": 0.5, "beta": 0.3}
-    method = make("cfic", MethodSettings(rounds=2, **EXACT, options=options))
-    plain = make("fedavg", MethodSettings(rounds=2, **EXACT))
+    mean = {"protection": Protection(average="mean"), **EXACT}
+    method = make("cfic", MethodSettings(rounds=2, **mean, options=options))
+    plain = make("fedavg", MethodSettings(rounds=2, **mean))
     state, h = method.init(layout, first), 0.0
     for r in (1, 2):
         w = fleet.get(state.model, layout).params.astype(np.float64)

@@ -25,6 +25,7 @@ from coordinator.methods.fedepc import (
     without,
 )
 from coordinator.methods.fedprox import FedProx
+from coordinator.protection import Protection
 from coordinator.selection import ccmab
 from fedge import preprocess
 from fedge.errors import ConfigError
@@ -57,6 +58,7 @@ def method(
         seed=seed,
         sgd=SGD,
         codec=Codec.FLOAT32,
+        protection=Protection(average="mean"),  # the paper's
         options={"warm_up": 6} | options,
     )
     return kind(settings)

@@ -179,7 +179,7 @@ async def test_clusters_and_trial_rest_on_rounds_with_everybody(tmp_path) -> Non
 
 
 async def test_what_a_trial_leaves_grows_with_the_devices_not_with_their_pairs(tmp_path, monkeypatch) -> None:
-    async def untried(state, *_: object):
+    async def untried(_, state, *__: object):
         return state, {}
 
     monkeypatch.setattr(module, "try_clusters", untried)
@@ -226,7 +226,7 @@ async def test_a_change_enters_every_cluster_of_its_device_and_no_other_and_w_st
     order = Train(starts=(Start(model=first, cluster=0),), sgd=EXACT.sgd, codec=Codec.FLOAT32)
     answers = await fleet.run("train", dict.fromkeys(("d00", "d01"), order))
     updates = {i: answer.result for i, answer in answers.items()}
-    after = train_experts(state, updates, fleet, gamma=0.5)
+    after = train_experts(method, state, updates, fleet)
 
     n = {i: update.n_samples for i, update in updates.items()}
     change = {i: fleet.get(update.update, layout).params.astype(np.float64) for i, update in updates.items()}

@@ -1,0 +1,79 @@
+"""Devices that send again and again what no honest device sends are left out of the rounds for a while.
+
+One piece of evidence proves nothing: training goes astray, disks break. Three rounds with evidence within twenty are a
+pattern: the device rests for twenty rounds. After that it takes part again, and one more round with evidence leaves it
+out for twice as long. A person may readmit it at once (`fedge coordinator --readmit`), with a clean slate.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import Struct
+
+OFFENCES: Final = 3
+"""Rounds with evidence that make a pattern,"""
+WITHIN: Final = 20
+"""within so many."""
+REST: Final = 20
+"""Rounds that the first quarantine lasts; the next one twice as long, and so on."""
+LONG_UPDATE: Final = "long-update"
+"""Evidence that an update is (`coordinator.fleet.update_norms`)."""
+READMITTED: Final = "readmitted"
+"""What is noted when a person lets a device in again."""
+
+
+class Offence(Struct, frozen=True, kw_only=True):
+    """Evidence against a device. `name`: that of the refusal, or `long-update`; `detail`: what was measured."""
+
+    device_id: str
+    round: int
+    name: str
+    detail: str
+
+
+class Quarantine(Struct, frozen=True, kw_only=True):
+    """Of a device. `until`: the last round without it; `evidence`: what led to it."""
+
+    until: int
+    evidence: tuple[Offence, ...]
+
+
+def quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quarantine]:
+    """Who is left out of round `number`, by ascending device id.
+
+    Args:
+        offences: all that were noted, in any order; those of round `number` and later do not count yet.
+        number: of the round.
+
+    Example:
+        >>> found = [Offence(device_id="d", round=r, name="long-update", detail="") for r in (1, 2, 3)]
+        >>> [quarantined(found, r).keys() for r in (3, 4, 23, 24)]
+        [dict_keys([]), dict_keys(['d']), dict_keys(['d']), dict_keys([])]
+    """
+    of_device: dict[str, list[Offence]] = defaultdict(list)
+    for offence in sorted(offences, key=lambda o: (o.round, o.name == READMITTED, o.name)):
+        if offence.round < number:
+            of_device[offence.device_id].append(offence)
+    found = {i: _sentence(own) for i, own in sorted(of_device.items())}
+    return {i: quarantine for i, quarantine in found.items() if quarantine is not None and number <= quarantine.until}
+
+
+def _sentence(offences: Iterable[Offence]) -> Quarantine | None:
+    """The last quarantine that the offences of a device, by round, lead to; None: to none."""
+    last: Quarantine | None = None
+    recent: list[Offence] = []
+    times = 0
+    for offence in offences:
+        if offence.name == READMITTED:
+            last, recent, times = None, [], 0
+            continue
+        if last is not None and offence.round <= last.until:
+            continue  # it was asked before it was left out
+        recent = [o for o in recent if offence.round - o.round < WITHIN] + [offence]
+        if len({o.round for o in recent}) >= (1 if times else OFFENCES):
+            last = Quarantine(until=offence.round + REST * 2**times, evidence=tuple(recent))
+            recent, times = [], times + 1
+    return last

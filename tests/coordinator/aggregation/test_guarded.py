@@ -1,0 +1,74 @@
+"""Averages by the rule of the settings, within clusters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coordinator.aggregation import cluster_averages
+from coordinator.aggregation.guarded import guarded_averages
+from coordinator.protection import Protection, Rule
+from fedge.codec import norms_of
+from fedge.tensors import Layout, Model, TensorInfo
+
+LAYOUT = Layout(
+    tensors=(
+        TensorInfo(name="w", shape=(2,)),
+        TensorInfo(name="running", shape=(1,), kind="buffer"),
+        TensorInfo(name="steps", shape=(), kind="counter"),
+    )
+)
+ROBUST: tuple[Rule, ...] = ("clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping")
+
+
+def model(w: tuple[float, float], buffer: float = 1.0, counter: int = 5) -> Model:
+    return Model(np.float32(w), np.float32([buffer]), np.array([counter]))
+
+
+HONEST = [model((1.0, 0.1 * k), 1.0 + 0.1 * k) for k in range(-2, 3)]
+
+
+def averaged(rule: Rule, models: list[Model], sizes: list[int] | None = None, members: list[list[int]] | None = None):
+    sizes, members = sizes or [1] * len(models), members or [list(range(len(models)))]
+    norms = [norms_of(own) for own in models]
+    return guarded_averages(iter(models), norms, sizes, members, LAYOUT, Protection(average=rule))
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_one_hostile_device_of_six_does_no_harm(rule: Rule) -> None:
+    for hostile in (model((1e6, -1e6), 1e9), model((-1e6, 0.0), -1e9)):
+        (found,) = averaged(rule, [*HONEST, hostile], [10] * 5 + [10**6])
+        assert found is not None
+        assert 0.4 < found.params[0] < 1.3
+        assert abs(found.params[1]) < 0.35
+        assert 0.3 < found.buffers[0] < 1.4
+        assert found.counters.tolist() == [5]
+
+
+@pytest.mark.parametrize("rule", ["mean", "clipped"])
+def test_where_nobody_stands_out_clipping_is_the_mean_bit_for_bit(rule: Rule) -> None:
+    sizes, members = [3, 4, 5, 4, 3], [[0, 1, 2, 3, 4], [1, 2, 3], []]
+    plain = cluster_averages(HONEST, sizes, members, LAYOUT)
+    found = averaged(rule, HONEST, sizes, members)
+    for ours, theirs in zip(found[:2], plain[:2], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(ours.params, theirs.params)
+        np.testing.assert_array_equal(ours.buffers, theirs.buffers)
+    assert found[2] is None
+
+
+def test_each_cluster_has_a_bound_of_its_own() -> None:
+    far = [model((100.0, 0.0)), model((100.0, 0.0)), model((100.0, 0.0))]
+    small, large = averaged("clipped", [*HONEST, *far], members=[[0, 1, 2, 3, 4, 5], [5, 6, 7]])
+    assert small is not None
+    assert small.params[0] < 1.3  # 2 and five times 1
+    assert large is not None
+    assert large.params[0] == 100
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_two_members_have_a_mean(rule: Rule) -> None:
+    (found,) = averaged(rule, [model((1.0, 0.0)), model((3.0, 0.0))])
+    assert found is not None
+    np.testing.assert_allclose(found.params, [2.0, 0.0])
