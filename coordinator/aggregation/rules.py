@@ -37,27 +37,27 @@ def usual(values: Sequence[float]) -> float:
     return float(np.median(positive)) if len(positive) >= FEWEST else math.inf
 
 
-def factors(shares: Sequence[float]) -> list[float]:
+def factors(shares: Sequence[float], times: float = FACTOR) -> list[float]:
     """By what to multiply each update, min(1, 2 median / share); all 1 where fewer than three have a share.
 
-    `shares`: how far each update moves the sum, its weight times its norm.
+    `shares`: how far each update moves the sum, its weight times its norm. `times`: what the median is multiplied by.
 
     Example:
         >>> factors([1.0, 2.0, 1.0, 10.0])
         [1.0, 1.0, 1.0, 0.3]
     """
-    bound = FACTOR * usual(shares)
+    bound = times * usual(shares)
     return [bound / share if share > bound else 1.0 for share in shares]
 
 
-def bounded(sizes: Sequence[float]) -> list[float]:
+def bounded(sizes: Sequence[float], times: float = FACTOR) -> list[float]:
     """Weights that no single claim can carry away: at most twice the median.
 
     Example:
         >>> bounded([10, 20, 10, 1000])
         [10, 20, 10, 30.0]
     """
-    most = FACTOR * usual(sizes)
+    most = times * usual(sizes)
     return [min(size, most) for size in sizes]
 
 

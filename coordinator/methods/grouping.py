@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,9 @@ from fedge.steps.train import MAX_STARTS, Start, Train, Trained
 from fedge.tensors import Layout
 
 log = logging.getLogger("fedge.method")
+
+BELIEVED: Final = 10.0
+"""Times the median: with 2 one of the runs with turned cameras chose other cohorts and missed its groups."""
 
 
 class _HasProfile(Protocol):
@@ -180,10 +183,10 @@ def _tells_nothing(answer: Answer) -> bool:
 
 
 def believed(outcomes: Mapping[str, ccmab.Outcome | None]) -> dict[str, ccmab.Outcome | None]:
-    """What devices say of their training: nobody's loss drop and gradient norm are more than twice the median."""
+    """What devices say of their training: nobody's loss drop or gradient norm is more than ten times the median."""
     told = {i: found for i, found in outcomes.items() if found is not None}
-    shorter = rules.factors([abs(o.loss_before - o.loss_after) for o in told.values()])
-    norms = rules.bounded([o.gradient_norm for o in told.values()])
+    shorter = rules.factors([abs(o.loss_before - o.loss_after) for o in told.values()], BELIEVED)
+    norms = rules.bounded([o.gradient_norm for o in told.values()], BELIEVED)
     return dict(outcomes) | {
         i: msgspec.structs.replace(
             o, loss_before=o.loss_after + factor * (o.loss_before - o.loss_after), gradient_norm=norm

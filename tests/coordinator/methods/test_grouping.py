@@ -7,6 +7,7 @@ import numpy as np
 from coordinator.fleet import Answer, Device
 from coordinator.methods.grouping import (
     arm,
+    believed,
     describing,
     observed,
     of_directions,
@@ -98,3 +99,11 @@ async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> Non
         frozenset(i for i in ids if group_of[i] == group) for group in range(4)
     }
     assert len(of_directions(list(told.values()), fleet, n_clusters=2)) <= 2
+
+
+def test_a_liar_does_not_stretch_the_scale_of_the_bandit() -> None:
+    honest = ccmab.Outcome(loss_before=2.0, loss_after=1.5, gradient_norm=3.0, seconds=1.0)
+    liar = ccmab.Outcome(loss_before=1e9, loss_after=0.0, gradient_norm=1e30, seconds=1.0)
+    found = believed({"a": honest, "b": honest, "c": None, "d": honest, "e": liar})
+    assert (found["a"], found["c"]) == (honest, None)
+    assert found["e"] == ccmab.Outcome(loss_before=5.0, loss_after=0.0, gradient_norm=30.0, seconds=1.0)
