@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-import ray  # noqa: F401 - of flwr[simulation]: without it there is no engine
+import ray  # noqa: F401, TID251 - of flwr[simulation]: without it there is no engine
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

@@ -43,7 +43,8 @@ class Answers:
 )
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of ONNX Runtime.")
 @click.option(
-    "--engine",
+    "--runtime",
+    "engine",
     type=click.Choice(["auto", *ENGINES]),
     default="auto",
     show_default=True,
@@ -80,7 +81,7 @@ def infer(
       fedge infer bundles/3 photo.png
       fedge infer bundles/3 test.npz --json
       fedge infer bundles/3 sample.npy --repeat 1000
-      fedge infer bundles/3 test.npz --engine lazy
+      fedge infer bundles/3 test.npz --runtime lazy
 
     \b
     Exit codes: 0 done, 2 no bundle there or an input that cannot be read, 5 the bundle is not what its manifest says.

@@ -63,7 +63,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     )
     max_body: Annotated[float, Meta(gt=0, le=1024, description="Of a request.", extra={"unit": "MiB"})] = 8.0
     threads: Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")] = 1
-    engine: Annotated[
+    runtime: Annotated[
         EngineChoice,
         Meta(description="How bundles are run (docs/runtime.md); lazy and int8 are approximate."),
     ] = "auto"
@@ -123,10 +123,10 @@ def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None,
     """Until a signal; `slots`: those of the device that is served, None where bundles are named."""
     if slots is None:
         models: dict[str, Answers] = {
-            name: Fixed(load(path, settings.threads, engine=settings.engine)) for name, path in _named(bundles).items()
+            name: Fixed(load(path, settings.threads, engine=settings.runtime)) for name, path in _named(bundles).items()
         }
     else:
-        answering = Answering(slots, Limits(), settings.threads, engine=settings.engine)
+        answering = Answering(slots, Limits(), settings.threads, engine=settings.runtime)
         models = {answering.runtime.task.name: answering}
     if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
         raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -31,7 +32,7 @@ from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
 from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, blobs_of
-from fedge.models.training import flops
+from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
@@ -42,6 +43,8 @@ GIVEN_UP_S: Final = 60.0
 """What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
+Execute = Callable[[Sequence[batched.Job]], list[Finished]]
+"""Carries out orders of different devices; results in the order of the jobs."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,6 +59,17 @@ class _UnderWay:
     action: Action = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How many samples a device has, whether it trains, and the steps that it was made for."""
+
+    n_shared: int
+    n_train: int
+    n_val: int
+    trains: bool
+    steps: Mapping[str, int] | None
+
+
 class SimulatedFleet:
     """Workers by device id.
 
@@ -66,7 +80,7 @@ class SimulatedFleet:
     Args:
         task: what is learned.
         layout: of the model.
-        workers: by device id.
+        workers: by device id; those that are made when they are asked for by ascending id.
         seed: of orders and of the clock.
         hardware: what each device is; those not named, and without it all, take no time and are always there.
         deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
@@ -86,14 +100,14 @@ class SimulatedFleet:
         deadline_s: float | None = None,
         arrives: Mapping[str, int] | None = None,
         rules: Mapping[str, Rules] | None = None,
-        execute: Callable[[Sequence[batched.Job]], list[Finished]] = batched.execute,
+        execute: Execute = batched.execute,
     ) -> None:
         tune_malloc(large=True)
         self.round = 0
         self.seconds = 0.0
         self.bytes_up = 0
         self.bytes_down = 0
-        self.workers = dict(sorted(workers.items()))
+        self.workers = dict(sorted(workers.items())) if isinstance(workers, dict) else workers
         self.task = task
         self._layout = layout
         self._fingerprint = task.fingerprint()
@@ -105,7 +119,8 @@ class SimulatedFleet:
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._execute = execute
         self._blobs: dict[str, bytes | Unpacked] = {}
-        self._held: dict[str, list[str]] = {i: [] for i in self.workers}  # digests, that used last at the end
+        self._held = defaultdict[str, list[str]](list)  # digests, that used last at the end
+        self._known: dict[str, _Known] = {}
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
         self.offences: dict[tuple[str, int, str], Offence] = {}
@@ -113,24 +128,34 @@ class SimulatedFleet:
 
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
-        return tuple(
-            self._device(i, worker.data.n_shared, worker) for i, worker in self._present().items() if worker.trains
-        )
+        present = [(i, self._about(i)) for i in self._present()]
+        return tuple(self._device(i, known.n_shared, known) for i, known in present if known.trains)
 
     def inference_only(self) -> tuple[Device, ...]:
         """Those that do not train and are there."""
-        return tuple(self._device(i, 0, worker) for i, worker in self._present().items() if not worker.trains)
+        present = [(i, self._about(i)) for i in self._present()]
+        return tuple(self._device(i, 0, known) for i, known in present if not known.trains)
 
-    def _device(self, device_id: str, n_samples: int, worker: Worker) -> Device:
+    def _device(self, device_id: str, n_samples: int, known: _Known) -> Device:
         rules = self._rules[device_id]
         return Device(
             device_id,
             n_samples if Reveals.COUNT in rules.allowed else 0,
             self._context(device_id, n_samples),
-            trains=worker.trains,
-            steps=worker.versions,
+            trains=known.trains,
+            steps=known.steps,
             withholds=rules.withheld,
         )
+
+    def _about(self, device_id: str) -> _Known:
+        """What the fleet knows of a device without its data."""
+        if device_id not in self._known:
+            worker = self.workers[device_id]
+            data = worker.data
+            self._known[device_id] = _Known(
+                data.n_shared, data.n_train, len(data.y_val), worker.trains, worker.versions
+            )
+        return self._known[device_id]
 
     def _context(self, device_id: str, n_samples: int) -> Context | None:
         own = self._hardware[device_id]
@@ -145,7 +170,7 @@ class SimulatedFleet:
         )
         return self._rules[device_id].stripped(told)
 
-    def _present(self) -> dict[str, Worker]:
+    def _present(self) -> list[str]:
         """The Markov chain of each device, from its first round to this one."""
         if self.round < self._there_in:
             self._there, self._there_in = {}, -1
@@ -156,7 +181,7 @@ class SimulatedFleet:
             }
         self._there_in = self.round
         out = quarantined(self.offences.values(), self.round)
-        return {i: w for i, w in self.workers.items() if self._there[i] and self._arrived(i) and i not in out}
+        return [i for i in self.workers if self._there[i] and self._arrived(i) and i not in out]
 
     def _arrived(self, device_id: str) -> bool:
         return self.round >= self._arrives.get(device_id, 0)
@@ -208,8 +233,8 @@ class SimulatedFleet:
     def _carried_out(self, label: str, actions: Mapping[str, Action]) -> tuple[dict[str, Answer], Mapping[str, Action]]:
         """What comes of the actions, by ascending device id, before anybody doubts it; the actions as asked."""
         require_sendable(actions.values())
-        present = self._present()
-        own, refused = asked({i: self._device(i, 0, self.workers[i]) for i in actions}, actions)
+        present = set(self._present())
+        own, refused = asked({i: self._device(i, 0, self._about(i)) for i in actions}, actions)
         reached = [i for i in sorted(own) if i in present and not self._drops(label, i)]
         jobs = [self._job(label, i, own[i]) for i in reached]
         with volatile(), in_one_process():
@@ -262,11 +287,10 @@ class SimulatedFleet:
         return missing
 
     def _seconds(self, label: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
-        worker = self.workers[device_id]
         work = 0.0  # without torch: a few calls of ONNX Runtime
         if action.TRAINS:
-            data = worker.data
-            work = action.passes(data.n_shared, data.n_train, len(data.y_val)) * flops(worker.network)
+            own, network = self._about(device_id), shared_network(self.task, self._fingerprint)
+            work = action.passes(own.n_shared, own.n_train, own.n_val) * flops(network)
         return clock.seconds(
             self._hardware[device_id],
             work=work,

@@ -58,7 +58,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
 
     scenario = scenario_of(settings)
     with _folder(settings.out) as home:
-        outcome = run(scenario, name, own, settings.seed, home, _progress(name), settings.method)
+        outcome = run(scenario, name, own, settings.seed, home, _progress(name), settings.method, settings)
     reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
     lines = lines_of(outcome, reached, settings.target)
     write_results(settings.out, run_page(outcome, scenario, lines), outcome, outcome.rows(), json_file)

@@ -27,7 +27,7 @@ from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, require_wanted, simulate
-from coordinator.simulation.settings import CompareSettings, Scenario
+from coordinator.simulation.settings import CompareSettings, Engine, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
 from fedge.loading import is_held
@@ -42,7 +42,10 @@ Watch = Callable[[int, int, RunOutcome], None]
 """Is told of every run: how many are done, of how many, and the last one's outcome."""
 
 
-LATER: Final = ("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile")
+LATER: Final = (
+    *("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
+    "measured",
+)
 """Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
 BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "newcomers": "min_reports"}
 """Where settings stood when the first folders were made, for the names of files depend on it."""
@@ -176,7 +179,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
         begin(scenario, {run.method for run in missing}, seeds[0])
     make_folder(out / "runs")  # or it would be found out after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
-    for run, outcome in _done(missing, 1 if ours else jobs):
+    on_ray = settings.engine is Engine.RAY
+    for run, outcome in _on_ray(missing, settings) if on_ray else _done(missing, 1 if ours else jobs):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome
         watch(len(found), len(wanted), outcome)
@@ -302,6 +306,25 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
                     require_wanted()
             except BrokenProcessPool as error:
                 raise FedgeError("a process that simulated ended unexpectedly, perhaps for lack of memory") from error
+
+
+def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
+    """The outcomes as they come, each run on a processor of the cluster; one whose process died is run again."""
+    from coordinator.ray import connected, ray, require_importable
+
+    require_importable(settings.task, settings.model)
+
+    def simulated(run: _Run) -> RunOutcome:
+        with tempfile.TemporaryDirectory(prefix="fedge-compare-") as home:
+            return _simulate(run, Path(home))
+
+    with connected(settings.ray_address):
+        on_processor = ray.remote(num_cpus=1, max_retries=-1)(simulated)
+        waiting = {on_processor.remote(run): run for run in runs}
+        while waiting:
+            for done in ray.wait(list(waiting), timeout=LOOK_S)[0]:
+                yield waiting.pop(done), ray.get(done)
+            require_wanted()
 
 
 @contextmanager

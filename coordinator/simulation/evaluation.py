@@ -8,7 +8,7 @@ where the coordinator imports `deploy`; the import contract names it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,15 +47,25 @@ class Final:
 
 
 class Evaluation:
-    """Test samples of a federation and the network that is asked. `seconds`: how long measuring took so far."""
+    """Test samples of devices and the network that is asked. `seconds`: how long measuring took so far.
 
-    def __init__(self, federation: Federation, workers: Mapping[str, Worker], processor: torch.device = CPU) -> None:
+    `ids`: the devices that are measured.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        workers: Mapping[str, Worker],
+        ids: Sequence[str],
+        processor: torch.device = CPU,
+    ) -> None:
         self.seconds = 0.0
         self._federation = federation
-        self._workers = workers
+        self._workers = {i: workers[i] for i in ids}
         self._network = Network(federation.task, processor)
+        self._shares = {i: federation.shares[i] for i in ids}
         self._tests: dict[str, Samples] = {
-            i: (preprocess.apply(federation.task, share.x_test), share.y_test) for i, share in federation.shares.items()
+            i: (preprocess.apply(federation.task, share.x_test), share.y_test) for i, share in self._shares.items()
         }
 
     def now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
@@ -89,7 +99,7 @@ class Evaluation:
         found: dict[str, Final] = {}
         without = []
         with self._timed():
-            for i, share in self._federation.shares.items():
+            for i, share in self._shares.items():
                 installed = state.installed.get(i)
                 folder = self._workers[i].home / "bundles" / str(installed.release) if installed else None
                 if folder is None:

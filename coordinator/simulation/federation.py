@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.fleet import devices
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.simulation.samples import samples_of, shares_of
+from coordinator.fleet.simulated import Execute, SimulatedFleet
+from coordinator.simulation.samples import generated, samples_of, shares_of
 from coordinator.simulation.settings import Hardware, Partition, Scenario
 from edge_agent import batched
-from edge_agent.worker import Finished, Worker
+from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.models import initial
 from fedge.models.training import torch_device
 from fedge.task import TaskSpec
-from fedge.tasks import Pool, Share, set_apart, share_data
+from fedge.tasks import DeviceData, Pool, Share, set_apart, share_data
+from fedge.tasks.generated import device_names
 from fedge.tasks.partitioners import Milder
 from fedge.tensors import Layout, Model, unflatten
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
+KEPT: Final = 512
+"""Workers of devices that are not in memory."""
 _LOT = 77  # keeps the draw of the newcomers apart from the other uses of the seed
 
 
@@ -42,13 +47,54 @@ class Federation:
     """
 
     task: TaskSpec
-    shares: dict[str, Share]
+    shares: Mapping[str, Share]
     global_test: Samples | None
     server_data: Samples | None
     layout: Layout
     first: Model
     newcomers: frozenset[str] = frozenset()
     milder: Milder = field(default_factory=Milder)
+
+    def measured(self, n: int | None, seed: int) -> tuple[str, ...]:
+        """The devices whose accuracy is measured: all, or so many by lot; ascending."""
+        ids = list(self.shares)
+        if n is None or n >= len(ids):
+            return tuple(ids)
+        return tuple(ids[k] for k in sorted(np.random.default_rng((seed, _LOT, n)).permutation(len(ids))[:n]))
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Mapping[str, DeviceData]):
+    """What the workers see, by device id: made whenever it is asked for."""
+
+    task: TaskSpec
+    shares: Mapping[str, Share]
+
+    def __getitem__(self, device_id: str) -> DeviceData:
+        return share_data(self.task, self.shares[device_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shares)
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+
+class Workers(Mapping[str, Worker]):
+    """Workers by device id that are made when they are asked for; some are kept, those used last."""
+
+    def __init__(self, ids: Iterable[str], make: Callable[[str], Worker]) -> None:
+        self._ids = dict.fromkeys(ids)
+        self._made = lru_cache(KEPT)(make)
+
+    def __getitem__(self, device_id: str) -> Worker:
+        return self._made(device_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
 
 def deal(scenario: Scenario, seed: int) -> Federation:
@@ -61,31 +107,31 @@ def deal(scenario: Scenario, seed: int) -> Federation:
     tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
     n_devices = scenario.devices or _natural(scenario, rest)
     milder = Milder()
-    shares = shares_of(scenario, rest, n_devices, seed, milder)
-    width = len(str(n_devices - 1))
+    names = device_names(n_devices)
+    shares: Mapping[str, Share] = (
+        generated(scenario, rest, n_devices, seed)
+        if scenario.partition is Partition.GENERATED
+        else dict(zip(names, shares_of(scenario, rest, n_devices, seed, milder), strict=True))
+    )
     layout, first = initial(rest.spec, seed)
     if scenario.newcomers >= n_devices:
         raise ConfigError(f"of {n_devices} devices {scenario.newcomers} cannot come when training is over")
     late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.newcomers]
     return Federation(
         task=rest.spec,
-        shares={f"device-{i:0{width}}": share for i, share in enumerate(shares)},
+        shares=shares,
         global_test=_inputs(tested),
         server_data=_inputs(server_data),
         layout=layout,
         first=first,
-        newcomers=frozenset(f"device-{i:0{width}}" for i in late),
+        newcomers=frozenset(names[i] for i in late),
         milder=milder,
     )
 
 
 def gather(
-    federation: Federation,
-    scenario: Scenario,
-    seed: int,
-    home: Path,
-    execute: Callable[[Sequence[batched.Job]], list[Finished]] = batched.execute,
-) -> tuple[SimulatedFleet, BlobRef, dict[str, Worker]]:
+    federation: Federation, scenario: Scenario, seed: int, home: Path, execute: Execute = batched.execute
+) -> tuple[SimulatedFleet, BlobRef, Mapping[str, Worker]]:
     """The fleet, the first model in it, and its workers, whose folders are made under `home`.
 
     `execute`: how the orders of a step are carried out; hostile devices come in here.
@@ -93,11 +139,13 @@ def gather(
     Raises:
         ConfigError: what they are to train on is not there.
     """
-    processor = torch_device(scenario.train_on)
-    workers = {
-        i: Worker(i, federation.task, share_data(federation.task, share), home / i, processor=processor)
-        for i, share in federation.shares.items()
-    }
+    processor, data = torch_device(scenario.train_on), Data(federation.task, federation.shares)
+
+    def worker(i: str) -> Worker:
+        return Worker(i, federation.task, data[i], home / i, processor=processor)
+
+    few = scenario.partition is not Partition.GENERATED
+    workers = {i: worker(i) for i in data} if few else Workers(data, worker)
     fleet = SimulatedFleet(
         federation.task,
         federation.layout,

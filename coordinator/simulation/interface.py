@@ -120,7 +120,7 @@ def simulate(
     home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if found.out is None else new_folder(found.out, "simulate")
     try:
         with _one_thread():
-            outcome = running.simulate(scenario, name, own, found.seed, home, tell, found.method)
+            outcome = running.simulate(scenario, name, own, found.seed, home, tell, found.method, found)
     except BaseException:
         if found.out is None:
             shutil.rmtree(home, ignore_errors=True)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from coordinator.fleet import simulated
-from coordinator.methods import Option, Server, State, make
+from coordinator.fleet.simulated import Execute
+from coordinator.methods import Method, Option, Server, State, make
 from coordinator.simulation.evaluation import Evaluation, Final
-from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.federation import Data, Federation, deal, gather
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, sample_accuracy, worst_decile
-from coordinator.simulation.settings import Scenario
+from coordinator.simulation.settings import Engine, Running, Scenario
+from edge_agent import batched
+from fedge.errors import ConfigError
 from fedge.models.training import torch_device
+from fedge.processor import Processor
 
 T = TypeVar("T")
 LOOK_S = 0.1
@@ -28,7 +33,14 @@ Watch = Callable[[str], None]
 
 
 def simulate(
-    scenario: Scenario, method: str, options: dict[str, Option], seed: int, home: Path, watch: Watch, label: str
+    scenario: Scenario,
+    method: str,
+    options: dict[str, Option],
+    seed: int,
+    home: Path,
+    watch: Watch,
+    label: str,
+    on: Running | None = None,
 ) -> RunOutcome:
     """Run a method to its end and measure it; equal arguments give equal figures, times apart.
 
@@ -40,13 +52,36 @@ def simulate(
         home: folder in which the devices' folders are made.
         watch: see above.
         label: the run's name for the method.
+        on: what carries the orders out; None: this process.
 
     Raises:
-        ConfigError: the data, the partition, the method or its options cannot be had as asked for.
+        ConfigError: the data, the partition, the method or its options cannot be had as asked for; or Ray.
+        FedgeError: Ray does not get on.
     """
     began = time.perf_counter()
     federation = deal(scenario, seed)
-    return run_to_end(_run(scenario, method, options, seed, home, watch, label, federation, began))
+    made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
+    with _engine(on, scenario, federation, made, home) as execute:
+        return run_to_end(_run(scenario, made, seed, home, watch, label, federation, began, execute))
+
+
+@contextmanager
+def _engine(
+    on: Running | None, scenario: Scenario, federation: Federation, method: Method[Any], home: Path
+) -> Iterator[Execute]:
+    """What carries the orders of the devices out."""
+    if on is None or on.engine is Engine.LOCAL:
+        yield batched.execute
+        return
+    from coordinator.fleet.on_ray import Recipe, Shards
+    from coordinator.ray import connected, require_importable
+
+    require_importable(scenario.task, scenario.model)
+    if scenario.train_on is not Processor.CPU:
+        raise ConfigError("--engine ray shares out processors, no GPUs: leave out --train-on, or use --engine local")
+    recipe = Recipe(task=federation.task, home=home.absolute())
+    with connected(on.ray_address) as n:
+        yield Shards(recipe, Data(federation.task, federation.shares), method.steps, n)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -95,18 +130,18 @@ def require_wanted() -> None:
 
 async def _run(
     scenario: Scenario,
-    name: str,
-    options: dict[str, Option],
+    method: Method[Any],
     seed: int,
     home: Path,
     watch: Watch,
     label: str,
     federation: Federation,
     began: float,
+    execute: Execute,
 ) -> RunOutcome:
-    method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
-    fleet, first, workers = gather(federation, scenario, seed, home)
-    evaluation = Evaluation(federation, workers, torch_device(scenario.train_on))
+    fleet, first, workers = gather(federation, scenario, seed, home, execute)
+    measured = federation.measured(scenario.measured, seed)
+    evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on))
     curve: list[Point] = []
 
     def measure(state: State, number: int, accuracy: float) -> None:
@@ -174,14 +209,15 @@ def _devices(federation: Federation, state: State, final: dict[str, Final]) -> t
             id=i,
             group=share.group,
             n_train=len(share.y_train),
-            score=final[i].score,
+            score=end.score,
             trained=state.participations.get(i, 0),
-            bundle=final[i].release is not None,
-            release=final[i].release,
+            bundle=end.release is not None,
+            release=end.release,
             newcomer=i in federation.newcomers,
-            private_weight=final[i].private_weight,
+            private_weight=end.private_weight,
         )
-        for i, share in federation.shares.items()
+        for i, end in final.items()
+        for share in (federation.shares[i],)
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from coordinator.simulation.settings import Dealing, Groups, Partition
 from fedge.tasks import Pool, Share, partition, pool, set_apart
+from fedge.tasks.generated import Generated
 from fedge.tasks.partitioners import Milder
+
+if TYPE_CHECKING:
+    from fedge.tasks.partition import How
 
 
 def samples_of(dealing: Dealing, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
@@ -27,16 +32,36 @@ def samples_of(dealing: Dealing, seed: int, apart: float, limit: int | None = No
     return set_apart(found, apart, seed=seed, turns=dealing.n_groups if turned else 1)
 
 
+def generated(dealing: Dealing, samples: Pool, n_devices: int, seed: int) -> Generated:
+    """Devices with samples of their own making.
+
+    Raises:
+        ConfigError: the samples are no images.
+    """
+    return Generated(
+        samples,
+        n_devices,
+        n_samples=dealing.min_samples,
+        alpha=dealing.alpha,
+        n_groups=dealing.n_groups,
+        sensitive=dealing.sensitive,
+        marks=dealing.marks.value,
+        seed=seed,
+    )
+
+
 def shares_of(dealing: Dealing, samples: Pool, n_devices: int, seed: int, milder: Milder | None = None) -> list[Share]:
     """The samples dealt out to devices.
 
     Raises:
         ConfigError: they cannot be dealt out as asked for.
     """
+    if dealing.partition is Partition.GENERATED:
+        return list(generated(dealing, samples, n_devices, seed).values())
     return partition(
         samples,
         n_devices,
-        how=dealing.partition.value,
+        how=cast("How", dealing.partition.value),
         alpha=dealing.alpha,
         sensitive=dealing.sensitive,
         seed=seed,

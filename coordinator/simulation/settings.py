@@ -36,6 +36,7 @@ class Partition(StrEnum):
     SHARDS = "shards"
     NATURAL = "natural"
     IID = "iid"
+    GENERATED = "generated"
 
 
 class Groups(StrEnum):
@@ -59,6 +60,13 @@ class Marks(StrEnum):
 
     SAMPLES = "samples"
     CLASSES = "classes"
+
+
+class Engine(StrEnum):
+    """What carries the devices' orders out."""
+
+    LOCAL = "local"
+    RAY = "ray"
 
 
 class Hardware(StrEnum):
@@ -90,7 +98,8 @@ class Dealing(Struct, frozen=True, kw_only=True):
         Partition,
         Meta(
             description="dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
-            "iid: no skew."
+            "iid: no skew; generated: as many devices as you like, each with samples turned, shifted and noised by its "
+            "number."
         ),
     ] = Partition.DIRICHLET
     alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
@@ -163,6 +172,11 @@ class Scenario(Setup, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None, Meta(description="Rounds between two points of the curve; default: a tenth.")
     ] = None
 
+    measured: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Devices whose accuracy is measured, drawn by lot; default: all."),
+    ] = None
+
     def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
         """What the method needs to know."""
         return settings_of(self, seed, options)
@@ -174,9 +188,9 @@ class Scenario(Setup, frozen=True, kw_only=True):
 
 
 _ONLY_FOR: Final = {
-    "alpha": (Partition.DIRICHLET, Partition.GROUPS),
+    "alpha": (Partition.DIRICHLET, Partition.GROUPS, Partition.GENERATED),
     "groups": (Partition.GROUPS,),
-    "n_groups": (Partition.GROUPS,),
+    "n_groups": (Partition.GROUPS, Partition.GENERATED),
     "shards": (Partition.SHARDS,),
     "iid_share": (Partition.SHARDS,),
 }
@@ -207,7 +221,18 @@ def check_dealing(given: Dealing) -> None:
         raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
 
 
-class SimulationSettings(Scenario, frozen=True, kw_only=True):
+class Running(Scenario, frozen=True, kw_only=True):
+    """What a simulation or a comparison runs on; its figures do not depend on it, but for the rounding of floats."""
+
+    engine: Annotated[
+        Engine, Meta(description="local: this process, of a comparison several; ray: a Ray cluster (fedge[ray]).")
+    ] = Engine.LOCAL
+    ray_address: Annotated[
+        str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
+    ] = None
+
+
+class SimulationSettings(Running, frozen=True, kw_only=True):
     """Section [simulate] of the configuration."""
 
     method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
@@ -218,7 +243,7 @@ class SimulationSettings(Scenario, frozen=True, kw_only=True):
     out: Annotated[Path | None, Meta(description="Keep the devices' folders, with their bundles, here.")] = None
 
 
-class CompareSettings(Scenario, frozen=True, kw_only=True):
+class CompareSettings(Running, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 
     methods: Annotated[

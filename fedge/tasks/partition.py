@@ -130,7 +130,7 @@ def partition(
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
     dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]
     shares = [
-        _share(own, int(group), int(turn), sensitive, marks, rng)
+        made_of(own, int(group), int(turn), sensitive, marks, rng)
         for own, group, turn in zip(dealt_out, group_of, turns, strict=True)
     ]
     if how == "groups" and groups == "codes":
@@ -226,8 +226,8 @@ def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, grou
     return portions
 
 
-def _share(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, rng: np.random.Generator) -> Share:
-    """The samples of one device, in three parts; blocks stay whole."""
+def made_of(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, rng: np.random.Generator) -> Share:
+    """The samples of one device, in three parts; blocks stay whole. `turns`: of its camera, by 90 degrees."""
     units = units_of(own.y, own.block)
     is_test = _marked(units, round(TEST_SHARE * len(units.y)), rng)
     test, rest = own.take(np.flatnonzero(is_test)), own.take(np.flatnonzero(~is_test))

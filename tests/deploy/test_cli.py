@@ -60,7 +60,7 @@ def test_it_says_how_the_bundle_was_run(tmp_path, expected):
     record = json.loads(run(tmp_path / "x.npy", "--json", "--mode", "shift", "--provider", "CPUExecutionProvider")[1])
     assert (record["engine"], record["mode"], record["providers"]) == ("fused", "shift", ["CPUExecutionProvider"])
     assert np.abs(np.array(list(record["weights"].values())) - expected["weights"].mean(axis=0)).max() > 0.01
-    for wrong in (("--provider", "NobodysProvider"), ("--engine", "int8")):
+    for wrong in (("--provider", "NobodysProvider"), ("--runtime", "int8")):
         with pytest.raises(ConfigError, match=wrong[1]):
             run(tmp_path / "x.npy", *wrong)
 

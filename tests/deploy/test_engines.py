@@ -128,7 +128,7 @@ def test_lazy_is_labelled_approximate(folder):
     path = written(folder, *random_mixture(0))
     np.save(folder / "x.npy", inputs(2))
     for engine, label in (("lazy", "engine lazy (approximate)"), ("separate", "engine separate, ")):
-        said = CliRunner().invoke(infer, [str(path), str(folder / "x.npy"), "--engine", engine])
+        said = CliRunner().invoke(infer, [str(path), str(folder / "x.npy"), "--runtime", engine])
         assert (said.exit_code, label in said.stdout) == (0, True), said.output
 
 

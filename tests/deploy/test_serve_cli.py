@@ -50,7 +50,7 @@ def test_help_shows_every_setting():
         (("--home", "/nowhere"), ConfigError, "fedge install"),
         ((GOLDEN.parent,), UpdateRejected, "manifest"),
         ((GOLDEN, "--port", "70000"), ConfigError, "--port"),
-        ((GOLDEN, "--engine", "int8"), ConfigError, "fedge export --int8"),
+        ((GOLDEN, "--runtime", "int8"), ConfigError, "fedge export --int8"),
         ((GOLDEN, "--max-batch", "0"), ConfigError, "--max-batch"),
         ((GOLDEN, "--broker", "localhost"), ConfigError, "--federation, --id"),
         ((GOLDEN, f"b={GOLDEN}", "--broker", "x", "--federation", "f", "--id", "a"), ConfigError, "exactly one model"),

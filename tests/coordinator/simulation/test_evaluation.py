@@ -43,7 +43,7 @@ def accuracy(federation: Federation, device_id: str, model) -> float:
 
 async def test_the_model_now_is_the_served_one_on_own_test_samples(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg")
-    evaluation = Evaluation(federation, workers)
+    evaluation = Evaluation(federation, workers, list(workers))
     served = fleet.get(state.model, federation.layout)
     now = evaluation.now(method, state, fleet)
     assert {i: score.accuracy for i, score in now.items()} == {
@@ -54,7 +54,7 @@ async def test_the_model_now_is_the_served_one_on_own_test_samples(tmp_path: Pat
 
 async def test_the_model_now_holds_what_a_device_keeps(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "ditto")
-    now = Evaluation(federation, workers).now(method, state, fleet)
+    now = Evaluation(federation, workers, list(workers)).now(method, state, fleet)
     for i, score in now.items():
         own = workers[i].personal(fleet.get(method.serves(state, i), federation.layout))
         assert score.accuracy == accuracy(federation, i, own)
@@ -62,7 +62,7 @@ async def test_the_model_now_holds_what_a_device_keeps(tmp_path: Path) -> None:
 
 async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg+ft")
-    final = Evaluation(federation, workers).finally_(method, state, fleet)
+    final = Evaluation(federation, workers, list(workers)).finally_(method, state, fleet)
     assert list(final) == sorted(federation.shares)
     for i, end in final.items():
         assert end.release == "1"
@@ -75,20 +75,21 @@ async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
 async def test_the_end_tells_what_the_private_model_weighs(tmp_path: Path) -> None:
     uniform = f"{__name__}:UniformMean"
     federation, method, fleet, workers, state = await finished(tmp_path / "a", uniform)
-    for i, end in Evaluation(federation, workers).finally_(method, state, fleet).items():
+    for i, end in Evaluation(federation, workers, list(workers)).finally_(method, state, fleet).items():
         manifest = bundle.read(tmp_path / "a" / i / "bundles" / str(state.installed[i].release)).manifest
         assert end.private_weight == pytest.approx(1 / len(manifest.candidates))
     federation, method, fleet, workers, state = await finished(tmp_path / "b", "fedavg")
-    assert {end.private_weight for end in Evaluation(federation, workers).finally_(method, state, fleet).values()} == {
-        None
-    }
+    assert {
+        end.private_weight
+        for end in Evaluation(federation, workers, list(workers)).finally_(method, state, fleet).values()
+    } == {None}
 
 
 async def test_a_device_without_bundle_is_judged_by_what_it_is_served_and_marked(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg+ft")
     gone = "device-1"
     lacking = msgspec.structs.replace(state, installed={i: b for i, b in state.installed.items() if i != gone})
-    evaluation = Evaluation(federation, workers)
+    evaluation = Evaluation(federation, workers, list(workers))
     final = evaluation.finally_(method, lacking, fleet)
     assert [i for i, end in final.items() if end.release is None] == [gone]
     assert final[gone].score == evaluation.now(method, lacking, fleet)[gone]
@@ -99,11 +100,11 @@ async def test_the_global_accuracy_is_the_mean_over_devices_of_what_they_are_ser
     assert federation.global_test is not None
     x, y = federation.global_test
     logits = Network(federation.task).logits(fleet.get(state.model, federation.layout), x)
-    found = Evaluation(federation, workers).globally(method, state, fleet)
+    found = Evaluation(federation, workers, list(workers)).globally(method, state, fleet)
     assert found == pytest.approx(np.mean(logits.argmax(axis=1) == y))
 
 
 async def test_without_a_global_test_set_there_is_no_global_accuracy(tmp_path: Path) -> None:
     scenario = msgspec.structs.replace(SCENARIO, global_test=0.0)
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg", scenario)
-    assert Evaluation(federation, workers).globally(method, state, fleet) is None
+    assert Evaluation(federation, workers, list(workers)).globally(method, state, fleet) is None

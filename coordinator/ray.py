@@ -1,0 +1,83 @@
+"""Ray, which tells nobody that it runs and listens on this machine alone: the one place that imports it.
+
+Usage reports are off before the import, unless RAY_USAGE_STATS_ENABLED says otherwise. A cluster that is started here
+binds to 127.0.0.1, without a dashboard. Whoever reaches a Ray cluster can run code on it: one that spans machines needs
+a network of its own (docs/simulation.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from fedge.errors import ConfigError, FedgeError
+from fedge.loading import is_held, needs
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # it warns of a change that does not concern us
+try:
+    import ray  # noqa: TID251
+except ModuleNotFoundError as error:
+    raise needs(error, "--engine ray", "ray") from error
+
+__all__ = ["THREADS", "connected", "ray", "require_importable"]
+
+THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[int]:
+    """A cluster for as long as it is needed: that at `address` (`auto`: of this machine), or a new one here.
+
+    Yields:
+        How many processors it has.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+        FedgeError: Ray cannot be started.
+    """
+    if ray.is_initialized():  # in a notebook, or inside Ray's own worker
+        yield _processors()
+        return
+    if address is None:
+        _stay_here()
+    try:
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": THREADS},
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise FedgeError(f"Ray cannot be started here: {error}") from error
+        raise ConfigError(
+            f"there is no Ray cluster at {address}: {error}; `ray status` says which there are"
+        ) from error
+    try:
+        yield _processors()
+    finally:
+        ray.shutdown()
+
+
+def _stay_here() -> None:
+    """Have Ray listen on 127.0.0.1, as it does on systems that it makes no clusters of: no option says so elsewhere."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for the processes that it starts
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # noqa: SLF001 - and for this one
+
+
+def require_importable(*paths: str | None) -> None:
+    """Refuse objects of this Python process, which no other has.
+
+    Raises:
+        ConfigError: a task or a network is one.
+    """
+    if any(map(is_held, paths)):
+        raise ConfigError("a task or network of this Python process cannot go to Ray: write it into a module")
+
+
+def _processors() -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))  # type: ignore[no-untyped-call]

@@ -1,0 +1,96 @@
+"""Devices whose samples are made from their number when they are asked for: as many as one likes, none in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fedge.errors import ConfigError
+from fedge.tasks.partition import Marks, Share, made_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fedge.tasks.pool import Pool
+
+NOISE: Final = 0.05
+"""Deviation, as a share of the range of the samples' values."""
+SHIFT: Final = 1
+"""Pixels at most, in each direction."""
+_DEVICE = 3  # keeps its random numbers apart from other uses of the seed
+
+
+def device_names(n_devices: int) -> list[str]:
+    """`device-00`, `device-01`, ...: ascending."""
+    width = len(str(n_devices - 1))
+    return [f"device-{i:0{width}}" for i in range(n_devices)]
+
+
+class Generated(Mapping[str, Share]):
+    """The shares of devices by id; each is made again whenever it is asked for, equal each time.
+
+    A device draws its samples from the pool with replacement, by class shares from Dirichlet(alpha), shifts them by up
+    to a pixel, adds noise, and, of square images, sees them turned by 90 degrees x (its number mod `n_groups`).
+
+    Args:
+        pool: what is drawn from; images of shape (n, height, width[, channels]).
+        n_devices: N >= 1.
+        n_samples: of each device.
+        alpha: > 0.
+        n_groups: 1 to 4.
+        sensitive: share of the training samples that is marked.
+        marks: what it is a share of.
+        seed: of all draws.
+
+    Raises:
+        ConfigError: the samples are no images.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        n_devices: int,
+        *,
+        n_samples: int,
+        alpha: float,
+        n_groups: int,
+        sensitive: float,
+        marks: Marks,
+        seed: int,
+    ) -> None:
+        if pool.x.ndim not in (3, 4):
+            raise ConfigError(f"samples of shape {pool.x.shape[1:]} are no images: use --partition dirichlet")
+        self._pool = pool
+        self._number = {name: number for number, name in enumerate(device_names(n_devices))}
+        self._n_samples, self._alpha, self._n_groups = n_samples, alpha, n_groups
+        self._sensitive, self._marks, self._seed = sensitive, marks, seed
+        self._of_class = [np.flatnonzero(pool.y == c) for c in range(pool.spec.n_classes)]
+        self._range = float(pool.x.min()), float(pool.x.max())
+
+    def __getitem__(self, device_id: str) -> Share:
+        number = self._number[device_id]
+        rng = np.random.default_rng((self._seed, _DEVICE, number))
+        there = np.array([len(own) > 0 for own in self._of_class])
+        portions = rng.dirichlet(np.full(int(there.sum()), self._alpha))
+        classes = rng.choice(np.flatnonzero(there), self._n_samples, p=portions)
+        chosen = np.array([rng.choice(self._of_class[c]) for c in classes])
+        own = self._pool.take(chosen)
+        own = dataclasses.replace(own, x=self._changed(own.x, rng), user=None, block=None)
+        group = number % self._n_groups
+        return made_of(own, group, group, self._sensitive, self._marks, rng)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._number)
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def _changed(self, x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+        low, high = self._range
+        shifts = rng.integers(-SHIFT, SHIFT + 1, (len(x), 2))
+        shifted = np.stack([np.roll(image, shift, axis=(0, 1)) for image, shift in zip(x, shifts, strict=True)])
+        noisy = np.clip(shifted + rng.normal(0.0, NOISE * (high - low), x.shape), low, high)
+        return (np.rint(noisy) if np.issubdtype(x.dtype, np.integer) else noisy).astype(x.dtype)
