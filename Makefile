@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 # A worker for each processor: each takes one thread (tests/conftest.py) and up to a gigabyte.
 PYTEST = $(BIN)/python -m pytest -n $(shell nproc) --maxprocesses 8 --dist worksteal
 QUICK := unit or smoke
+TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
+TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage lint
+.PHONY: help demo test test-all coverage chaos fuzz tuf-conformance lint
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +31,18 @@ test-all: test  ## `make test`, then every other test: 20 minutes at most on two
 
 coverage: $(BIN)/fedge  ## branch coverage of the unit tests
 	$(PYTEST) -m unit --cov --cov-report=term:skip-covered --cov-report=html
+
+chaos: $(BIN)/fedge  ## federations that are killed, cut off and filled up: MINUTES=60 SEED=1
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
+
+fuzz: $(BIN)/fedge  ## search for bytes that a decoder cannot take: MINUTES=60 SEED=1
+	$(BIN)/python -m pip install --quiet atheris==3.0.0
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
+
+tuf-conformance: $(BIN)/fedge  ## the suite of TUF's own project against our client of signed repositories
+	[ -d $(VENV)/tuf-conformance ] || git clone --quiet $(TUF_CONFORMANCE) $(VENV)/tuf-conformance
+	git -C $(VENV)/tuf-conformance checkout --quiet $(TUF_CONFORMANCE_COMMIT)
+	cd $(VENV)/tuf-conformance && $(CURDIR)/$(BIN)/python -m pytest -c pyproject.toml tuf_conformance --entrypoint $(CURDIR)/tests/deploy/tuf_client.sh
 
 lint: $(BIN)/fedge  ## ruff, the formatter, mypy and the import contracts
 	$(BIN)/ruff check .

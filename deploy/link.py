@@ -35,7 +35,7 @@ from fedge.background import Background
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
 from fedge.egress import Rules, WithheldError
-from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
+from fedge.errors import MALFORMED, ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import takes_part
@@ -689,5 +689,5 @@ def _fingerprint(folder: Path) -> Fingerprint:
 def _read_outcome(home: Path) -> Outcome:
     try:
         return msgspec.json.decode((home / "outcome.json").read_bytes(), type=Outcome)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *MALFORMED):
         return Outcome()

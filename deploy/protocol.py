@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from deploy.runtime import Prediction
 from fedge.bundle import INPUT, Manifest
-from fedge.errors import ConfigError
+from fedge.errors import MALFORMED, ConfigError
 from fedge.preprocess import load_image
 from fedge.task import TaskSpec
 
@@ -128,7 +128,7 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
         raise ConfigError(f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(body)} bytes")
     try:
         request = msgspec.json.decode(body[:header_bytes], type=_Request)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"the body is no inference request: {error}") from error
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT]:
@@ -196,7 +196,7 @@ def _from_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) -> N
     try:
         with np.errstate(over="ignore"):  # _finite sees it
             x = np.array(_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
-    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+    except (*MALFORMED, ValueError, OverflowError) as error:
         raise ConfigError(f"the data of {INPUT} are not {tensor.datatype}: {error}") from error
     if x.size != n_elements or (depth > 1 and x.shape != tensor.shape):
         raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but its data have {list(x.shape)}")
@@ -233,7 +233,7 @@ def _from_base64(tensor: _InputTensor) -> tuple[bytes, ...]:
     try:
         texts = _decoder(str, 1).decode(bytes(tensor.data))
         return tuple(base64.b64decode(text, validate=True) for text in texts)
-    except (msgspec.DecodeError, RecursionError, binascii.Error, ValueError) as error:
+    except (*MALFORMED, binascii.Error, ValueError) as error:
         raise ConfigError(f"the data of {INPUT} are no list of base64 strings, a picture each: {error}") from error
 
 

@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
-from fedge.errors import StoreError, UpdateRejected
+from fedge.errors import MALFORMED, StoreError, UpdateRejected
 from fedge.files import BlobFolder, InUseError, copy_durably, make_folder, require_utf8, whole_folder, write_atomically
 from fedge.messages import Count, Digest
 
@@ -104,7 +104,7 @@ def state_of(home: Path) -> State:
         return msgspec.json.decode((home / "slots.json").read_bytes(), type=State)
     except FileNotFoundError:
         return State()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise StoreError(f"cannot read {home / 'slots.json'}: {error}") from error
 
 
@@ -389,7 +389,7 @@ class Slots:
         """The state on the disk; should it be lost or unreadable, one that runs the newest bundle that is whole."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=State)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, *MALFORMED) as error:
             reason = str(error)
         whole: dict[int, Slot] = {}
         for slot in get_args(Slot):

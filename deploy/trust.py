@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
-from fedge.errors import ConfigError, StoreError, UpdateRejected
+import msgspec
+from msgspec import Struct
+
+from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected
 from fedge.files import make_folder, sync_folder, write_atomically
 from fedge.messages import Announcement, Rollout, decode
 from fedge.rollout import signed_bytes
@@ -38,6 +41,13 @@ CLOCK_SLACK_S: Final = 3600.0
 
 _METADATA: Final = "fedge:metadata/"
 _TARGETS: Final = "fedge:targets/"
+
+
+class _Announced(Struct, frozen=True):
+    """The latest announcement that was believed, and the keys that had signed it."""
+
+    keyids: list[str]
+    version: int
 
 
 class Trust:
@@ -106,12 +116,14 @@ class Trust:
     def _require_newest(self, version: int, keyids: list[str]) -> None:
         """See that no later announcement came before by these keys; what was counted by a stolen one ends with it."""
         path = self._folder / "announced.json"
-        known = json.loads(path.read_bytes()) if path.exists() else None
-        before = known["version"] if known is not None and known["keyids"] == keyids else 0
+        before = 0
+        with contextlib.suppress(FileNotFoundError, *MALFORMED):  # a power cut may have left anything
+            known = msgspec.json.decode(path.read_bytes(), type=_Announced)
+            before = known.version if known.keyids == keyids else 0
         if version < before:
             raise UpdateRejected(f"rollback: announcement {version} is older than {before}, which came before")
         if version > before:
-            write_atomically(path, json.dumps({"keyids": keyids, "version": version}).encode())
+            write_atomically(path, msgspec.json.encode(_Announced(keyids, version)))
 
     def _updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
         """python-tuf's client over the files that were received."""
@@ -174,7 +186,7 @@ class Trust:
         for path in (*self._folder.glob("*.json"), *self._folder.glob("root_history/*.json")):
             try:
                 json.loads(path.read_bytes())
-            except (ValueError, OSError):
+            except (ValueError, RecursionError, OSError):
                 path.unlink(missing_ok=True)
         for path in self._folder.glob("tmp*"):
             path.unlink(missing_ok=True)

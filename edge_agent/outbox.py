@@ -28,7 +28,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from edge_agent.uptime import boot, uptime_s
-from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError
 from fedge.files import BlobFolder, locked, write_atomically
 from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 
@@ -171,7 +171,7 @@ class Outbox:
             return _verdicts.decode(self._acked.read_bytes())
         except FileNotFoundError:
             return []
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             log.warning("event=unreadable file=%s error=%s", self._acked, error)
             return []
 
@@ -202,7 +202,7 @@ class Outbox:
 def _order(data: bytes) -> Order:
     try:
         kept = _kept.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise ProtocolError("malformed", str(error)) from error
     order = decode(kept.order, Order)
     return msgspec.structs.replace(order, left_s=min(max(kept.left(order.left_s), 0.0), order.left_s))

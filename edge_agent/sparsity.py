@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedge.divergence import divergence
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import MALFORMED, ConfigError, StoreError
 from fedge.files import write_atomically
 from fedge.models.training import CHUNK, CPU, tensor
 
@@ -127,7 +127,7 @@ def _read(path: Path) -> Noise | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Noise)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
 
 

@@ -32,7 +32,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from fedge.errors import ProtocolError, UpdateRejected
+from fedge.errors import MALFORMED, ProtocolError, UpdateRejected
 from fedge.messages import Count, Digest, NonNegative, Role, Share
 from fedge.onnx_wire import unbounded
 from fedge.task import PRINTABLE, TaskSpec
@@ -201,7 +201,7 @@ def decode(data: bytes) -> Manifest:
         if version != SCHEMA_VERSION:
             raise UpdateRejected(f"manifest of schema version {version}, this runtime reads {SCHEMA_VERSION}")
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise UpdateRejected(f"manifest: {error}") from error
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):

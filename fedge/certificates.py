@@ -25,6 +25,11 @@ from fedge.config import NAME
 from fedge.errors import ConfigError
 from fedge.identity import CRL, Role, Subject
 
+UNREADABLE: Final = (
+    *(ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion),
+    *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+)
+"""What `cryptography` raises of certificates, requests and lists whose bytes are anything."""
 RENEW_AT: Final = 2 / 3
 """Share of its life after which a certificate or a list of revoked ones is made anew."""
 WARN_AT: Final = 3 / 4
@@ -59,7 +64,7 @@ def load_certificate(path: Path) -> x509.Certificate:
     """
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{path} holds no certificate: {error}") from error
 
 
@@ -86,7 +91,7 @@ def load_crl(path: Path) -> x509.CertificateRevocationList:
     """
     try:
         return x509.load_pem_x509_crl(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{path} holds no list of revoked certificates: {error}") from error
 
 
@@ -126,9 +131,9 @@ def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
     try:
         request = x509.load_pem_x509_csr(data)
         key, valid = request.public_key(), request.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except UNREADABLE as error:
         raise ConfigError(f"that is no request for a certificate: {error}") from error
-    (*names,) = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if not valid or len(names) != 1 or not isinstance(key, ec.EllipticCurvePublicKey):
         raise ConfigError("that is no request for a certificate that `fedge enrol` or an agent has made")
     return str(names[0].value), key
@@ -138,7 +143,7 @@ def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> 
     """Whether the authority's key signed the certificate. Dates are not looked at."""
     try:
         certificate.verify_directly_issued_by(authority)
-    except (InvalidSignature, ValueError, TypeError):
+    except (InvalidSignature, *UNREADABLE):
         return False
     return True
 

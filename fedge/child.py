@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from fedge.errors import ConfigError, FedgeError
+from fedge.errors import MALFORMED, ConfigError, FedgeError
 from fedge.loading import load_object
 
 R = TypeVar("R")
@@ -63,7 +63,7 @@ def call(function: str, *arguments: object, returns: type[R], timeout_s: float |
         raise ConfigError(said[-1] if said else f"exit {done.returncode}")
     try:
         return msgspec.msgpack.decode(done.stdout, type=returns, dec_hook=_rich)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # such as a number beyond its range
+    except MALFORMED as error:  # such as a number beyond its range
         raise ConfigError(f"its result makes no sense: {error}") from error
 
 

@@ -8,6 +8,13 @@ FedgeError
  └─ TransportError   the broker cannot be reached or refused us (exit code 3)
 """
 
+from typing import Final
+
+import msgspec
+
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises of bytes that are not what they should be, whoever made them."""
+
 
 class FedgeError(Exception):
     """Base of all errors below; its text is fit to be shown to a user. `exit_code` ends the `fedge` command."""

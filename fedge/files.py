@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import stat
@@ -17,7 +16,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Final
 
-from fedge.errors import ConfigError, StoreError
+import msgspec
+
+from fedge.errors import MALFORMED, ConfigError, StoreError
 from fedge.tensors import digest_of
 
 COPY_BYTES: Final = 1 << 20
@@ -206,14 +207,20 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+class _Slots(msgspec.Struct, frozen=True):
+    """What of slots.json is read here."""
+
+    highest_release: int = 0
+
+
 def highest_release(home: Path) -> int:
     """The highest release of a bundle that a device has had, whoever made it; 0: none.
 
     HOME/bundles/N are those of its agent, HOME/slots.json says the highest that ever answered (`deploy.slots`).
     """
     numbers = [int(path.name) for path in (home / "bundles").glob("[0-9]*") if path.name.isdecimal()]
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # its own reader says what is wrong
-        numbers.append(int(json.loads((home / "slots.json").read_bytes()).get("highest_release", 0)))
+    with contextlib.suppress(OSError, *MALFORMED):  # its own reader says what is wrong
+        numbers.append(msgspec.json.decode((home / "slots.json").read_bytes(), type=_Slots).highest_release)
     return max(numbers, default=0)
 
 

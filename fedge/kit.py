@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from fedge import certificates
 from fedge.config import Name
-from fedge.errors import ConfigError
+from fedge.errors import MALFORMED, ConfigError
 from fedge.identity import out_of_date, subject_of
 from fedge.task import TaskSpec
 from fedge.transport import parse_address
@@ -78,7 +78,7 @@ def unseal(data: bytes) -> Kit:
         assert isinstance(key, ec.EllipticCurvePublicKey)
         key.verify(sealed.signature, sealed.kit.encode(), ec.ECDSA(hashes.SHA256()))
         parse_address(kit.broker)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError, AssertionError, InvalidSignature) as error:
+    except (*MALFORMED, *certificates.UNREADABLE, AssertionError, InvalidSignature) as error:
         raise ConfigError("it is no start-up kit, or is damaged: copy it once more from the server") from error
     if subject_of(certificate) != certificates.device_subject(kit.federation, kit.id):
         raise ConfigError(f"its certificate is not that of the device {kit.id} of {kit.federation}")

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fedge.errors import ProtocolError
+from fedge.errors import MALFORMED, ProtocolError
 
 MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
@@ -360,13 +360,13 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
         raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed")
     try:
         version, body = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ProtocolError("malformed", str(error)) from error
     if version != kind.VERSION:
         raise ProtocolError("version", f"peer speaks version {version}, we speak {kind.VERSION}: update the older side")
     try:
         message = _body_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ProtocolError("malformed", str(error)) from error
     if not isinstance(message, kind):
         raise ProtocolError("unexpected-type", f"{type(message).__name__} where {kind.__name__} belongs")
@@ -379,7 +379,7 @@ def is_outdated(data: bytes | bytearray | memoryview) -> bool:
     """Whether these bytes are a message between agent and coordinator of a version before ours."""
     try:
         version, _ = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return False
     return 0 < version < Status.VERSION
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -20,7 +22,7 @@ MEMORY_SHARE: Final = 0.5
 
 _DAMAGED: Final = (
     OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, RecursionError, AttributeError,
-    zipfile.BadZipFile, zlib.error,
+    zipfile.BadZipFile, zlib.error, tokenize.TokenError,
 )  # fmt: skip
 """What NumPy and zipfile raise of a file whose bytes are anything."""
 
@@ -41,9 +43,18 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
                     f"{file} holds arrays of {claimed / 2**20:.0f} MiB, at most {allowed / 2**20:.0f} MiB, half of the "
                     "memory, may be read here"
                 )
-            return {name: archive[name] for name in found}
+            return {name: _readable(archive[name]) for name in found}
     except _DAMAGED as error:
         raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
+
+
+def _readable(array: NDArray[Any]) -> NDArray[Any]:
+    """The same array; text whose numbers are no characters would bring down who reads it."""
+    if array.dtype.kind == "U":
+        numbers = np.ascontiguousarray(array).reshape(-1).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
+        if numbers.size and numbers.max() > sys.maxunicode:
+            raise ValueError("text that holds no characters")
+    return array
 
 
 def _claimed(archive: zipfile.ZipFile, name: str) -> int:

@@ -98,11 +98,11 @@ class Renewal:
         """
         from cryptography import x509
 
-        from fedge.certificates import is_issued_by, load_certificate, now
+        from fedge.certificates import UNREADABLE, is_issued_by, load_certificate, now
 
         try:
             certificate = x509.load_pem_x509_certificate(data[:MAX_BYTES])
-        except ValueError as error:
+        except UNREADABLE as error:
             raise ProtocolError("certificate", f"what came as our new one is none: {error}") from error
         if not is_issued_by(certificate, load_certificate(_path(self._transport.settings.ca_file))):
             raise ProtocolError("certificate", "our new one is not by our authority")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from fedge.errors import ConfigError, ProtocolError
+from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
 
@@ -265,7 +265,7 @@ def report_of(order: Order, result: Result, seconds: float) -> Report:
 def _read(body: bytes, kind: type[T]) -> T:
     try:
         value = msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ProtocolError("malformed", f"{kind.__name__}: {error}") from error
     if not all_finite(msgspec.to_builtins(value)):
         raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")

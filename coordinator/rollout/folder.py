@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.rollout import Plan, Progress
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import MALFORMED, ConfigError, StoreError
 from fedge.files import locked, write_atomically
 from fedge.messages import Count, Id, Phase
 
@@ -66,7 +66,7 @@ class Folder:
             return msgspec.json.decode((self.path / "state.json").read_bytes(), type=Record)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, *MALFORMED) as error:
             raise StoreError(f"cannot read {self.path / 'state.json'}: {error}") from error
 
     def write(self, record: Record) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from edge_agent.device import Device
-from fedge.errors import StoreError
+from fedge.errors import MALFORMED, StoreError
 from fedge.files import write_atomically
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 
@@ -102,5 +102,5 @@ def _read(path: Path) -> Told | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Told)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error

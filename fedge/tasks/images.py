@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.config import nearest
-from fedge.errors import ConfigError
+from fedge.errors import MALFORMED, ConfigError
 from fedge.preprocess import load_image
 from fedge.task import TaskSpec
 from fedge.tasks.arrays import TEST, TRAIN, VALIDATION
@@ -98,12 +98,16 @@ def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
     """Which images `sensitive.txt` names, one relative path a line; none where there is no such file.
 
     Raises:
-        ConfigError: it names an image that is not there.
+        ConfigError: it names an image that is not there, or is no text.
     """
     file = folder / SENSITIVE_FILE
     if not file.exists():
         return np.zeros(len(images), dtype=np.bool_)
-    marked = {line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} must name an image a line, in UTF-8: {error}") from error
+    marked = {line.strip() for line in lines if line.strip()}
     if missing := sorted(marked - set(images)):
         raise ConfigError(f"{file} marks {missing[0]}, which is not there: a marked image must not be lost by a typo")
     return np.array([image in marked for image in images], dtype=np.bool_)
@@ -131,7 +135,7 @@ def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | No
 def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[Literal["val", "test"], list[str]])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ConfigError(f'{file} must be {{"val": [paths], "test": [paths]}}: {error}') from error
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.config import nearest
-from fedge.errors import ConfigError
+from fedge.errors import MALFORMED, ConfigError
 from fedge.files import write_atomically
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, images
@@ -108,7 +108,7 @@ def code_of(task: TaskSpec) -> tuple[str, ...]:
 def _read(path: Path, allow: Container[str]) -> TaskSpec:
     try:
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ConfigError(f"{path} is no task: {error}") from error
     if foreign := [code for code in code_of(task) if code not in allow]:
         raise ConfigError(

@@ -1,0 +1,260 @@
+"""One federation in bad weather: programs are killed and stopped, the network and the disks fail, clocks jump.
+
+The end is equal, in every bit, to that of the same federation in one process without a network, in which the same
+devices are there in each round and the same ones decline: a device that is away when a round begins is not asked, and
+one that has run out of memory or disk may say so instead of working.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import shutil
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.fleet import Answer
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import State
+from coordinator.methods.dbe import DbeState
+from coordinator.methods.fedavg import FedAvgState
+from coordinator.methods.fedge import FedgeState
+from coordinator.methods.personal_layers import PersonalState
+from edge_agent.worker import Worker
+from fedge.broker import LocalBroker
+from fedge.step import Action
+from fedge.transport import BrokerSettings
+from tests.chaos import audit, disk
+from tests.chaos.echo import Echo
+from tests.chaos.network import Network
+from tests.chaos.programs import Program
+from tests.support.federation import NAME, SEED, Federation, same, settings, words
+
+DEVICES: Final = ("cam0", "cam1", "cam2")
+METHODS: Final[Mapping[str, type[State]]] = {
+    "fedavg": FedAvgState, "fedrep": PersonalState, "dbe": DbeState, "fedge": FedgeState
+}  # fmt: skip
+STEPS: Final = 3
+KIND: Final = {
+    "kill": 14, "stop": 2, "broker": 2, "cut": 1, "slow": 1, "silent": 0.5, "clock": 1, "coordinator's disk": 0.5,
+    "coordinator's disk read-only": 0.5,
+}  # fmt: skip
+"""How often which fault comes, relative to each other."""
+ROUGH: Final = {**KIND, "memory": 2, "device's disk": 1, "device's disk read-only": 1}
+FORWARD_S: Final = 365 * 86400.0
+END_S: Final = 600.0
+LONGEST_PAUSE_S: Final = 15.0
+"""Faults come less often as long as nothing is done between them: a slow machine would never get on."""
+EXPECTED: Final = {None, 0, 130, -signal.SIGKILL, 4}
+"""Exit codes: stopped, killed, or the disk was full."""
+
+
+class Weather:
+    """A federation whose programs are started again whenever they end. `n`: how often what was done to it."""
+
+    def __init__(self, folder: Path, rng: random.Random, *, rounds: int, rough: bool, every_s: float) -> None:
+        self.n: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._folder = folder
+        self._rng = rng
+        self._rounds = rounds
+        self._rough = rough
+        self._every_s = every_s
+        self._method = rng.choice(list(METHODS))
+        self._programs: dict[str, Program] = {}
+        self._disks: set[str] = set()
+        self._full: Counter[str] = Counter()
+        self._poor: set[str] = set()  # those with little memory, which may end in any way
+        self._kept: audit.Rows = {}
+
+    def __str__(self) -> str:
+        return f"{self._method}, {self._rounds} rounds, {'rough' if self._rough else 'kind'} weather"
+
+    async def run(self) -> None:
+        """From the first start to the audit; `wrong` is what it found."""
+        async with self._around():
+            raging = asyncio.create_task(self._rage())
+            try:
+                async with asyncio.timeout(END_S):
+                    while await self._watch():  # noqa: ASYNC110 - programs tell nobody
+                        await asyncio.sleep(0.02)
+            except TimeoutError:
+                self.wrong.append(f"no end within {END_S:.0f} s")
+            finally:
+                raging.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await raging
+                for program in self._programs.values():
+                    program.send(signal.SIGCONT)
+                    program.kill()
+            if not self.wrong:
+                await self._audit()
+
+    @asynccontextmanager
+    async def _around(self) -> AsyncIterator[None]:
+        """Broker, network and disks."""
+        for name in ("coordinator", *DEVICES):
+            if disk.mount(self._folder / name):
+                self._disks.add(name)
+        try:
+            async with LocalBroker(home=self._folder / "broker") as self._broker:
+                direct = BrokerSettings(self._broker.host, self._broker.port)
+                async with (
+                    Network(self._broker.host, self._broker.port) as self._network,
+                    Echo(direct, NAME, self._rng) as self._echo,
+                ):
+                    self._federation = Federation(self._network, self._folder, devices=DEVICES)  # type: ignore[arg-type]
+                    yield
+        finally:
+            for name in self._disks:
+                if self.wrong:
+                    shutil.copytree(self._folder / name, self._folder / f"{name}.kept", dirs_exist_ok=True)
+                disk.unmount(self._folder / name)
+
+    # ------------------------------------------------------------------------------------------------- programs
+
+    async def _watch(self) -> bool:
+        """Start what has ended; False once the coordinator is done."""
+        for name in ("coordinator", *DEVICES):
+            program = self._programs.get(name)
+            if program is None or program.ended is not None:
+                code = None if program is None else program.ended
+                if name == "coordinator" and code == 0:
+                    return False
+                if not (code in EXPECTED or name in self._poor) or (code == 4 and not self._full[name]):
+                    self.wrong.append(f"{name} ended with {code}: {_end_of(program)}")
+                    return False
+                self._full[name] = int(self._full[name] > 0)
+                if name == "coordinator":
+                    self._look()
+                self._start(name)
+        return True
+
+    def _start(self, name: str, memory: int | None = None) -> None:
+        federation = self._federation
+        where = {"broker": f"{self._network.host}:{self._network.port}", "federation": NAME}
+        given: dict[str, Any] = {**where, "task": self._folder / "task.json", "home": self._folder / name}
+        if name == "coordinator":
+            given |= {"seed": SEED, "devices": len(DEVICES), "deadline_s": 3600, "method": self._method}
+            given |= {"rounds": self._rounds, "local_steps": STEPS}
+        else:
+            given |= {"id": name, "data": federation.data(name), "context_interval_s": 1}
+        role = "coordinator" if name == "coordinator" else "agent"
+        log = self._folder / f"{name}.log"
+        ahead_s = self._rng.choice((0.0, 0.0, FORWARD_S, -FORWARD_S))
+        self._programs[name] = Program([role, *words(given)], log, ahead_s=ahead_s, memory=memory)
+        self._poor = self._poor - {name} | ({name} if memory else set())
+        self.n["starts"] += 1
+
+    def _look(self) -> None:
+        """What was accepted stays accepted."""
+        now = audit.rows(self._federation)
+        self.wrong += audit.lost(self._kept, now)
+        self._kept = now
+
+    # --------------------------------------------------------------------------------------------------- faults
+
+    async def _rage(self) -> None:
+        faults: Mapping[str, float] = ROUGH if self._rough else KIND
+        pause_s, done = self._every_s, 0
+        while True:
+            await asyncio.sleep(self._rng.expovariate(1 / pause_s))
+            before, done = done, audit.n_closed(self._federation)
+            pause_s = max(self._every_s, pause_s / 2) if done > before else min(1.2 * pause_s, LONGEST_PAUSE_S)
+            (fault,) = self._rng.choices(list(faults), weights=list(faults.values()))
+            await self._strike(fault)
+
+    async def _strike(self, fault: str) -> None:
+        victim = self._rng.choice(("coordinator", *DEVICES))
+        device = self._rng.choice(DEVICES)
+        match fault:
+            case "kill":
+                self._kill(victim)
+            case "stop":
+                self._programs[victim].send(signal.SIGSTOP)
+                await asyncio.sleep(self._rng.uniform(0.1, 2.0))
+                self._programs[victim].send(signal.SIGCONT)
+            case "broker":
+                await self._broker.kill()
+                await asyncio.sleep(self._rng.choice((0.0, 0.5)))
+                await self._broker.start()
+                self.n["kills"] += 1
+            case "cut":
+                self._network.refusing = True
+                self._network.cut()
+                await asyncio.sleep(self._rng.uniform(0.0, 1.0))
+                self._network.refusing = False
+            case "slow":
+                self._network.delay_s, self._network.bytes_per_s = 0.2, 50_000.0
+                await asyncio.sleep(self._rng.uniform(0.5, 2.0))
+                self._network.delay_s = self._network.bytes_per_s = 0.0
+            case "silent":
+                self._network.silent = True
+                await asyncio.sleep(self._rng.uniform(0.2, 1.0))
+                self._network.cut()
+                self._network.silent = False
+            case "clock":
+                self._programs[victim].jump(self._rng.choice((0.0, FORWARD_S, -FORWARD_S, 3600.0)))
+            case "memory":
+                self._kill(device)
+                self._start(device, memory=self._rng.randint(1, 60) << 20)
+            case _:
+                await self._fill(device if fault.startswith("device") else "coordinator", fault)
+        self.n[fault] += 1
+
+    def _kill(self, name: str) -> None:
+        if self._programs[name].running:
+            self._programs[name].kill()
+            self.n["kills"] += 1
+
+    async def _fill(self, name: str, fault: str) -> None:
+        if name not in self._disks:
+            return
+        self._full[name] = 2  # its next two ends may be for this reason
+        folder = self._folder / name
+        if fault.endswith("read-only"):
+            self._kill(name)
+            with disk.read_only(folder) as done:
+                await asyncio.sleep(0.3 if done else 0.0)
+        else:
+            with disk.full(folder):
+                await asyncio.sleep(self._rng.uniform(0.2, 1.0))
+
+    # ---------------------------------------------------------------------------------------------------- audit
+
+    async def _audit(self) -> None:
+        self._look()
+        self.wrong += audit.books(self._federation, self._echo.said)
+        self.n["orders"] += len(self._kept)
+        self.n["repeated messages"] += self._echo.n_repeated
+        replay = functools.partial(Replay, **audit.history(self._federation))
+        expected = await self._federation.undisturbed(self._method, settings(self._rounds, steps=STEPS), replay)
+        if not same(self._federation.state(METHODS[self._method]), expected):
+            self.wrong.append("the end is not that of the undisturbed run")
+
+
+class Replay(SimulatedFleet):
+    """The same devices are there in each round, and the same orders have no result."""
+
+    def __init__(self, *given: Any, there: Mapping[int, frozenset[str]], refused: audit.Refused, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._there_at, self._refused = there, refused
+
+    def _present(self) -> dict[str, Worker]:
+        return {i: worker for i, worker in self.workers.items() if i in self._there_at.get(self.round, self.workers)}
+
+    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        without = {i: (self.round, label, i) for i in actions if (self.round, label, i) in self._refused}
+        found = super()._carried_out(label, {i: action for i, action in actions.items() if i not in without})
+        found |= {i: Answer(i, self._refused[key], 0.0, self.round) for i, key in without.items()}
+        return dict(sorted(found.items()))
+
+
+def _end_of(program: Program | None) -> str:
+    return "" if program is None else program.log.read_text(errors="replace")[-2000:]

@@ -1,0 +1,404 @@
+"""Every decoder of bytes from elsewhere, as a function that takes any bytes.
+
+Each either returns, having seen that what it read is sound, or raises a `FedgeError`. Anything else is a defect:
+another exception, a failed assertion, a hang, a gigabyte of memory. `python -m tests.fuzz` searches for such bytes, and
+`test_corpus.py` replays those that it found worth keeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import ssl
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+import numpy as np
+import zstandard
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+from coordinator.rollout.folder import Folder
+from deploy import protocol
+from deploy.link import _read_outcome
+from deploy.server import Server
+from deploy.slots import Slots, state_of
+from deploy.trust import Trust, install_root
+from edge_agent import sparsity
+from edge_agent.cli import AgentSettings
+from edge_agent.outbox import Outbox
+from edge_agent.steps import describe_labels
+from fedge import bundle, codec, messages, onnx_wire
+from fedge.certificates import new_key, read_request
+from fedge.config import resolve
+from fedge.errors import FedgeError, ProtocolError
+from fedge.files import BlobFolder, highest_release
+from fedge.kit import Kit, seal, unseal
+from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
+from fedge.step import body_of, installed_steps, read_action, read_result
+from fedge.task import Preprocessing, TaskSpec
+from fedge.tasks import task_spec
+from fedge.tasks.arrays import class_names, read
+from fedge.tasks.images import sensitive_flags, split_numbers
+from fedge.tensors import Layout, TensorInfo, from_bytes, to_bytes
+from fedge.transfer import Receiving, Sending, _Part
+from tests.deploy.repository import Simulator
+from tests.deploy.serving import served
+
+KINDS: Final = get_args(messages.Message)
+LAYOUT: Final = Layout(
+    tensors=(
+        TensorInfo(name="w", shape=(3, 4), kind="param"),
+        TensorInfo(name="none", shape=(0,), kind="param"),
+        TensorInfo(name="mean", shape=(4,), kind="buffer"),
+        TensorInfo(name="n", shape=(), kind="counter"),
+    )
+)
+GREY: Final = TaskSpec(
+    name="toy",
+    classes=("a", "b"),
+    input_shape=(1, 4, 4),
+    model="mlp",
+    preprocessing=Preprocessing(scale=255.0, mean=0.5, std=0.5, image_mode="L"),
+)
+ORDER: Final = Order(
+    id="o", device_id="d", run="r", round=1, label="l", seed=1, task_fingerprint="t", left_s=1.0, step="s", body=b""
+)
+IMAGES: Final = ("a/1.png", "a/2.png", "b/1.png")
+
+
+@cache
+def folder() -> Path:
+    """Of this process; where decoders of files find them. In memory, where there is such a place."""
+    memory = Path("/dev/shm")
+    _folders.append(tempfile.TemporaryDirectory(prefix="fedge-fuzz-", dir=memory if memory.is_dir() else None))
+    return Path(_folders[0].name)
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+
+
+def written(name: str, data: bytes) -> Path:
+    """A file that holds these bytes."""
+    path = folder() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def chosen(data: bytes, among: int) -> tuple[int, bytes]:
+    """The first byte says which of several decoders gets the rest."""
+    return (data[0] % among if data else 0), data[1:]
+
+
+def all_of(*decoders: Callable[[], object]) -> None:
+    """Call each, whatever the others refuse."""
+    for decoder in decoders:
+        with contextlib.suppress(FedgeError):
+            decoder()
+
+
+# ----------------------------------------------------------------------------------------------------------- wire
+
+
+def message(data: bytes) -> None:
+    """What was read can be sent, and is the same again."""
+    number, payload = chosen(data, len(KINDS))
+    kind: Any = KINDS[number]
+    found = messages.decode(payload, kind)
+    assert isinstance(found, kind)
+    with contextlib.suppress(ValueError):  # it may be larger now: fields that had been left out
+        assert messages.decode(messages.encode(found), kind) == found
+
+
+def step(data: bytes) -> None:
+    """The action and the result of each step."""
+    known = installed_steps()
+    number, payload = chosen(data, len(known))
+    name = sorted(known)[number]
+    kind: Any = known[name]
+    order = msgspec.structs.replace(ORDER, step=name, version=kind.VERSION, body=payload)
+
+    def action() -> None:
+        found: Any = read_action(order, known)
+        assert read_action(msgspec.structs.replace(order, body=body_of(found)), known) == found
+
+    def result() -> None:
+        report = Report(order_id="o", device_id="d", seconds=0.0, outcome=Outcome.DONE, body=payload)
+        found = read_result(report, kind)
+        assert read_result(msgspec.structs.replace(report, body=body_of(found)), kind) == found
+
+    all_of(action, result)
+
+
+def safetensors(data: bytes) -> None:
+    """Tensors that were read are written as they were read."""
+    found = from_bytes(data)
+    again = from_bytes(to_bytes(found))
+    assert all(array.tobytes() == again[name].tobytes() for name, array in found.items())
+
+
+def blob(data: bytes) -> None:
+    """A model of the layout, finite in each number; its norms are those of what was read."""
+    number, payload = chosen(data, 2 * len(Codec))
+    kind = list(Codec)[number % len(Codec)]
+    if number >= len(Codec):  # so that the search need not find what zstd makes of safetensors
+        payload = zstandard.ZstdCompressor().compress(payload)
+    found = codec.decode(payload, kind, LAYOUT)
+    assert np.isfinite(found.params).all()
+    assert np.isfinite(found.buffers).all()
+    assert np.allclose(codec.check(payload, kind, LAYOUT), codec.norms_of(found), rtol=1e-4, atol=1e-18)
+
+
+def transfer(data: bytes) -> None:
+    """Chunks and Wants in any order: what is missing here and what has arrived there are the whole."""
+    size = 1 << 16
+    receiving, sending, have = Receiving(size), Sending(), np.zeros(size, np.bool_)
+    for at in range(0, len(data) - 4, 5):
+        what, low, high = data[at], *(int.from_bytes(data[at + k : at + k + 2], "little") for k in (1, 3))
+        match what % 6:
+            case 0:
+                with contextlib.suppress(ProtocolError):
+                    for start, end in receiving.arrived(low, high):
+                        assert not have[start:end].any()
+                        have[start:end] = True
+                        receiving.stored(start, end)
+            case 1:
+                assert all(not have[start:end].any() for start, end in receiving.ask(high))
+            case 2:
+                receiving.stalled()
+            case 3:
+                sending.want(("d", "c"), [(low, max(low + 1, high))], ("device", what % 3) if what & 64 else None)
+            case 4:
+                chunk = sending.next(high + 1)
+                assert chunk is None or 0 < chunk[2] - chunk[1] <= high + 1
+            case _:
+                sending.release(("d", "c"))
+    assert size - sum(end - start for start, end in receiving.missing) == int(have.sum())
+
+
+def record(data: bytes) -> None:
+    """What an earlier receiver left of a blob: the list of its ranges."""
+    ref = BlobRef(digest="0" * 64, size_bytes=100)
+    place = folder() / "parts"
+    store = BlobFolder(place)
+    (place / f"{ref.digest}.part").write_bytes(b"x" * 100)
+    (place / f"{ref.digest}.ranges").write_bytes(data)
+    part = _Part(store, ref, durable=False)
+    try:
+        assert all(0 <= start < end <= 100 for start, end in part.have)
+        Receiving(100, part.have)
+        part.verify_and_keep()
+    finally:
+        part.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def npz(data: bytes) -> None:
+    """A device's samples: as a file, and as one member of an archive, whose checksum no search would find."""
+    number, payload = chosen(data, 1 + len(NAMES))
+    file = written("data.npz", payload)
+    if number:
+        whole = {name: np.zeros((4, 2)) if name == "x" else np.zeros(4, np.int64) for name in ("x", "y")}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in whole.items():
+                if name != NAMES[number - 1]:
+                    np.lib.format.write_array(made := io.BytesIO(), array)
+                    archive.writestr(f"{name}.npy", made.getvalue())
+            archive.writestr(f"{NAMES[number - 1]}.npy", payload)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = read(file)
+        assert found["x"].ndim >= 2
+        assert found["y"].min() >= 0
+        assert all(name.isprintable() for name in class_names(found, file))
+
+
+NAMES: Final = ("x", "y", "split", "sensitive", "user", "classes")
+
+
+def config(data: bytes) -> None:
+    """A configuration file."""
+    resolve(AgentSettings, "agent", written("fedge.toml", data), {})
+
+
+def manifest(data: bytes) -> None:
+    """The manifest of a bundle; what was read is the same when it is written and read again."""
+    found = bundle.decode(data)
+    assert bundle.decode(bundle.encode(found)) == found
+
+
+def graph(data: bytes) -> None:
+    """A graph in ONNX's format."""
+    with contextlib.suppress(ValueError):
+        onnx_wire.unbounded(memoryview(data))
+
+
+def metadata(data: bytes) -> None:
+    """One file of a signed repository, a root of trust, or what the device has kept of them, is something else."""
+    simulator = _repository()
+    number, payload = chosen(data, len(SENT) + len(KEPT) + 1)
+    home = folder() / "device"
+    if number == len(SENT) + len(KEPT):
+        install_root(home, payload)
+    install_root(home, simulator.files["1.root.json"])
+    files = dict(simulator.files)
+    if number < len(SENT):
+        files[SENT[number]] = payload
+    else:
+        written(f"device/trust/{KEPT[number - len(SENT)]}", payload)
+    all_of(
+        lambda: Trust(home).manifest(files, "5/manifest.json"),
+        lambda: Trust(home).rollout(_announced(), "f"),
+    )
+
+
+SENT: Final = ("2.root.json", "timestamp.json", "1.snapshot.json", "1.targets.json")
+KEPT: Final = (
+    "root.json",
+    "timestamp.json",
+    "snapshot.json",
+    "targets.json",
+    "announced.json",
+    "root_history/1.root.json",
+)
+
+
+@cache
+def _announced() -> Announcement:
+    rollout = Rollout(id="r", state=RolloutState.RUNNING, target="5/manifest.json", release=5, share=1.0, metadata={})
+    return _repository().announce(rollout, "f")
+
+
+@cache
+def _repository() -> Simulator:
+    return Simulator()
+
+
+def credentials(data: bytes) -> None:
+    """A start-up kit, also with any certificate in it, and a request for a certificate."""
+    number, payload = chosen(data, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of serial numbers that will be refused one day
+        match number:
+            case 0:
+                unseal(payload)
+            case 1:
+                text = ssl.DER_cert_to_PEM_cert(payload)
+                inner = Kit(
+                    federation="f", id="cam0", broker="server:8883", ca=text[:10_000], certificate=text[:10_000]
+                )
+                unseal(seal(inner, _key()))
+            case 2:
+                read_request(payload)
+            case _:
+                read_request(ssl.DER_cert_to_PEM_cert(payload).replace(" CERTIFICATE", " CERTIFICATE REQUEST").encode())
+
+
+@cache
+def _key() -> EllipticCurvePrivateKey:
+    return new_key()
+
+
+def state(data: bytes) -> None:
+    """Files that a device or a coordinator wrote itself, on a disk that has changed them."""
+    home = folder() / "state"
+    for name in ("slots.json", "outcome.json", "noise.json", "rollout/state.json", "outbox/acked", "outbox/orders/o"):
+        written(f"state/{name}", data)
+    written("state/outbox/version", b"2")
+    written("state/outbox/reports/o", data)
+    all_of(
+        lambda: state_of(home),
+        lambda: Slots(home),
+        lambda: highest_release(home),
+        lambda: _read_outcome(home),
+        lambda: Folder(home).read(),
+        lambda: sparsity._read(home / "noise.json"),
+        lambda: describe_labels._read(home / "noise.json"),
+        lambda: Outbox(home / "outbox").close(),
+    )
+
+
+def owner(data: bytes) -> None:
+    """Files that a person brings: a task, a split, marks of sensitive images."""
+    for name in ("task.json", "split.json", "sensitive.txt"):
+        written(f"owner/{name}", data)
+    home = folder() / "owner"
+    all_of(
+        lambda: task_spec(str(home / "task.json")),
+        lambda: split_numbers(home, IMAGES),
+        lambda: sensitive_flags(home, IMAGES),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- server
+
+
+def request(data: bytes) -> None:
+    """An inference request: the length of its JSON object, and itself."""
+    length, payload = int.from_bytes(data[:2], "little"), data[2:]
+    found = protocol.decode(payload, length or None)
+    if isinstance(found.x, tuple):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert len(protocol.load_images(GREY, found.x)) == len(found.x)
+    else:
+        assert np.isfinite(found.x).all()
+
+
+def http(data: bytes) -> None:
+    """Anything at all on the port of `fedge serve`: it answers or hangs up, and answers the next one."""
+    loop, url = _serving()
+    loop.run_until_complete(_ask(url, data))
+
+
+async def _ask(address: tuple[str, int], data: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(data)
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):  # or it waits for more
+            answer = await reader.read(MAX_ANSWER)
+            assert not answer or answer.startswith(b"HTTP/"), answer[:100]
+            assert b" 500 " not in answer[:13], answer[:300]
+    writer.close()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+    writer.close()
+
+
+PATIENCE_S: Final = 0.02
+MAX_ANSWER: Final = 1 << 16
+
+
+@cache
+def _serving() -> tuple[asyncio.AbstractEventLoop, tuple[str, int]]:
+    loop = asyncio.new_event_loop()
+
+    async def start() -> tuple[str, int]:
+        stack = contextlib.AsyncExitStack()
+        model = await stack.enter_async_context(served())
+        server = await stack.enter_async_context(Server([model], port=0))
+        _open.append(stack)
+        host, _, port = server.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    return loop, loop.run_until_complete(start())
+
+
+_open: list[contextlib.AsyncExitStack] = []
+
+ALL: Final = (
+    *(message, step, safetensors, blob, transfer, record),
+    *(npz, config, manifest, graph, metadata, credentials, state, owner),
+    *(request, http),
+)
+DECODERS: Final[Mapping[str, Callable[[bytes], None]]] = {function.__name__: function for function in ALL}
