@@ -23,7 +23,9 @@ from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.identity import Role, Subject
 from fedge.messages import Status, decode, is_outdated
+from fedge.sealed import speaker
 from fedge.tasks import task_spec
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
@@ -244,12 +246,14 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
     found: dict[str, str] = {}
     news = asyncio.Event()
     topics = Topics(federation)
+    signed = speaker(broker, Subject(federation, Role.STATUS, "status"), None)
 
     async def note(inbound: Inbound) -> None:
         device = topics.parts(inbound.topic)[1]
         if inbound.payload:  # otherwise it was cleared
-            old = is_outdated(inbound.payload)
-            found[device] = outdated(device) if old else decode(inbound.payload, Status).presence
+            payload = signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+            old = is_outdated(payload)
+            found[device] = outdated(device) if old else decode(payload, Status).presence
             news.set()
 
     transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))

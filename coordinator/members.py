@@ -8,16 +8,19 @@ A certificate of the authority alone is not enough: its name must be on the list
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, ProtocolError
 from fedge.files import write_atomically
-from fedge.identity import Role
+from fedge.identity import CRL, Authority, Role, Subject
 from fedge.messages import Id
+
+log = logging.getLogger("fedge.coordinator")
 
 MEMBERS: Final = "members.json"
 
@@ -64,3 +67,80 @@ def write_members(file: Path, members: Members) -> None:
         StoreError: the disk is full or broken.
     """
     write_atomically(file, msgspec.json.format(msgspec.json.encode(members), indent=1))
+
+
+class Watched:
+    """The two files, looked at now and then, and read again when they have changed.
+
+    Args:
+        folder: where they lie.
+        federation: whose members they must be.
+
+    Raises:
+        ConfigError: the list cannot be read, or is another federation's.
+    """
+
+    def __init__(self, folder: Path, federation: str) -> None:
+        self._file, self._revocations = folder / MEMBERS, folder / CRL
+        self._federation = federation
+        self._seen = _version_of(self._file), _version_of(self._revocations)
+        self._read_at = self._seen[0]
+        self._members = self._read()
+
+    def _read(self) -> Members:
+        members = read_members(self._file)
+        if members.federation != self._federation:
+            raise ConfigError(f"{self._file} is of federation {members.federation}, and this is {self._federation}")
+        return members
+
+    def _refresh(self) -> None:
+        """Take note of a list that was written anew; one that cannot be read changes nothing."""
+        if (now := _version_of(self._file)) == self._read_at:
+            return
+        self._read_at = now
+        try:
+            self._members = self._read()
+        except ConfigError as error:
+            log.error("event=members_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
+
+    def admit(self, subject: Subject) -> None:
+        """See that somebody is on the list, who may have come to it a moment ago.
+
+        Raises:
+            ProtocolError: `revoked` or `not-a-member`.
+        """
+        if self._members.admits(subject.name, subject.role):
+            return
+        self._refresh()
+        if self._members.admits(subject.name, subject.role):
+            return
+        member = self._members.members.get(subject.name)
+        if member is not None and member.revoked is not None:
+            raise ProtocolError("revoked", f"{subject}, on {member.revoked}")
+        raise ProtocolError("not-a-member", f"{subject} is not in {self._file}")
+
+    def admits(self, name: str, role: Role) -> bool:
+        """Whether somebody may speak in this role."""
+        return self._members.admits(name, role)
+
+    def look(self, authority: Authority) -> bool:
+        """Read what has changed since the last look, and tell the authority; False: nothing has."""
+        if (now := (_version_of(self._file), _version_of(self._revocations))) == self._seen:
+            return False
+        self._seen = now
+        self._refresh()
+        try:
+            if now[1] is not None:
+                authority.read(self._revocations)
+        except ConfigError as error:
+            log.error("event=revocations_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
+        return True
+
+
+def _version_of(file: Path) -> tuple[int, int] | None:
+    """Another one for each time that the file is replaced; None: it is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino

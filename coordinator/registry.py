@@ -26,6 +26,8 @@ class _Known:
     status: Status
     context: Context | None = None
     ahead_s: float = 0.0  # of our clock
+    before: str = ""  # its incarnation before this one
+    twice: bool = False  # two agents speak as this device
 
 
 class Registry:
@@ -68,10 +70,14 @@ class Registry:
         before = self._known.get(topic_id)
         if before is None and topic_id not in self._contexts and not self._has_room(status):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
-        if before and status.presence is Presence.OFFLINE and status.incarnation != before.status.incarnation:
+        another = before is not None and status.incarnation != before.status.incarnation
+        if before and another and status.presence is Presence.OFFLINE and not before.twice:
             return False  # the last will of an earlier life
         context = before.context if before else self._contexts.get(topic_id)
-        self._known[topic_id] = _Known(status, context, before.ahead_s if before else 0.0)
+        self._known[topic_id] = known = _Known(status, context, before.ahead_s if before else 0.0)
+        if before:
+            known.before = before.status.incarnation if another else before.before
+            known.twice = status.incarnation == before.before or (before.twice and not another)
         self._changed.set()
         if before and before.status.release < status.release and _but_for_release(before.status, status):
             return False
@@ -118,6 +124,27 @@ class Registry:
         if topic_id not in self._drifting and len(self._drifting) >= MAX_DEVICES and not self.knows(topic_id):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
         self._drifting[topic_id] = health.release
+        self._changed.set()
+
+    def incarnation(self, device_id: str) -> str | None:
+        """Of the agent that speaks as this device; None: none has."""
+        known = self._known.get(device_id)
+        return known.status.incarnation if known else None
+
+    def is_twice(self, device_id: str) -> bool:
+        """Whether two agents speak as this device: one was back after the other had come."""
+        known = self._known.get(device_id)
+        return known is not None and known.twice
+
+    def doubt(self, device_id: str) -> None:
+        """Something older than what we know came from this device: another agent may speak as it."""
+        if device_id in self._known:
+            self._known[device_id].twice = True
+
+    def forget(self, device_id: str) -> None:
+        """It is no device of ours any more."""
+        for known in (self._known, self._contexts, self._drifting):
+            known.pop(device_id, None)
         self._changed.set()
 
     def knows(self, device_id: str) -> bool:

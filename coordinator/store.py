@@ -48,6 +48,7 @@ class Store:
             ConfigError: another process has it open.
             StoreError: it cannot be read or written, or was written by a newer fedge.
         """
+        self.home = home
         with _guarded(), contextlib.ExitStack() as undo:
             taken = f"another coordinator works in {home}; stop it, or use another --home"
             undo.enter_context(locked(home, taken))
@@ -244,6 +245,11 @@ class Store:
             db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
             (stored,) = db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(stored)
+
+    def keep(self, name: str, value: str) -> None:
+        """Keep a value until the next one of this name."""
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def recall(self, name: str) -> str | None:
         """A value that was kept; None: there is none."""

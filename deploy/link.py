@@ -37,8 +37,10 @@ from fedge.bundle import decode as decode_manifest
 from fedge.egress import Rules, WithheldError
 from fedge.errors import MALFORMED, ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, write_atomically
+from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import takes_part
+from fedge.sealed import speaker
 from fedge.sensors import temperature_c
 from fedge.tensors import digest_of
 from fedge.topics import Topics
@@ -56,7 +58,8 @@ SPARE_DISK_BYTES: Final = 64 << 20
 FETCH_S: Final = 600.0
 """Time for one file, after which what has come is kept and the rest is asked for again later."""
 METADATA_S: Final = 30.0
-"""Time for one file of metadata, which are small: who announced them is not there, and the inbox must not wait."""
+"""Time for one file of metadata, which are small: who announced them is not there, and the inbox must not wait. Of any
+file something must come in that time."""
 HEALTH_S: Final = 60.0
 """Pause between two reports of a device where nothing happens."""
 LOOK_S: Final = 2.0
@@ -235,6 +238,7 @@ class Link:
         self._limits = limits
         self._rules = rules
         self._rollout: Rollout | None = None
+        self._distrusted = ""  # why the last announcement does not count
         self._outcome = _read_outcome(home)
         if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
             answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
@@ -254,13 +258,17 @@ class Link:
         """Subscribe. Do it before the transport is entered.
 
         Raises:
+            ConfigError: the certificate is not this device's.
             StoreError: nothing can be fetched here.
         """
         self._transport = transport
+        subject = Subject(self._federation, Role.DEVICE, self._id)
+        self._signed = speaker(transport.settings, subject, self._home)
+        seal = self._signed.seal
         try:
             self._received = BlobFolder(self._home / "received")  # metadata, until they are verified
-            self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES)
-            self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES)
+            self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
+            self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
         except OSError as error:
             raise StoreError(f"cannot write {self._home}: {error}") from error
         await transport.subscribe(self._topics.rollout, self._on_rollout)
@@ -286,7 +294,10 @@ class Link:
             self._rollout = await asyncio.to_thread(self._announced, inbound.payload) if inbound.payload else None
         except (UpdateRejected, StoreError) as error:  # what was announced before is what counts
             log.warning("event=announcement_refused reason=%r", str(error))
+            self._distrusted = f"announcement refused: {error}"
+            self._news.set()
             return
+        self._distrusted = ""
         if not inbound.retained:  # somebody is there who may serve it
             self._retry_at = 0.0
         self._news.set()
@@ -515,6 +526,7 @@ class Link:
                 chunks=self._topics.model_chunk(ref.digest),
                 wants=self._topics.agent(self._id, "release-wants"),
                 device_id=self._id,
+                patience_s=METADATA_S,
             )
 
     def _fit(self, data: bytes, digest: str) -> Manifest | None:
@@ -644,7 +656,7 @@ class Link:
             release=runtime.manifest.release,
             bundle_digest=runtime.digest if runtime.digest in signed else None,
             rollout=rollout.id if concerned and rollout is not None else outcome.rollout,
-            reason=reason[:1000],
+            reason=(reason or self._distrusted)[:1000],
             before=outcome.before if measured and outcome.against in signed else None,
             now=outcome.now if measured and outcome.digest in signed else None,
             temperature_c=temperature_c(),
@@ -666,7 +678,7 @@ class Link:
             if self._health is not None:
                 try:
                     health = self._rules.stripped(self._health)
-                    await self._transport.publish(topic, encode(health), retain=True)
+                    await self._transport.publish(topic, self._signed.seal(topic, encode(health)), retain=True)
                 except WithheldError:
                     log.info("event=withheld topic=%s", topic)
                 except (TransportError, StoreError, ValueError) as error:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,8 +28,8 @@ from deploy.serving import Answers, Fixed, Served
 from deploy.slots import Slots, newest_in_inbox, owned
 from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
-from fedge.config import NAME, Name, resolve, settings_options
-from fedge.credentials import Credentials
+from fedge.config import NAME, Name, Secret, resolve, settings_options
+from fedge.credentials import Credentials, no_passphrase
 from fedge.egress import Door, Rules, rules_of
 from fedge.errors import ConfigError, StoreError
 from fedge.renewal import Renewal
@@ -62,6 +63,15 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
         64
     )
     max_body: Annotated[float, Meta(gt=0, le=1024, description="Of a request.", extra={"unit": "MiB"})] = 8.0
+    token: (
+        Annotated[
+            Secret,
+            Meta(description="Who asks must show it, for all but health; better in the environment, and with TLS."),
+        ]
+        | None
+    ) = None
+    http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
+    http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
     threads: Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")] = 1
     runtime: Annotated[
         EngineChoice,
@@ -90,7 +100,7 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     BUNDLE is a folder; its model is called like the folder, or NAME. With --home the bundle that is installed on the
     device answers, under its task's name, and is switched while it is served when the agent writes a newer one or
     `fedge install` brings it; with --broker too, the device follows the fleet's rollouts. With --broker, sensors may
-    also send samples over MQTT. HTTP has no TLS and no password here: other machines should ask through a reverse proxy
+    also send samples over MQTT. Before other machines may ask, give it a certificate (--http-cert-file) and a token
     (docs/runtime.md).
 
     \b
@@ -99,6 +109,7 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
       fedge serve --home cam1
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
+      fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 
     \b
     Exit codes: 2 wrong configuration, no such bundle, HOME in use, 3 the port is taken or the broker refuses us, 4 the
@@ -131,8 +142,29 @@ def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None,
     if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
         raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")
     broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
-    asyncio.run(_run(settings, models, slots, broker, rules, as_json))
+    asyncio.run(_run(settings, models, slots, broker, rules, _tls(settings), as_json))
     return INTERRUPTED
+
+
+def _tls(settings: ServeSettings) -> ssl.SSLContext | None:
+    """How HTTPS is spoken; None: it is not.
+
+    Raises:
+        ConfigError: the certificate and its key cannot be used, or the token is none.
+    """
+    if settings.token is not None and re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", settings.token) is None:
+        raise ConfigError("token: at least 16 letters, digits and any of ._~+/=-, such as `openssl rand -hex 16` gives")
+    if settings.http_cert_file is None:
+        if settings.http_key_file is not None:
+            raise ConfigError("http_key_file needs http_cert_file, the certificate that it belongs to")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.http_cert_file, settings.http_key_file, password=no_passphrase)
+    except OSError as error:
+        pair = f"http_cert_file {settings.http_cert_file} and its key {settings.http_key_file or 'in the same file'}"
+        raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
+    return context
 
 
 def _named(bundles: Sequence[str]) -> dict[str, Path]:
@@ -156,6 +188,7 @@ async def _run(
     slots: Slots | None,
     broker: BrokerSettings | None,
     rules: Rules,
+    tls: ssl.SSLContext | None,
     as_json: bool,
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
@@ -177,7 +210,14 @@ async def _run(
             )
             for name, model in models.items()
         ]
-        server = Server(served, settings.host, settings.port, max_body_bytes=int(settings.max_body * 2**20))
+        server = Server(
+            served,
+            settings.host,
+            settings.port,
+            max_body_bytes=int(settings.max_body * 2**20),
+            tls=tls,
+            token=settings.token,
+        )
         async with server:
             _say(server.url, [model.name for model in served], as_json)
             answering = next((model for model in models.values() if isinstance(model, Answering)), None)

@@ -10,7 +10,9 @@ model (`deploy.batching`), and one request in JSON that is being parsed (about t
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum, auto
 from types import TracebackType
@@ -67,16 +69,20 @@ class Server:
         max_connections: int = MAX_CONNECTIONS,
         body_timeout_s: float = BODY_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
+        token: str | None = None,
     ) -> None:
-        """`port` 0: a free one; `url` says which."""
+        """`port` 0: a free one; `url` says which. `token`: what all must show who ask for more than health."""
         self._models = {model.name: model for model in models}
         self._address = (host, port)
+        self._tls = tls
+        self._token = token
         self._max_connections = max_connections
         self._body_timeout_s = body_timeout_s
         self._head_timeout_s = min(HEAD_TIMEOUT_S, idle_timeout_s)
         self._connections: dict[asyncio.BaseTransport, _Connection] = {}
         self._on_kept_places = 0
-        app = web.Application(middlewares=[self._watched, _errors], client_max_size=max_body_bytes)
+        app = web.Application(middlewares=[self._watched, _errors, self._allowed], client_max_size=max_body_bytes)
         app.add_routes(self._routes())
         self._runner = web.AppRunner(
             app,
@@ -93,7 +99,8 @@ class Server:
         """Where it listens."""
         assert self._listener is not None
         host, port = self._listener.sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -105,7 +112,12 @@ class Server:
         host, port = self._address
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(self), host, port, backlog=128
+                lambda: _Connection(self),
+                host,
+                port,
+                backlog=128,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else HEAD_TIMEOUT_S,
             )
         except OSError as error:
             await self._runner.cleanup()
@@ -166,6 +178,15 @@ class Server:
             return await handler(request)
         finally:
             connection.enter(_Phase.WAITING)
+
+    @web.middleware
+    async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Health is for everybody; all else for who has the token, where there is one."""
+        if self._token is not None and request.path not in HEALTH:
+            shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
+                raise web.HTTPUnauthorized(text="this server wants a token: Authorization: Bearer TOKEN")
+        return await handler(request)
 
     # --------------------------------------------------------------------------------------------- the protocol
 
@@ -262,7 +283,9 @@ async def _errors(  # noqa: PLR0911 - one for each kind
         response = _json({"error": _text(error, request)}, error.status)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
-        if error.status in {408, 413}:
+        if error.status == web.HTTPUnauthorized.status_code:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if error.status in {401, 408, 413}:
             response.force_close()  # the rest of the body is not wanted
         return response
     except ConnectionError as error:

@@ -54,6 +54,7 @@ from fedge.background import Background
 from fedge.egress import Door, Rules, WithheldError
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, highest_release
+from fedge.identity import Role, Subject
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -70,6 +71,7 @@ from fedge.messages import (
     encode,
 )
 from fedge.renewal import Renewal
+from fedge.sealed import speaker
 from fedge.step import (
     Action,
     Declined,
@@ -216,7 +218,7 @@ class Agent:
         """Take part until `stop` is called.
 
         Raises:
-            ConfigError: another agent uses the folder.
+            ConfigError: another agent uses the folder, or the certificate is not this device's.
             StoreError: durable state cannot be written; nothing that was accepted is lost.
             TransportError: the broker refused us for good.
         """
@@ -257,13 +259,19 @@ class Agent:
     async def _wire(self, door: Door) -> Transport:
         """Make the transport, with all that it is subscribed to from the first connection on."""
         me, topics = self._identity.device_id, self._topics
-        will = Will(topics.agent(me, "status"), encode(self._status(Presence.OFFLINE)), delay_s=WILL_DELAY_S)
+        subject = Subject(self._identity.federation, Role.DEVICE, me)
+        self._signed = speaker(self._broker, subject, self._home)
+        status = topics.agent(me, "status")
+        last_words = self._signed.seal(status, encode(self._status(Presence.OFFLINE)), will=True)
+        will = Will(status, last_words, delay_s=WILL_DELAY_S)
         transport = Transport(self._broker, topics.client_id("agent", me), will=will, door=door)
-        self._receiver = Receiver(transport, self._models, durable=False)  # a model can be fetched again
+        # Not durable: a model can be fetched again.
+        self._receiver = Receiver(transport, self._models, durable=False, seal=self._signed.seal)
         self._sender = Sender(transport, self._outbox.blob)
         await transport.subscribe(topics.agent(me, "orders"), self._on_order)
         await transport.subscribe(topics.agent(me, "acks"), self._on_ack)
         await transport.subscribe(topics.coordinator_wants(me), self._on_want)
+        await self._signed.follow(transport, topics)
         transport.on_connect(self._on_connect)
         await Renewal(transport, topics, me).attach()
         return transport
@@ -280,11 +288,9 @@ class Agent:
             await self._work
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await self._transport.publish(
-                    self._topics.agent(self._identity.device_id, "status"),
-                    encode(self._status(Presence.SLEEPING)),
-                    retain=True,
-                )
+                status = self._topics.agent(self._identity.device_id, "status")
+                good_bye = self._signed.seal(status, encode(self._status(Presence.SLEEPING)))
+                await self._transport.publish(status, good_bye, retain=True)
         self._say("sleeping")
 
     def _halt(self) -> None:
@@ -308,15 +314,17 @@ class Agent:
 
     async def _on_order(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(OrderReceived(decode(inbound.payload, Order)))
+            payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=self._incarnation)
+            self._feed(OrderReceived(decode(payload, Order)))
 
     async def _on_ack(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(AckReceived(decode(inbound.payload, Ack)))
+            payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR)
+            self._feed(AckReceived(decode(payload, Ack)))
 
     async def _on_want(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            want = decode(inbound.payload, Want)
+            want = decode(self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR), Want)
             me = self._identity.device_id
             if want.device_id != me:
                 raise ProtocolError("foreign-id", f"want for {want.device_id}")
@@ -554,7 +562,7 @@ class Agent:
             while self._outgoing:
                 topic, payload, retain = self._outgoing.pop(next(iter(self._outgoing)))
                 try:
-                    await self._transport.publish(topic, payload, retain=retain)
+                    await self._transport.publish(topic, self._signed.seal(topic, payload), retain=retain)
                 except (TransportError, ValueError) as error:
                     # The broker's rules forbid this one; whatever matters is repeated, the operator sees the reason.
                     self._say("publish_refused", logging.ERROR, topic=topic, detail=str(error))

@@ -78,12 +78,12 @@ class Credentials(Struct, frozen=True, kw_only=True):
         if self.cert_file is None:
             return
         try:
-            context.load_cert_chain(self.cert_file, self.key_file, password=_no_passphrase)
+            context.load_cert_chain(self.cert_file, self.key_file, password=no_passphrase)
         except OSError as error:
             pair = f"cert_file {self.cert_file} and key_file {self.key_file or self.cert_file}"
             raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
 
 
-def _no_passphrase() -> str:
+def no_passphrase() -> str:
     """Nobody is there to type one in."""
     raise ConfigError("the private key of the certificate is encrypted; give one that is not")

@@ -24,6 +24,7 @@ from fedge.config import nearest, resolve, section_of
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.ledger import Ledger
 from fedge.messages import Capabilities, Context, Health, Outcome, Quality, Report, Status, Want, blobs_of, decode
+from fedge.sealed import unsealed
 from fedge.step import Action, Reveals, read_result
 from fedge.topics import ROOT, Topics
 
@@ -248,7 +249,7 @@ class Door:
     def _look(self, topic: str, payload: bytes) -> Seen:
         leaf, *rest = self._topics.parts(topic)[2:] or ("",)
         if leaf in MESSAGES:
-            message: Any = decode(payload, MESSAGES[leaf])
+            message: Any = decode(unsealed(payload), MESSAGES[leaf])
             if isinstance(message, Report) and message.outcome is Outcome.DONE:
                 return self._result(message)
             return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds_in(message)))

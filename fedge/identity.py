@@ -189,7 +189,6 @@ class Authority:
         self._kept: Path | None = None
         self.revocations = b""
         """The newest list of revoked certificates (DER); empty: none is known."""
-        self.next_update: datetime | None = None
         for file in (Path(ca_file).with_name(CRL), kept):
             if file is not None and file.exists():
                 self.read(file)
@@ -217,9 +216,10 @@ class Authority:
         Raises:
             ProtocolError: `oversized`, `malformed`, `forged` (it is not by this authority) or `replayed` (a newer one
                 is known); nothing changed.
-            StoreError: it cannot be kept.
+            StoreError: it cannot be kept; it counts all the same.
         """
         from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import Encoding
 
         if len(data) > 2 * MAX_REVOCATIONS_BYTES:
@@ -230,7 +230,7 @@ class Authority:
             number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
             revoked = frozenset(entry.serial_number for entry in crl)
             genuine = any(crl.is_signature_valid(ca.public_key()) for ca in self._certificates)  # type: ignore[arg-type]
-        except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+        except (ValueError, TypeError, x509.ExtensionNotFound, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise ProtocolError("malformed", f"no list of revoked certificates: {error}") from error
         if not genuine:
             raise ProtocolError("forged", "the list of revoked certificates is not by our authority")
@@ -239,10 +239,9 @@ class Authority:
         der = crl.public_bytes(Encoding.DER)
         if der == self.revocations:
             return False
+        self.revocations, self._revoked, self._number = der, revoked, number
         if self._kept is not None:
             write_atomically(self._kept, crl.public_bytes(Encoding.PEM))
-        self.revocations, self._revoked, self._number = der, revoked, number
-        self.next_update = crl.next_update_utc
         return True
 
     # ------------------------------------------------------------------------------------------------- certificates
@@ -254,11 +253,12 @@ class Authority:
             ProtocolError: `certificate` (not by this authority, out of date, or without a name) or `revoked`.
         """
         from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
 
         if der not in self._known:
             try:
                 certificate = x509.load_der_x509_certificate(der)
-            except ValueError as error:
+            except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
                 raise ProtocolError("certificate", f"it cannot be read: {error}") from error
             if trouble := self._foreign(certificate):
                 raise ProtocolError("certificate", trouble)
@@ -281,13 +281,25 @@ class Authority:
         return out_of_date(certificate, datetime.now(UTC))
 
     def _foreign(self, certificate: x509.Certificate) -> str:
-        from cryptography.exceptions import InvalidSignature
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
         for ca in self._certificates:
-            with contextlib.suppress(ValueError, TypeError, InvalidSignature):
+            with contextlib.suppress(ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
                 certificate.verify_directly_issued_by(ca)
                 return ""
         return f"it was not issued by the authority in {self._file}"
+
+
+def trouble_with(cert_file: str, ca_file: str) -> str:
+    """What is wrong with our own certificate, of whatever kind, in words; empty: nothing that could be seen here."""
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(Path(cert_file).read_bytes())
+        found = Authority(ca_file).trouble(certificate)
+    except (OSError, ValueError, ConfigError) as error:
+        found = str(error)
+    return found and f"cert_file {cert_file}: {found}"
 
 
 def _identified(certificate: x509.Certificate) -> tuple[Subject, x509.Certificate, EllipticCurvePublicKey]:

@@ -291,7 +291,7 @@ class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
 class Phase(StrEnum):
     """What a device's runtime does with the release of a rollout."""
 
-    SERVING = "serving"  # it answers; `reason` is empty
+    SERVING = "serving"  # it answers; `reason`, if any: why the last announcement does not count
     FETCHING = "fetching"
     TRIAL = "trial"  # it answers, the old one is ready
     REFUSED = "refused"  # never switched to it

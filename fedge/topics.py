@@ -14,6 +14,7 @@ fedge/1/{federation}/agents/{id}/certificate       certificate, PEM, retained   
 fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
 fedge/1/{federation}/agents/{id}/predictions       what is said of it               runtime -> sensor
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
+fedge/1/{federation}/revocations                   list of the authority, retained  coordinator -> all
 fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
 fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
 """
@@ -50,6 +51,11 @@ class Topics:
     def rollout(self) -> str:
         """Where the fleet's rollout stands."""
         return f"{self.prefix}/rollout"
+
+    @property
+    def revocations(self) -> str:
+        """Which certificates the federation's authority has revoked (CRL, DER)."""
+        return f"{self.prefix}/revocations"
 
     def coordinator_wants(self, device_id: str) -> str:
         """Where the coordinator asks a device for the bytes of an update."""

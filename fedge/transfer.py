@@ -458,7 +458,7 @@ class Receiver:
     """Fetches blobs into a folder. Make it before the transport is entered, so that it hears of reconnects.
 
     `durable`: a fetched blob survives a power cut. Not durable: it may then be lost or damaged, for which the folder is
-    searched when a receiver starts; right for whoever can fetch it again.
+    searched when a receiver starts; right for whoever can fetch it again. `seal`: signs a Want for its topic.
     """
 
     def __init__(
@@ -469,9 +469,11 @@ class Receiver:
         durable: bool = True,
         max_bytes: int = MAX_BLOB_BYTES,
         stall_s: float = STALL_S,
+        seal: Callable[[str, bytes], bytes] = lambda _, payload: payload,
     ) -> None:
         self._transport = transport
         self._folder = folder
+        self._seal = seal
         self._durable = durable
         self._max_bytes = max_bytes
         self._stall_s = stall_s
@@ -553,7 +555,7 @@ class Receiver:
         if ranges:
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
             try:
-                await self._transport.publish(wants, encode(want))
+                await self._transport.publish(wants, self._seal(wants, encode(want)))
             except ValueError as error:
                 raise TransportError(str(error)) from error
 

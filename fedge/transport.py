@@ -35,6 +35,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from fedge.background import first_failure
 from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.identity import trouble_with
 from fedge.malloc import tune_malloc
 
 log = logging.getLogger("fedge.transport")
@@ -77,6 +78,13 @@ CHECK_TLS: Final = (
 )
 CHECK_PLAIN: Final = "check that this port speaks MQTT without TLS (with TLS, ca_file is needed), and the broker's log"
 
+THROWN_OFF: Final = 3
+"""After so many connections in a row that broke at once somebody is told what that usually means: no broker says."""
+CHECK_TWICE: Final = (
+    "a broker closes at once on one of two that have one client id: look for another process that speaks as this one, "
+    "such as two devices of one --id, or one that was started twice"
+)
+
 _FINAL_REASONS: Final = frozenset(
     {
         "Bad user name or password",
@@ -87,6 +95,10 @@ _FINAL_REASONS: Final = frozenset(
     }
 )
 """Refusals that trying again does not cure."""
+
+_X509_HOSTNAME_MISMATCH: Final = 62
+_X509_IP_MISMATCH: Final = 64
+"""Codes of OpenSSL."""
 
 Handler = Callable[["Inbound"], Awaitable[None]]
 
@@ -636,6 +648,20 @@ class _Connection:
         self._loop.remove_writer(sock)
 
 
+def _what_to_check(settings: BrokerSettings) -> str:
+    """Why a broker may have closed on us: what is wrong with our certificate if that can be seen here."""
+    if settings.ca_file is None:
+        return CHECK_PLAIN
+    found = "" if settings.cert_file is None else trouble_with(settings.cert_file, settings.ca_file)
+    return found or CHECK_TLS
+
+
+def _hint(error: ssl.SSLCertVerificationError, host: str) -> str:
+    """What to do about a broker's certificate."""
+    other_name = error.verify_code in {_X509_HOSTNAME_MISMATCH, _X509_IP_MISMATCH}
+    return f" (the broker's certificate does not name {host}: call it as its certificate does)" if other_name else ""
+
+
 # ----------------------------------------------------------------------------------------------------- the transport
 
 
@@ -750,6 +776,8 @@ class Transport:
             log.warning("event=disconnected client=%s reason=%r", self.client_id, reason)
             # A connection that broke at once (a client id used twice) must not be retried at full speed.
             attempt = 0 if loop.time() - began > BACKOFF_CAP_S else attempt + 1
+            if attempt == THROWN_OFF:
+                log.error("event=thrown_off client=%s check=%r", self.client_id, CHECK_TWICE)
             await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
             connection = await self._connect(patient=True)
 
@@ -776,7 +804,7 @@ class Transport:
             try:
                 return await self._connect_once()
             except ssl.SSLCertVerificationError as error:
-                reason, final = f"certificate: {error.verify_message}", True
+                reason, final = f"certificate: {error.verify_message}{_hint(error, self.settings.host)}", True
             except _RefusedError as error:
                 reason, final = str(error), error.final
                 closed_early += error.closed_early
@@ -787,7 +815,7 @@ class Transport:
                 raise TransportError(f"the broker at {where} refused {self.client_id}: {reason}")
             log.warning("event=connect_failed broker=%s attempt=%d reason=%r", where, attempt, reason)
             if closed_early == 1 and reason == CLOSED_EARLY:
-                check = CHECK_PLAIN if self.settings.ca_file is None else CHECK_TLS
+                check = _what_to_check(self.settings)
                 log.error("event=closed_early broker=%s check=%r", where, check)
             draw = random.SystemRandom().random()
             slow = closed_early >= SLOW_AFTER

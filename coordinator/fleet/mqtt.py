@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import Counter, deque
@@ -38,11 +39,13 @@ from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
+from coordinator.members import Watched
 from coordinator.registry import Registry
 from coordinator.store import EXPIRED, Entry, Store
 from fedge import codec
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
+from fedge.identity import Role, Subject
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -60,6 +63,7 @@ from fedge.messages import (
     encode,
     is_outdated,
 )
+from fedge.sealed import Plain, Signed, speaker
 from fedge.step import Action, Refusal, Result, Unsupported, installed_steps, read_action, read_result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
@@ -84,8 +88,11 @@ MAX_STRANGERS: Final = 100
 """Problems of names that are no device of ours: whoever invents some shows no more."""
 LINES_PER_MINUTE: Final = 60
 """Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
+LOOK_S: Final = 3.0
+"""Pause between two looks at who belongs to the federation: a device that is revoked is nobody from then on."""
 NEEDED: Final = "0.2 or later"
 """What an agent's fedge must be."""
+TWICE: Final = "two agents speak as this device, and throw each other off the broker: give each its own --id"
 SLACK_BYTES: Final = 1 << 20
 """What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
 
@@ -167,9 +174,12 @@ class MqttFleet:
         self._deadline_s = deadline_s
         self._observe = observe
         self._topics = Topics(federation)
+        self._signed, self._members = _signing(broker, federation, store.home)
+        if isinstance(self._signed, Signed) and (kept := store.recall("heard")):
+            self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
         self._transport = Transport(broker, self._topics.client_id("coordinator"))
         bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
-        self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound)
+        self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound, seal=self._signed.seal)
         self._sender = Sender(self._transport, self._model_file)
         self._offered: set[str] = set()
         self._traffic = (0, 0)
@@ -188,6 +198,7 @@ class MqttFleet:
         self._under_way: set[tuple[str, str]] = set()  # topic, order
         self._failure: asyncio.Future[None] | None = None
         self._settled_at = 0.0
+        self._watching: asyncio.Task[None] | None = None
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -200,9 +211,13 @@ class MqttFleet:
         await self._transport.subscribe(topics.agent("+", "reports"), self._guard(self._on_report))
         await self._transport.subscribe(topics.agent("+", "wants"), self._guard(self._on_want))
         async with contextlib.AsyncExitStack() as stack:
+            if isinstance(self._signed, Signed):
+                self._transport.on_connect(self._tell_revocations)
             await stack.enter_async_context(self._transport)
             await stack.enter_async_context(self._sender)
             stack.push_async_exit(self._finish)
+            if self._members is not None:
+                self._watching = self._background.spawn(self._watch_members())
             self._open = stack.pop_all()
         self._settled_at = loop.time() + SETTLE_S
         return self
@@ -216,6 +231,8 @@ class MqttFleet:
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         """End our own tasks, while the transport is still there for the last verdicts."""
+        if self._watching is not None:
+            self._watching.cancel()
         tasks = self._background.tasks
         if kind is None and tasks:
             await asyncio.wait(tasks, timeout=GOODBYE_S)
@@ -291,6 +308,8 @@ class MqttFleet:
                     self._recall(entry.order, entry.report.seconds)
                 if reason := entry.reason or _trouble(entry.report):
                     self._keep_problem(entry.order.device_id, Problem(round=past, reason=reason))
+        if isinstance(self._signed, Signed):  # what was heard is not heard again by the next process either
+            self._store.keep("heard", msgspec.json.encode(self._signed.heard).decode())
         earlier = [e for e in self._store.streamed(number) if e.order.round < number] if self._round == 0 else []
         self._round, self._devices = number, devices
         self._n_samples = {device.id: device.n_samples for device in devices}
@@ -524,9 +543,14 @@ class MqttFleet:
 
         async def guarded(inbound: Inbound) -> None:
             device = self._topics.parts(inbound.topic)[1]
+            if not inbound.payload:  # something retained that was cleared
+                return
             try:
-                handle(device, inbound)
+                payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+                handle(device, dataclasses.replace(inbound, payload=payload))
             except ProtocolError as error:
+                if error.name == "replayed" and inbound.topic.endswith("/status"):
+                    self.registry.doubt(device)
                 if error.name == "version" and is_outdated(inbound.payload):
                     error = ProtocolError("version", outdated(device))
                 self._refuse(error, inbound.topic, device)
@@ -562,21 +586,48 @@ class MqttFleet:
         return True
 
     def _on_status(self, device: str, inbound: Inbound) -> None:
-        if not inbound.payload:  # a retained status that was cleared
-            return
         status = decode(inbound.payload, Status)
         if device in self.problems and outdated(device) in self.problems[device].reason:
             del self.problems[device]  # it was updated
-        if self.registry.on_status(device, status):
+        appeared = self.registry.on_status(device, status)
+        if self.registry.is_twice(device):
+            self._note_problem(device, TWICE)
+        if appeared:
             self._observe("device", {"device": device, "presence": "online"})
             self._feed(DeviceAppeared(device))
+
+    # ------------------------------------------------------------------------------------------------------- members
+
+    async def _watch_members(self) -> None:
+        """Look who belongs to the federation, and let go of who does not any more."""
+        assert self._members is not None
+        assert isinstance(self._signed, Signed)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._members.look(self._signed.authority):
+                for device in self.registry.presence():
+                    if not self._members.admits(device, Role.DEVICE):
+                        log.warning("event=revoked device=%s", device)
+                        self._note_problem(device, "revoked: it does not belong to the federation any more")
+                        self.registry.forget(device)
+                await self._tell_revocations()
+
+    async def _tell_revocations(self) -> None:
+        """Say whom the authority has revoked: devices must learn of a coordinator that was."""
+        assert isinstance(self._signed, Signed)
+        if revocations := self._signed.authority.revocations:
+            try:
+                await self._transport.publish(self._topics.revocations, revocations, retain=True)
+            except (TransportError, ValueError) as error:
+                log.error("event=publish_refused topic=%s reason=%r", self._topics.revocations, str(error))  # noqa: TRY400
+
+    # -------------------------------------------------------------------------------------------------- what they say
 
     def _on_context(self, device: str, inbound: Inbound) -> None:
         self.registry.on_context(device, decode(inbound.payload, Context), time.time())
 
     def _on_health(self, device: str, inbound: Inbound) -> None:
-        if inbound.payload:
-            self.registry.on_health(device, decode(inbound.payload, Health))
+        self.registry.on_health(device, decode(inbound.payload, Health))
 
     def _on_want(self, device: str, inbound: Inbound) -> None:
         want = decode(inbound.payload, Want)
@@ -674,14 +725,22 @@ class MqttFleet:
                 self._publish(self._topics.agent(ack.device_id, "acks"), ack, expires_in_s=3600)
 
     def _send(self, order: Order) -> None:
+        to = self.registry.incarnation(order.device_id)
+        if not self._admits(order.device_id) or (to is None and isinstance(self._signed, Signed)):
+            return  # sent when it shows itself, if it may
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
-        self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
+        topic = self._topics.agent(order.device_id, "orders")
+        self._publish(topic, order, expires_in_s=max(int(order.left_s), 1), to=to or "")
 
-    def _publish(self, topic: str, message: Order | Ack, *, expires_in_s: int) -> None:
+    def _admits(self, device: str) -> bool:
+        return self._members is None or self._members.admits(device, Role.DEVICE)
+
+    def _publish(self, topic: str, message: Order | Ack, *, expires_in_s: int, to: str = "") -> None:
         key = topic, message.id if isinstance(message, Order) else message.order_id
         if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
             self._under_way.add(key)
-            self._background.spawn(self._deliver(key, encode(message), expires_in_s))
+            payload = self._signed.seal(topic, encode(message), to=to)
+            self._background.spawn(self._deliver(key, payload, expires_in_s))
 
     async def _deliver(self, key: tuple[str, str], payload: bytes, expires_in_s: int) -> None:
         topic, _ = key
@@ -708,6 +767,8 @@ class MqttFleet:
             error = str(refusal)
         except TransportError as refusal:
             error = f"the broker does not let us fetch it: {refusal}"
+        if not self._admits(order.device_id):
+            error = f"revoked: {order.device_id} does not belong to the federation any more"
         self._checks.pop(order.id, None)
         self._feed(Checked(order.id, error))
 
@@ -750,6 +811,21 @@ class MqttFleet:
             return waiting.result()
         finally:
             waiting.cancel()
+
+
+def _signing(broker: BrokerSettings, federation: str, home: Path) -> tuple[Plain | Signed, Watched | None]:
+    """Who we are, and, where messages are signed, who else belongs to the federation.
+
+    Raises:
+        ConfigError: the certificate is not a coordinator's of this federation, or nobody says who its members are.
+    """
+    signed = speaker(broker, Subject(federation, Role.COORDINATOR, "coordinator"), home)
+    if isinstance(signed, Plain):
+        return signed, None
+    assert broker.ca_file is not None
+    members = Watched(Path(broker.ca_file).parent, federation)
+    signed.admit = members.admit
+    return signed, members
 
 
 def outdated(device: str) -> str:

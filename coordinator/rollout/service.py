@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from export.signing import Repository
 from fedge.bundle import Manifest
 from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
+from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, Want, decode, encode
+from fedge.sealed import speaker
 from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import Sender
@@ -48,7 +51,7 @@ class Release:
         """Read it.
 
         Raises:
-            ConfigError: there is no such target.
+            ConfigError: there is no such target, or a part of it is damaged.
         """
         self._repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
@@ -61,6 +64,23 @@ class Release:
         self.digest = digest_of(data)
         self.manifest: Manifest = decode_manifest(data)
         self._parts = {part.digest for part in self.manifest.files.values()}
+        for name, part in self.manifest.files.items():
+            self._require_whole(name, part.digest)
+
+    def _require_whole(self, name: str, digest: str) -> None:
+        """No device could ever take a release of which a part is not what was signed."""
+        path = self._repository.parts.path(digest)
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(
+                f"part {name} of {self._target} cannot be read ({error}): `fedge release add` its bundle again"
+            ) from error
+        if found != digest:
+            raise ConfigError(
+                f"part {name} of {self._target} is damaged: delete {path}, and `fedge release add` its bundle again"
+            )
 
     def refresh(self) -> None:
         """Take note of new signatures."""
@@ -120,6 +140,7 @@ class Supervisor:
         self._topics = Topics(federation)
         self._transport = Transport(broker, self._topics.client_id("rollout"))
         self._sender = Sender(self._transport, release.source)
+        self._signed = speaker(broker, Subject(federation, Role.ROLLOUT, "rollout"), folder.path)
         self._news = asyncio.Event()
         self._started = time.time()
         self._written_at = 0.0
@@ -136,6 +157,7 @@ class Supervisor:
         self._release.announce(message(self._plan, self._progress, {}), self._federation)
         await self._transport.subscribe(self._topics.agent("+", "health"), self._on_health)
         await self._transport.subscribe(self._topics.agent("+", "release-wants"), self._on_want)
+        await self._signed.follow(self._transport, self._topics)
         self._transport.on_connect(self._on_connect)
         self._keep(self._progress)
         async with self._transport, self._sender:
@@ -206,24 +228,31 @@ class Supervisor:
     async def _on_health(self, inbound: Inbound) -> None:
         if not inbound.payload:  # a retained one that was cleared
             return
-        device, health = self._topics.parts(inbound.topic)[1], decode(inbound.payload, Health)
+        device = self._topics.parts(inbound.topic)[1]
+        health = decode(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Health)
         if health.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {health.device_id}")
         if device not in self._fleet and len(self._fleet) >= MAX_DEVICES:
             raise ProtocolError("too-many-devices", f"{device} is one more than {MAX_DEVICES}")
         before = self._fleet.get(device)
         self._fleet[device] = Seen(health=health, at=self._started if inbound.retained else time.time())
-        if before is None or (before.health.phase, before.health.release) != (health.phase, health.release):
+        if before is None or _shown(before.health) != _shown(health):
             fields = {"device": device, "phase": str(health.phase), "release": health.release, "reason": health.reason}
             self._observe("device", fields)
             self._news.set()
 
     async def _on_want(self, inbound: Inbound) -> None:
-        device, want = self._topics.parts(inbound.topic)[1], decode(inbound.payload, Want)
+        device = self._topics.parts(inbound.topic)[1]
+        want = decode(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Want)
         if want.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
         listener = (device, want.listening) if want.listening else None
         self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
+
+
+def _shown(health: Health) -> tuple[object, ...]:
+    """What of it a person is told when it changes."""
+    return health.phase, health.release, health.reason
 
 
 def _version_of(path: Path) -> tuple[int, int]:

@@ -233,3 +233,34 @@ def test_drift_that_is_told_before_the_birth_is_remembered() -> None:
     registry.on_health("a", health(drift=True))
     registry.on_status("a", status())
     assert [device.drift for device in registry.online()] == [True]
+
+
+def test_two_agents_of_one_id_are_noticed_and_any_of_their_wills_counts() -> None:
+    registry = here("a")
+    registry.on_status("a", status("a", incarnation="2"))
+    assert not registry.is_twice("a")  # it was started again
+    registry.on_status("a", status("a", incarnation="1"))
+    assert registry.is_twice("a")
+    registry.on_status("a", status("a", Presence.OFFLINE, incarnation="2"))
+    assert registry.presence() == {"a": Presence.OFFLINE}
+    registry.on_status("a", status("a", incarnation="3"))
+    assert not registry.is_twice("a")
+    assert registry.presence() == {"a": Presence.ONLINE}
+
+
+def test_who_said_something_older_than_what_is_known_may_be_two() -> None:
+    registry = here("a")
+    registry.doubt("a")
+    registry.doubt("unknown")
+    registry.on_status("a", status("a", Presence.OFFLINE, incarnation="0"))
+    assert registry.presence() == {"a": Presence.OFFLINE}
+
+
+def test_who_is_forgotten_is_no_device_any_more() -> None:
+    registry = here("a", "b")
+    assert registry.incarnation("a") == "1"
+    registry.forget("a")
+    registry.forget("unknown")
+    assert [device.id for device in registry.online()] == ["b"]
+    assert registry.incarnation("a") is None
+    assert not registry.knows("a")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import shutil
 import time
 from types import SimpleNamespace
@@ -35,9 +36,9 @@ from deploy.link import (
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.errors import StoreError, UpdateRejected
-from fedge.messages import Announcement, BlobRef, Phase, Quality, Rollout, RolloutState, encode
+from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.tensors import digest_of
-from fedge.transport import Inbound
+from fedge.transport import BrokerSettings, Inbound
 
 from .bundles import GOLDEN, other_gate, poor_gate, source, variant
 from .repository import Simulator
@@ -157,6 +158,7 @@ def test_pauses_between_attempts_grow_up_to_a_bound(attempt, draw):
 class Unheard:
     """A transport to nobody: it keeps what was published."""
 
+    settings = BrokerSettings("nobody")
     max_packet_bytes = None
     connected = True
 
@@ -386,7 +388,29 @@ async def test_what_nobody_signed_changes_nothing(home):
         encode(simulator.announce(msgspec.structs.replace(aborted, version=2), "test")),
     ):
         assert await hears(payload) == genuine
+        assert re.match("announcement refused: (forged|rollback)", link._distrusted)
     assert await hears(encode(simulator.announce(aborted, "test"))) == aborted
+    assert link._distrusted == ""
+
+
+async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
+    slots, transport = Slots(home), Unheard()
+    install_root(home, Simulator().files["1.root.json"])
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    await link.attach(transport)
+    payload = encode(Simulator().announce(rollout(version=3), "test"))
+    await link._on_rollout(Inbound(topic="", payload=payload, retained=True))
+    running = asyncio.ensure_future(link.run())
+    try:
+        async with asyncio.timeout(60):
+            while not transport.published:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    said = decode(transport.published[-1], Health)
+    assert (said.phase, said.release) == (Phase.SERVING, 1)
+    assert said.reason.startswith("announcement refused: forged")
 
 
 async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing_back(home):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import random
+import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,6 +56,53 @@ async def still_answers(session):
     status, content = await ask(session, body(X))
     assert status == 200
     assert content["outputs"][1]["data"] == EXPECTED["y"].tolist()
+
+
+# ------------------------------------------------------------------------------------------------- who may ask
+
+
+async def test_with_a_token_who_has_none_learns_of_health_alone():
+    async with serving(token="0123456789abcdef") as (_, session):
+        for path in HEALTH:
+            assert (await ask(session, path=path, method="GET"))[0] == 200
+        for shown in (
+            "",
+            "0123456789abcdef",
+            "Bearer 0123456789abcdeF",
+            "Bearer 0123456789abcdef0",
+            "Basic x",
+            "Bearer ü",
+        ):
+            for path, method in ((INFER, "POST"), ("/v2", "GET"), ("/v2/models/digits/ready", "GET"), ("/x", "GET")):
+                async with session.request(method, path, headers={"Authorization": shown}) as response:
+                    assert response.status == 401
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    assert "Authorization: Bearer TOKEN" in (await response.json())["error"]
+        status, content = await ask(session, body(X), Authorization="Bearer 0123456789abcdef")
+        assert status == 200
+        assert content["outputs"][1]["data"] == EXPECTED["y"].tolist()
+
+
+async def test_over_tls_it_answers_who_trusts_it_and_outlives_who_does_not_speak_it(caplog):
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    here, there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(here)
+    authority.configure_trust(there)
+    async with serving(tls=here) as (server, _):
+        assert server.url.startswith("https://127.0.0.1:")
+        host, port = server.url.removeprefix("https://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert b"live" not in await reader.read()
+        writer.close()
+        async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(ssl=there)) as session:
+            await still_answers(session)
+            assert await ask(session, path="/v2/health/ready", method="GET") == (200, {"ready": True})
+        async with aiohttp.ClientSession(server.url) as stranger:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await ask(stranger, path="/v2", method="GET")
 
 
 # ------------------------------------------------------------------------------------------------- tritonclient

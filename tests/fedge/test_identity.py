@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,19 @@ def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities
     (authority.folder / CRL).write_bytes(foreign)
     with pytest.raises(ConfigError, match="no list of certificates"):
         Authority(authority.file)
+
+
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+def test_no_bit_of_a_list_can_be_changed(authority: identities.Authority) -> None:
+    key = key_of(authority.issue("cam1"))
+    authority.revoke("cam1")
+    known = Authority(authority.file)
+    genuine = known.revocations
+    for i in range(len(genuine)):
+        with contextlib.suppress(ProtocolError):  # some bits of its encoding say nothing
+            known.learn(genuine[:i] + bytes([genuine[i] ^ 4]) + genuine[i + 1 :])
+        with pytest.raises(ProtocolError, match="revoked"):
+            known.who(key.der)
 
 
 def test_files_that_cannot_be_used_are_named(authority: identities.Authority, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ def test_names_are_those_of_the_table() -> None:
         *(T.agent("{id}", leaf) for leaf in ("status", "context", "orders", "reports", "acks", "wants")),
         *(T.agent("{id}", leaf) for leaf in ("health", "release-wants", "predict", "predictions")),
         T.rollout,
+        T.revocations,
         T.coordinator_wants("{id}"),
         T.model_chunk("{digest}", "{offset}"),
         T.update_chunk("{id}", "{digest}", "{offset}"),

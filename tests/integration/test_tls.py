@@ -193,4 +193,7 @@ async def test_nobody_is_let_in_without_a_certificate_of_the_authority(
     for code, asked in answers:
         assert code == 3
         assert "cannot be reached, or it does not accept our certificate (cert_file)" in asked.log.read_text()
-        assert asked.log.read_text().count(CHECK_TLS) == 1
+    (_, none), (_, other) = answers
+    assert none.log.read_text().count(CHECK_TLS) == 1
+    cause = f"cert_file {foreign['cert_file']}: it was not issued by the authority in {authority.file}"
+    assert other.log.read_text().count(cause) == 1

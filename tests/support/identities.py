@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 
 from cryptography import x509
@@ -12,7 +13,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from coordinator.members import MEMBERS, Member, Members, write_members
+from fedge.broker import LocalBroker
 from fedge.identity import CRL, Role, Subject
+from fedge.transport import BrokerSettings
 
 DAY = dt.timedelta(days=1)
 
@@ -101,3 +104,23 @@ class Authority:
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+class OpenBroker(LocalBroker):
+    """Mosquitto over TLS that lets everybody in and has no rules: what a broker that was taken over lets happen."""
+
+    def __init__(self, authority: Authority, home: Path) -> None:
+        super().__init__("mosquitto", home=home)
+        self._authority = authority
+
+    def settings(self, files: Mapping[str, str]) -> BrokerSettings:
+        """For a client with these files; ca_file alone: for nobody in particular."""
+        return BrokerSettings(self.host, self.port, **files)
+
+    def _command(self, home: Path) -> list[str]:
+        command = super()._command(home)
+        files = self._authority.issue("broker", Role.BROKER)
+        tls = f"cafile {files['ca_file']}\ncertfile {files['cert_file']}\nkeyfile {files['key_file']}\n"
+        with (home / "mosquitto.conf").open("a") as config:
+            config.write(tls)
+        return command

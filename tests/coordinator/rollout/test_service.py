@@ -82,6 +82,17 @@ def test_a_part_that_is_gone_is_not_served(repo):
     assert found.source(found.manifest.gate.digest) is None
 
 
+def test_a_release_that_no_device_could_take_is_not_begun(repo):
+    part = release(repo).manifest.gate.digest
+    path = Repository(repo).parts.path(part)
+    path.write_bytes(path.read_bytes()[:-4] + b"\x00\xff\x00\xff")
+    with pytest.raises(ConfigError, match=rf"is damaged: delete .*{part}, and `fedge release add`"):
+        release(repo)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        release(repo)
+
+
 async def test_without_the_key_that_signs_announcements_nothing_begins(repo):
     for key in (repo / "keys").glob("timestamp.*"):
         key.unlink()

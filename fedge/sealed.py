@@ -1,0 +1,250 @@
+"""Signed messages: what a hostile broker can hold back, and neither forge nor send again.
+
+Who has a certificate of its federation's authority (`fedge.identity`) signs all that it says, and takes nothing that is
+not signed by somebody in the right role. On the wire the bytes of a message are then in an envelope:
+
+    [bytes, number, to, certificate, signature]
+
+The signature is over the topic, `number`, `to` and the bytes: a message counts on the topic alone for which it was
+made, and so in one federation, for one device. `number` counts up with all that a sender ever says: what is older than
+the last on a topic is refused. `to` is the incarnation of the agent that an order is for: an order from before its last
+start is none, whatever clocks say. A last will, made before all else, has number 0.
+
+Without such a certificate messages travel as they are (`Plain`): then the broker and its rules are to be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.files import write_atomically
+from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, verify
+from fedge.messages import MAX_MESSAGE_BYTES
+from fedge.topics import Topics
+
+if TYPE_CHECKING:
+    from fedge.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.identity")
+
+MAX_ENVELOPE_BYTES: Final = 3 * 1024
+"""Certificate, signature and the rest."""
+BEGINS: Final = b"\x95"
+"""First byte of an envelope, an array of five in MessagePack; that of a message is an array of two."""
+WITHOUT_CERTIFICATE: Final = "/context"
+"""The most frequent message: whoever takes it has had the certificate with the status."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message as it travels."""
+
+    payload: bytes
+    number: int
+    to: str
+    certificate: bytes
+    signature: bytes
+
+    def context(self, topic: str) -> str:
+        """What is signed beside the payload."""
+        return f"{topic} {self.number} {self.to}"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class Plain:
+    """Nothing is signed."""
+
+    def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
+        """The payload as it is."""
+        del topic, to, will
+        return payload
+
+    def open(self, topic: str, data: bytes, role: Role, *, name: str = "", to: str = "") -> bytes:
+        """What came, as it is.
+
+        Raises:
+            ProtocolError: `signed`.
+        """
+        del topic, name, to
+        if data.startswith(BEGINS):
+            raise ProtocolError("signed", f"this {role} signs, and we have no certificate of its federation")
+        return data
+
+    async def follow(self, transport: Transport, topics: Topics) -> None:
+        """Nobody is revoked."""
+
+
+class Signed:
+    """Everything is signed.
+
+    Args:
+        broker: names our certificate, its key and the authority; they are read again when the certificate changes.
+        home: of the process, for what must outlive it; None: it only listens.
+
+    Raises:
+        ConfigError: certificate or key cannot be used.
+    """
+
+    def __init__(self, broker: BrokerSettings, home: Path | None) -> None:
+        assert broker.ca_file is not None
+        assert broker.cert_file is not None
+        self._files = broker.cert_file, broker.key_file
+        self._key = Key(*self._files)
+        self._read_at = _version_of(broker.cert_file)
+        self.subject = self._key.subject
+        self.authority = Authority(broker.ca_file, None if home is None else home / CRL)
+        self._check(broker.cert_file)
+        self.admit: Callable[[Subject], None] = lambda _: None
+        """Raises a ProtocolError for who is not on the list, where there is one."""
+        self._life = 0 if home is None else _next_life(home / "life")
+        self._said = 0
+        self._certificates: dict[str, bytes] = {}  # of who spoke last, by name
+        self.heard: dict[str, int] = {}
+        """The highest number on each topic; it may be kept, and given back to the next process."""
+
+    def _check(self, cert_file: str) -> None:
+        if trouble := self.authority.trouble(self._key.certificate):
+            raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")
+
+    # ---------------------------------------------------------------------------------------------- outwards
+
+    def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
+        """An envelope with our signature. `to`: incarnation of the agent that it is for; `will`: it is a last will."""
+        self._renew()
+        self._said += 1
+        certificate = b"" if topic.endswith(WITHOUT_CERTIFICATE) else self._key.der
+        number = 0 if will else (self._life << 32) + self._said
+        unsigned = Envelope(payload, number, to, certificate, b"")
+        signature = self._key.sign(unsigned.context(topic), payload)
+        return _encoder.encode(msgspec.structs.replace(unsigned, signature=signature))
+
+    def _renew(self) -> None:
+        """Take the new certificate, if it was renewed; the old one as long as the new one cannot be used."""
+        with contextlib.suppress(OSError):
+            if (now := _version_of(self._files[0])) != self._read_at:
+                try:
+                    self._key, self._read_at = Key(*self._files), now
+                except ConfigError as error:
+                    log.error("event=not_renewed reason=%r", str(error))  # noqa: TRY400 - the text is all
+
+    # ----------------------------------------------------------------------------------------------- inwards
+
+    def open(self, topic: str, data: bytes, role: Role, *, name: str = "", to: str = "") -> bytes:
+        """The bytes of a message that somebody in this role has signed for this topic.
+
+        Args:
+            topic: on which it came.
+            data: what came.
+            role: who may say this.
+            name: whose it must be; empty: anybody's in the role.
+            to: our incarnation, where it must be for us as we are now.
+
+        Raises:
+            ProtocolError: `unsigned`, `oversized`, `malformed`, `certificate`, `revoked`, `not-a-member`, `forged` or
+                `replayed`.
+        """
+        if not data.startswith(BEGINS):
+            raise ProtocolError("unsigned", f"a {role} of {self.subject.federation} signs what it says")
+        if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:
+            raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed in an envelope")
+        envelope = _envelope_in(data)
+        certificate = envelope.certificate or self._certificates.get(name, b"")
+        if not certificate:
+            raise ProtocolError("unknown-device", f"{name} has shown no certificate yet")
+        subject, key = self.authority.who(certificate)
+        if (subject.federation, subject.role) != (self.subject.federation, role) or (name and subject.name != name):
+            raise ProtocolError("certificate", f"{subject} may not say this")
+        self.admit(subject)
+        verify(key, envelope.context(topic), envelope.payload, envelope.signature)
+        if envelope.to != to:
+            raise ProtocolError("replayed", "it was for this device before its last start")
+        self._require_newest(topic, envelope.number)
+        if role is Role.DEVICE:
+            self._certificates[subject.name] = certificate
+        return envelope.payload
+
+    def _require_newest(self, topic: str, number: int) -> None:
+        if number == 0:  # a last will: whoever takes it goes by the incarnation in it
+            return
+        if number < self.heard.get(topic, 0):
+            raise ProtocolError("replayed", f"message {number}, and {self.heard[topic]} came before")
+        self.heard[topic] = number
+
+    async def follow(self, transport: Transport, topics: Topics) -> None:
+        """Hear of who is revoked; do it before the transport is entered."""
+        await transport.subscribe(topics.revocations, self._on_revocations)
+
+    async def _on_revocations(self, inbound: Inbound) -> None:
+        if not inbound.payload:
+            return
+        try:
+            if self.authority.learn(inbound.payload):
+                log.info("event=revocations bytes=%d", len(inbound.payload))
+        except StoreError as error:  # it counts until this process ends, and is told again after that
+            log.error("event=revocations_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
+
+
+def unsealed(data: bytes) -> bytes:
+    """The bytes of a message, signed or not; of who looks at what we say ourselves, for nothing is checked.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    return _envelope_in(data).payload if data.startswith(BEGINS) else data
+
+
+def _envelope_in(data: bytes) -> Envelope:
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"no envelope: {error}") from error
+
+
+def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plain | Signed:
+    """Who we are on this broker: signing, if our certificate is of a federation's authority.
+
+    Raises:
+        ConfigError: the certificate is somebody else's, out of date, revoked, or not by the authority in ca_file.
+    """
+    if broker.cert_file is None:
+        return Plain()
+    if not names_somebody(broker.cert_file):
+        if subject.role is Role.DEVICE and not mentions(broker.cert_file, subject.name):
+            log.warning(
+                "event=other_name cert_file=%s detail=%r",
+                broker.cert_file,
+                f"it does not name {subject.name}: a broker that goes by its name will not let this device speak",
+            )
+        return Plain()
+    signed = Signed(broker, home)
+    if signed.subject != subject:
+        raise ConfigError(
+            f"cert_file {broker.cert_file} is of {signed.subject}, and this is {subject}: give its own certificate, or "
+            "the name and federation that stand in it"
+        )
+    return signed
+
+
+def _version_of(file: str) -> tuple[int, int]:
+    found = Path(file).stat()
+    return found.st_mtime_ns, found.st_ino
+
+
+def _next_life(file: Path) -> int:
+    """Higher than of any process before, also where the clock was set back or the file is lost."""
+    before = 0
+    with contextlib.suppress(OSError, ValueError):
+        before = int(file.read_text())
+    life = max(before + 1, int(time.time()))
+    write_atomically(file, str(life).encode())
+    return life

@@ -1,0 +1,354 @@
+"""A broker that was taken over: it reads everything, says what it likes to anybody, and can delay but not forge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.orders import OrderStatus
+from coordinator.store import Store
+from edge_agent.agent import Agent, Identity
+from edge_agent.worker import Finished
+from fedge import codec
+from fedge.identity import CRL, Role
+from fedge.messages import (
+    Ack,
+    BlobRef,
+    Codec,
+    Context,
+    Health,
+    Order,
+    Outcome,
+    Phase,
+    Presence,
+    Report,
+    Status,
+    Want,
+    encode,
+)
+from fedge.sealed import Envelope, Signed
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train, Trained
+from fedge.tensors import digest_of
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Inbound, Transport
+from tests.support.device import LAYOUT, TASK, tensors, trained
+from tests.support.identities import Authority, OpenBroker
+from tests.support.peer import EchoWorker
+
+WAIT_S = 40.0
+TOPICS = Topics("test")
+_envelope = msgspec.msgpack.Decoder(Envelope)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Taken:
+    """What whoever has taken the broker over can do: keep all that is said, and say anything on any topic."""
+
+    def __init__(self, broker: OpenBroker, authority: Authority) -> None:
+        self.heard: list[tuple[str, bytes]] = []
+        self._transport = Transport(broker.settings({"ca_file": str(authority.file)}), "taken")
+
+    async def __aenter__(self) -> Taken:
+        await self._transport.subscribe("#", self._note)
+        await self._transport.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._transport.__aexit__(None, None, None)
+
+    async def _note(self, inbound: Inbound) -> None:
+        if not inbound.retained:
+            self.heard.append((inbound.topic, inbound.payload))
+
+    def said(self, topic: str) -> list[bytes]:
+        """All that was said there."""
+        return [payload for known, payload in self.heard if known == topic]
+
+    async def say(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        await self._transport.publish(topic, payload, retain=retain)
+
+
+class Working(EchoWorker):
+    """Answers an order to train with an update of the right layout."""
+
+    def execute(self, order: Order, fetch: Callable, *, stop: Callable[[], bool], action: object) -> Finished:
+        if not isinstance(action, Train):
+            return super().execute(order, fetch, stop=stop, action=action)  # type: ignore[arg-type]
+        data = codec.encode(tensors(0.5), Codec.INT8)
+        self.done.append(order.id)
+        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.INT8)
+        return Finished(trained(ref), {ref.digest: data})
+
+
+class Scene:
+    """Coordinator and agents over a broker that was taken over."""
+
+    def __init__(self, stack: AsyncExitStack, broker: OpenBroker, authority: Authority, folder: Path) -> None:
+        self.stack, self.broker, self.authority, self.folder = stack, broker, authority, folder
+        self.events: dict[str, list[tuple[str, dict]]] = {}
+        self.workers: dict[str, Working] = {}
+        self.agents: dict[str, Agent] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def coordinator(self, *, deadline_s: float = 30.0) -> MqttFleet:
+        self.store = self.stack.enter_context(contextlib.closing(Store(self.folder / "server")))
+        fleet = MqttFleet(
+            self.broker.settings(self.authority.issue("coordinator", Role.COORDINATOR)),
+            self.store,
+            federation="test",
+            run="r",
+            task=TASK,
+            layout=LAYOUT,
+            seed=3,
+            deadline_s=deadline_s,
+            observe=lambda event, fields: None,
+        )
+        return await self.stack.enter_async_context(fleet)
+
+    async def agent(self, name: str) -> Agent:
+        files = self.authority.issue(name) if name not in self.authority.members else self.files(name)
+        events = self.events.setdefault(name, [])
+        worker = self.workers[name] = Working()
+        agent = Agent(
+            Identity(name, "test", TASK, n_shared=5),
+            self.broker.settings(files),
+            self.folder / name,
+            lambda: worker,
+            observe=lambda event, fields: events.append((event, fields)),
+        )
+        task = asyncio.create_task(agent.run())
+        self.agents[name], self.tasks[name] = agent, task
+        self.stack.push_async_callback(self.stop, name)
+        count = len([1 for event, _ in events if event == "online"])
+        await until(lambda: len([1 for event, _ in events if event == "online"]) > count or task.done())
+        return agent
+
+    def files(self, name: str) -> dict[str, str]:
+        folder = self.authority.folder
+        return {
+            "ca_file": str(self.authority.file),
+            "cert_file": str(folder / f"{name}.crt"),
+            "key_file": str(folder / f"{name}.key"),
+        }
+
+    async def stop(self, name: str) -> None:
+        self.agents[name].stop()
+        await self.tasks[name]
+
+    def refused(self, name: str) -> list[str]:
+        return [str(fields["name"]) for event, fields in self.events[name] if event == "refused"]
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+async def scene(mosquitto_program: str, authority: Authority, tmp_path: Path) -> AsyncIterator[Scene]:
+    async with OpenBroker(authority, tmp_path / "broker") as broker, AsyncExitStack() as stack:
+        yield Scene(stack, broker, authority, tmp_path)
+
+
+@pytest.fixture
+async def taken(scene: Scene) -> AsyncIterator[Taken]:
+    async with Taken(scene.broker, scene.authority) as taken:
+        yield taken
+
+
+def train(fleet: MqttFleet) -> Train:
+    return Train(starts=(Start(model=fleet.put(tensors(1.0))),), sgd=Sgd())
+
+
+async def one_round(fleet: MqttFleet, number: int, *devices: str) -> dict:
+    async with asyncio.timeout(WAIT_S):
+        await fleet.begin(number, len(devices))
+        return await fleet.run("train", dict.fromkeys(devices, train(fleet)))
+
+
+async def test_a_round_in_which_everything_is_signed(scene: Scene, taken: Taken) -> None:
+    fleet = await scene.coordinator()
+    await scene.agent("cam1")
+    answers = await one_round(fleet, 1, "cam1")
+    assert isinstance(answers["cam1"].result, Trained)
+    await until(lambda: taken.said(TOPICS.agent("cam1", "acks")) != [])
+    topics = {topic for topic, _ in taken.heard if "/blobs/" not in topic and topic != TOPICS.revocations}
+    for leaf in ("status", "context", "orders", "reports", "acks", "wants"):
+        assert TOPICS.agent("cam1", leaf) in topics
+    assert TOPICS.coordinator_wants("cam1") in topics
+    for topic in topics:
+        for payload in taken.said(topic):
+            _envelope.decode(payload)  # nothing goes out without an envelope
+    assert not scene.refused("cam1")
+    assert not [name for name in fleet.take_counts() if name.startswith("refused")]
+
+
+async def test_what_is_forged_is_refused_by_everybody(scene: Scene, taken: Taken, tmp_path: Path) -> None:
+    """Unsigned, by a foreign authority, by another member, and by the right one for another topic."""
+    fleet = await scene.coordinator()
+    await scene.agent("cam1")
+    await scene.agent("cam2")
+    await one_round(fleet, 1, "cam1", "cam2")
+    order = next(entry.order for entry in scene.store.entries(1) if entry.order.device_id == "cam1")
+    forged = msgspec.structs.replace(order, id="r.9.train.cam1", round=9)
+    foreign = Authority(tmp_path / "foreign")
+    liars = [
+        Signed(BrokerSettings("x", **foreign.issue("coordinator", Role.COORDINATOR)), None),
+        Signed(BrokerSettings("x", **scene.files("cam2")), None),
+    ]
+    agent_topics = {
+        TOPICS.agent("cam1", "orders"): encode(forged),
+        TOPICS.agent("cam1", "acks"): encode(Ack(order_id=order.id, device_id="cam1", accepted=True)),
+        TOPICS.coordinator_wants("cam1"): encode(Want(device_id="cam1", digest="a" * 64, ranges=((0, 1),))),
+    }
+    report = Report(order_id=order.id, device_id="cam1", seconds=0.0, outcome=Outcome.FAILED)
+    status = Status(device_id="cam1", incarnation="x", presence=Presence.OFFLINE, n_samples=10**9)
+    fleet_topics = {
+        TOPICS.agent("cam1", "status"): encode(status),
+        TOPICS.agent("cam1", "context"): encode(Context(device_id="cam1", cpu_ghz=99.0)),
+        TOPICS.agent("cam1", "reports"): encode(report),
+        TOPICS.agent("cam1", "wants"): encode(Want(device_id="cam1", digest="a" * 64, ranges=((0, 1),))),
+        TOPICS.agent("cam1", "health"): encode(
+            Health(device_id="cam1", at=0.0, phase=Phase.SERVING, release=9, drift=True)
+        ),
+        TOPICS.agent("invented", "status"): encode(msgspec.structs.replace(status, device_id="invented")),
+    }
+    before = scene.store.entries(1), fleet.registry.online()
+    seen = [fleet.registry.presence(), fleet.registry.incarnation("cam1")]
+    genuine = {
+        topic: taken.said(topic)[-1]
+        for topic in (TOPICS.agent("cam1", "status"), TOPICS.agent("cam2", "reports"), TOPICS.agent("cam1", "orders"))
+    }
+    for topic, payload in (agent_topics | fleet_topics).items():
+        await taken.say(topic, payload)
+        for liar in liars:
+            await taken.say(topic, liar.seal(topic, payload))
+        for other, said in genuine.items():
+            if other != topic:
+                await taken.say(topic, said)
+    await until(lambda: len(scene.refused("cam1")) >= 5 * len(agent_topics))
+    assert set(scene.refused("cam1")) == {"unsigned", "certificate", "forged"}
+    await asyncio.sleep(0.3)
+    assert [fleet.registry.presence(), fleet.registry.incarnation("cam1")] == seen
+    assert (scene.store.entries(1), [d.id for d in fleet.registry.online()]) == (before[0], ["cam1", "cam2"])
+    assert all(device.n_samples == 5 and not device.drift for device in fleet.registry.online())
+    assert scene.workers["cam1"].done == [order.id]
+    counts = fleet.take_counts()
+    assert {name for name in counts if name.startswith("refused.")} == {
+        "refused.unsigned",
+        "refused.certificate",
+        "refused.forged",
+    }
+    answers = await one_round(fleet, 2, "cam1", "cam2")
+    assert all(isinstance(answer.result, Trained) for answer in answers.values())
+
+
+async def test_what_was_said_once_does_nothing_when_it_is_said_again_or_in_another_order(
+    scene: Scene, taken: Taken
+) -> None:
+    """All traffic of two rounds and two lives of an agent, sent again backwards and forwards, changes nothing."""
+    fleet = await scene.coordinator()
+    await scene.agent("cam1")
+    await one_round(fleet, 1, "cam1")
+    await scene.stop("cam1")
+    await scene.agent("cam1")
+    await until(lambda: bool(fleet.registry.online()))
+    await one_round(fleet, 2, "cam1")
+    await until(lambda: len([1 for event, _ in scene.events["cam1"] if event == "report_acked"]) == 2)
+    worker, incarnation = scene.workers["cam1"], fleet.registry.incarnation("cam1")
+    del scene.agents["cam1"]._session._acked["r.1.train.cam1"]  # so long ago that the device has forgotten it
+    entries = scene.store.entries(1), scene.store.entries(2)
+    heard = [(topic, payload) for topic, payload in taken.heard if "/blobs/" not in topic and payload]
+    n_orders = len([1 for topic, _ in heard if topic.endswith("/orders")])
+    for topic, payload in [*reversed(heard), *heard]:
+        await taken.say(topic, payload)
+    await until(lambda: scene.refused("cam1").count("replayed") >= n_orders)
+    await asyncio.sleep(0.3)
+    assert [order_id.partition(".train")[0] for order_id in worker.done] == ["r.2"]
+    assert (scene.store.entries(1), scene.store.entries(2)) == entries
+    assert fleet.registry.incarnation("cam1") == incarnation
+    await one_round(fleet, 3, "cam1")
+    assert scene.store.entries(3)[0].status is OrderStatus.ACCEPTED
+
+
+async def test_a_new_process_of_the_coordinator_takes_nothing_that_the_last_one_heard(
+    scene: Scene, taken: Taken
+) -> None:
+    async with AsyncExitStack() as first:
+        stack, scene.stack = scene.stack, first
+        fleet = await scene.coordinator()
+        scene.stack = stack
+        await scene.agent("cam1")
+        await one_round(fleet, 1, "cam1")
+        old = taken.said(TOPICS.agent("cam1", "status"))[0]
+        await scene.stop("cam1")
+        await scene.agent("cam1")
+        before = msgspec.msgpack.decode(_envelope.decode(old).payload)[1]["incarnation"]
+        await until(lambda: fleet.registry.incarnation("cam1") != before)
+        await one_round(fleet, 2, "cam1")
+        await scene.stop("cam1")
+    await taken.say(TOPICS.agent("cam1", "status"), old, retain=True)
+    fleet = await scene.coordinator()
+    await until(lambda: fleet._counted["refused.replayed"] > 0)
+    assert fleet.registry.online() == ()
+
+
+async def test_who_is_revoked_gets_no_order_and_is_not_believed(scene: Scene, taken: Taken) -> None:
+    fleet = await scene.coordinator(deadline_s=8.0)
+    await scene.agent("cam1")
+    await scene.agent("cam2")
+    await one_round(fleet, 1, "cam1", "cam2")
+    scene.authority.revoke("cam2")
+    await until(lambda: [device.id for device in fleet.registry.online()] == ["cam1"])  # within LOOK_S, connected
+    n_orders = len(taken.said(TOPICS.agent("cam2", "orders")))
+    fleet._devices = tuple(  # it is in the snapshot of a round that was begun before
+        dataclasses.replace(fleet.registry.online()[0], id=name) for name in ("cam1", "cam2")
+    )
+    async with asyncio.timeout(WAIT_S):
+        answers = await fleet.run("again", dict.fromkeys(("cam1", "cam2"), train(fleet)))
+    assert answers["cam2"].result is None
+    assert len(taken.said(TOPICS.agent("cam2", "orders"))) == n_orders
+    assert fleet._counted["refused.revoked"] > 0
+
+
+async def test_a_coordinator_that_was_revoked_commands_nobody(scene: Scene, taken: Taken, tmp_path: Path) -> None:
+    fleet = await scene.coordinator()
+    await scene.agent("cam1")
+    await one_round(fleet, 1, "cam1")
+    copies = {
+        role: shutil.copy(file, tmp_path / role) if role != "ca_file" else file
+        for role, file in scene.files("coordinator").items()
+    }
+    stolen = Signed(scene.broker.settings(copies), None)
+    old = (scene.authority.folder / CRL).read_bytes()
+    scene.authority.revoke("coordinator")
+    scene.authority.issue("coordinator", Role.COORDINATOR)  # its successor, whose file the process takes up
+    agent = scene.agents["cam1"]
+    assert isinstance(agent._signed, Signed)
+    authority = agent._signed.authority
+    before = authority.revocations
+    await until(lambda: authority.revocations != before)
+    order = msgspec.structs.replace(scene.store.entries(1)[0].order, id="r.8.train.cam1")
+    topic = TOPICS.agent("cam1", "orders")
+    await taken.say(TOPICS.revocations, old)  # an older list does not help
+    await taken.say(topic, stolen.seal(topic, encode(order), to=agent._incarnation))
+    await until(lambda: "revoked" in scene.refused("cam1"))
+    assert len(scene.workers["cam1"].done) == 1
+    answers = await one_round(fleet, 2, "cam1")
+    assert isinstance(answers["cam1"].result, Trained)
+    assert (scene.folder / "cam1" / CRL).exists()
