@@ -78,6 +78,7 @@ pattern read {here}/agents/%u/#
 pattern read {here}/coordinator/wants/%u
 pattern read {here}/blobs/#
 pattern read {here}/rollout
+pattern read {here}/revocations
 
 user coordinator
 topic readwrite {here}/#

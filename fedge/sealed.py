@@ -19,14 +19,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.files import write_atomically
-from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, verify
+from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, out_of_date, verify
 from fedge.messages import MAX_MESSAGE_BYTES
 from fedge.topics import Topics
 
@@ -93,6 +94,7 @@ class Signed:
 
     Raises:
         ConfigError: certificate or key cannot be used.
+        TransportError: the certificate does not count by the clock here.
     """
 
     def __init__(self, broker: BrokerSettings, home: Path | None) -> None:
@@ -113,6 +115,8 @@ class Signed:
         """The highest number on each topic; it may be kept, and given back to the next process."""
 
     def _check(self, cert_file: str) -> None:
+        if trouble := out_of_date(self._key.certificate, datetime.now(UTC)):  # the clock may not be set yet
+            raise TransportError(f"cert_file {cert_file} {trouble}: nobody would take it")
         if trouble := self.authority.trouble(self._key.certificate):
             raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")
 
@@ -214,7 +218,8 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
     """Who we are on this broker: signing, if our certificate is of a federation's authority.
 
     Raises:
-        ConfigError: the certificate is somebody else's, out of date, revoked, or not by the authority in ca_file.
+        ConfigError: the certificate is somebody else's, revoked, or not by the authority in ca_file.
+        TransportError: it does not count by the clock here.
     """
     if broker.cert_file is None:
         return Plain()

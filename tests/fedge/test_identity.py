@@ -1,13 +1,25 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, subject_of, verify
+from fedge.identity import (
+    CRL,
+    Authority,
+    Key,
+    Role,
+    Subject,
+    mentions,
+    names_somebody,
+    subject_of,
+    trouble_with,
+    verify,
+)
 from tests.support import identities
 from tests.support.identities import DAY, now
 
@@ -129,6 +141,18 @@ def test_no_bit_of_a_list_can_be_changed(authority: identities.Authority) -> Non
             known.learn(genuine[:i] + bytes([genuine[i] ^ 4]) + genuine[i + 1 :])
         with pytest.raises(ProtocolError, match="revoked"):
             known.who(key.der)
+
+
+def test_what_is_wrong_with_a_certificate_of_any_kind_is_said_in_words(
+    authority: identities.Authority, tmp_path: Path
+) -> None:
+    files = authority.issue("cam1", urn="urn:x:y", begin=now() - 2 * DAY, end=now() - DAY)
+    assert re.search(r"cert_file .*cam1.crt: expired on", trouble_with(files["cert_file"], files["ca_file"]))
+    fine = authority.issue("cam2", urn="urn:x:y")
+    assert trouble_with(fine["cert_file"], fine["ca_file"]) == ""
+    foreign = identities.Authority(tmp_path / "other").file
+    assert "was not issued by the authority" in trouble_with(fine["cert_file"], str(foreign))
+    assert "missing" in trouble_with("missing", fine["ca_file"])
 
 
 def test_files_that_cannot_be_used_are_named(authority: identities.Authority, tmp_path: Path) -> None:

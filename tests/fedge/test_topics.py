@@ -15,7 +15,10 @@ def test_names_are_those_of_the_table() -> None:
     table = re.findall(r"^ *(fedge/\S+)", topics.__doc__, flags=re.MULTILINE)
     built = [
         *(T.agent("{id}", leaf) for leaf in ("status", "context", "orders", "reports", "acks", "wants")),
-        *(T.agent("{id}", leaf) for leaf in ("health", "release-wants", "predict", "predictions")),
+        *(
+            T.agent("{id}", leaf)
+            for leaf in ("health", "release-wants", "renewal", "certificate", "predict", "predictions")
+        ),
         T.rollout,
         T.revocations,
         T.coordinator_wants("{id}"),

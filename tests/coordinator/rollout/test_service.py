@@ -10,11 +10,15 @@ from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Release, Supervisor, begin, requested
 from export.signing import Repository
 from fedge.bundle import BRANCH, INT8
-from fedge.errors import ConfigError
-from fedge.messages import RolloutState
+from fedge.errors import ConfigError, ProtocolError
+from fedge.identity import Role, Subject
+from fedge.messages import Health, Phase, RolloutState, encode
+from fedge.sealed import speaker
 from fedge.tensors import digest_of
-from fedge.transport import BrokerSettings
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Inbound
 from tests.deploy.bundles import variant
+from tests.support.identities import Authority
 
 RUNNING, PAUSED, ABORTED, DONE = RolloutState
 PLAN = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
@@ -154,3 +158,27 @@ def test_after_its_end_the_next_one_begins(tmp_path, state):
     following = replace(PLAN, target="3/manifest.json")
     assert begin(folder, following, 9.0) == (following, Progress(began=9.0))
     assert folder.asked() is None
+
+
+async def test_with_certificates_it_believes_what_devices_have_signed_and_nothing_else(repo, tmp_path):
+    authority = Authority(tmp_path / "authority", "shop")
+    settings = BrokerSettings("localhost", 1, **authority.issue("rollout", Role.ROLLOUT))
+    supervisor = Supervisor(Folder(repo), release(repo), PLAN, settings, "shop", lambda event, fields: None)
+    device = speaker(
+        BrokerSettings("localhost", 1, **authority.issue("cam1")),
+        Subject("shop", Role.DEVICE, "cam1"),
+        tmp_path / "cam1",
+    )
+    topic = Topics("shop").agent("cam1", "health")
+    said = encode(Health(device_id="cam1", at=0.0, phase=Phase.SERVING, release=1))
+    with pytest.raises(ProtocolError, match="unsigned"):
+        await supervisor._on_health(Inbound(topic, said, retained=False))
+    signed = device.seal(topic, said)
+    await supervisor._on_health(Inbound(topic, signed, retained=False))
+    assert supervisor._fleet.keys() == {"cam1"}
+    with pytest.raises(ProtocolError, match="certificate: device cam1 of shop may not say this"):
+        await supervisor._on_health(Inbound(topic.replace("cam1", "cam2"), device.seal(topic, said), retained=False))
+    authority.revoke("cam1")
+    await supervisor._signed._on_revocations(Inbound("", (authority.folder / "crl.pem").read_bytes(), retained=True))
+    with pytest.raises(ProtocolError, match="revoked"):
+        await supervisor._on_health(Inbound(topic, signed, retained=False))
