@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.files import write_atomically
+from fedge.files import version_of, write_atomically
 from fedge.identity import CRL, Authority, Role, Subject
 from fedge.messages import Id
 
@@ -83,7 +83,7 @@ class Watched:
     def __init__(self, folder: Path, federation: str) -> None:
         self._file, self._revocations = folder / MEMBERS, folder / CRL
         self._federation = federation
-        self._seen = _version_of(self._file), _version_of(self._revocations)
+        self._seen = version_of(self._file), version_of(self._revocations)
         self._read_at = self._seen[0]
         self._members = self._read()
 
@@ -95,7 +95,7 @@ class Watched:
 
     def _refresh(self) -> None:
         """Take note of a list that was written anew; one that cannot be read changes nothing."""
-        if (now := _version_of(self._file)) == self._read_at:
+        if (now := version_of(self._file)) == self._read_at:
             return
         self._read_at = now
         try:
@@ -125,7 +125,7 @@ class Watched:
 
     def look(self, authority: Authority) -> bool:
         """Read what has changed since the last look, and tell the authority; False: nothing has."""
-        if (now := (_version_of(self._file), _version_of(self._revocations))) == self._seen:
+        if (now := (version_of(self._file), version_of(self._revocations))) == self._seen:
             return False
         self._seen = now
         self._refresh()
@@ -135,12 +135,3 @@ class Watched:
         except ConfigError as error:
             log.error("event=revocations_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
         return True
-
-
-def _version_of(file: Path) -> tuple[int, int] | None:
-    """Another one for each time that the file is replaced; None: it is not there."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino

@@ -89,6 +89,15 @@ def copy_durably(source: Path, target: Path) -> str:
     return hasher.hexdigest()
 
 
+def version_of(path: Path) -> tuple[int, int] | None:
+    """Another one for each atomic replacement of a file; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
 def require_writable(path: Path) -> None:
     """See that a file can be written, before the work begins whose result it is to hold.
 

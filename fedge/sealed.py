@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.files import write_atomically
+from fedge.files import version_of, write_atomically
 from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, out_of_date, verify
 from fedge.messages import MAX_MESSAGE_BYTES
 from fedge.topics import Topics
@@ -102,7 +102,7 @@ class Signed:
         assert broker.cert_file is not None
         self._files = broker.cert_file, broker.key_file
         self._key = Key(*self._files)
-        self._read_at = _version_of(broker.cert_file)
+        self._read_at = version_of(Path(broker.cert_file))
         self.subject = self._key.subject
         self.authority = Authority(broker.ca_file, None if home is None else home / CRL)
         self._check(broker.cert_file)
@@ -134,12 +134,11 @@ class Signed:
 
     def _renew(self) -> None:
         """Take the new certificate, if it was renewed; the old one as long as the new one cannot be used."""
-        with contextlib.suppress(OSError):
-            if (now := _version_of(self._files[0])) != self._read_at:
-                try:
-                    self._key, self._read_at = Key(*self._files), now
-                except ConfigError as error:
-                    log.error("event=not_renewed reason=%r", str(error))  # noqa: TRY400 - the text is all
+        if (now := version_of(Path(self._files[0]))) != self._read_at:
+            try:
+                self._key, self._read_at = Key(*self._files), now
+            except ConfigError as error:
+                log.error("event=not_renewed reason=%r", str(error))  # noqa: TRY400 - the text is all
 
     # ----------------------------------------------------------------------------------------------- inwards
 
@@ -238,11 +237,6 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
             "the name and federation that stand in it"
         )
     return signed
-
-
-def _version_of(file: str) -> tuple[int, int]:
-    found = Path(file).stat()
-    return found.st_mtime_ns, found.st_ino
 
 
 def _next_life(file: Path) -> int:

@@ -24,6 +24,7 @@ from export.signing import Repository
 from fedge.bundle import Manifest
 from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
+from fedge.files import version_of
 from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, Want, decode, encode
 from fedge.sealed import speaker
@@ -56,7 +57,7 @@ class Release:
         self._repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
         self._target = target
-        self._signed = (-1, -1)
+        self._signed: tuple[int, int] | None = (-1, -1)
         self._bytes: dict[str, bytes] = {}
         self.metadata: dict[str, BlobRef] = {}
         self.refresh()
@@ -84,7 +85,7 @@ class Release:
 
     def refresh(self) -> None:
         """Take note of new signatures."""
-        while (signed := _version_of(self._timestamp)) != self._signed:  # again if it was signed meanwhile
+        while (signed := version_of(self._timestamp)) != self._signed:  # again if it was signed meanwhile
             self._files = {name: path.read_bytes() for name, path in self._repository.files(self._target).items()}
             self._bytes = {digest_of(data): data for data in self._files.values()}
             self.metadata = {
@@ -253,12 +254,6 @@ class Supervisor:
 def _shown(health: Health) -> tuple[object, ...]:
     """What of it a person is told when it changes."""
     return health.phase, health.release, health.reason
-
-
-def _version_of(path: Path) -> tuple[int, int]:
-    """Another one for each atomic replacement of a file."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_ino
 
 
 def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
