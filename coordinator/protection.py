@@ -13,6 +13,8 @@ from typing import Annotated, Final, Literal, get_args
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
+from fedge.step import Action
+from fedge.steps.train_dp import Privacy
 
 Rule = Literal["clipped", "mean", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
 """How updates are averaged (`coordinator.aggregation.rules`)."""
@@ -27,25 +29,67 @@ AverageRule = Annotated[
 HostileShare = Annotated[
     float, Meta(ge=0, lt=0.5, description="Share of a cohort that trimmed-mean and multi-krum take to be hostile.")
 ]
+DpEpsilon = Annotated[
+    Annotated[float, Meta(gt=0, le=10_000)] | None,
+    Meta(description="Differential privacy: what the whole run may tell of a sample, epsilon; noise by device."),
+]
+DpNoise = Annotated[
+    Annotated[float, Meta(gt=0, le=1e6)] | None,
+    Meta(description="Differential privacy with this noise instead: standard deviation over --dp-clip, in each step."),
+]
+DpDelta = Annotated[float, Meta(gt=0, lt=1, description="Delta of --dp-epsilon: below 1 / samples of a device.")]
+DpClip = Annotated[float, Meta(gt=0, le=1e6, description="The most that a sample counts in a step: L2 norm.")]
 """Settings that the commands share."""
 
 
 class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of all guards. `hostile`: f / n, for rules that must know it."""
+    """The settings of all guards. `hostile`: f / n, for rules that must know it.
+
+    `dp_epsilon` or `dp_noise`, one of them: differential privacy (`fedge.steps.train_dp`), with `dp_delta`, `dp_clip`.
+
+    Raises:
+        ConfigError: both are given, or a setting that changes nothing.
+    """
 
     average: AverageRule = "clipped"
     hostile: HostileShare = 0.2
+    dp_epsilon: DpEpsilon = None
+    dp_noise: DpNoise = None
+    dp_delta: DpDelta = 1e-5
+    dp_clip: DpClip = 1.0
 
     def __post_init__(self) -> None:
         if self.hostile != 0.2 and self.average not in {"trimmed-mean", "multi-krum"}:
             raise ConfigError(
                 f"--hostile changes nothing with --average {self.average}: it is for trimmed-mean and multi-krum"
             )
+        if self.dp_epsilon is not None and self.dp_noise is not None:
+            raise ConfigError("--dp-noise says how strong the noise is, and so does --dp-epsilon: give one of them")
+        if not self.dp and (self.dp_delta, self.dp_clip) != (1e-5, 1.0):
+            raise ConfigError("--dp-delta and --dp-clip change nothing without --dp-epsilon or --dp-noise")
+
+    @property
+    def dp(self) -> bool:
+        """Whether devices train with differential privacy."""
+        return self.dp_epsilon is not None or self.dp_noise is not None
+
+    def privacy(self, rounds: int) -> Privacy | None:
+        """What a run of so many rounds promises to each sample; None: nothing."""
+        if not self.dp:
+            return None
+        return Privacy(
+            clip_norm=self.dp_clip,
+            delta=self.dp_delta,
+            participations=max(1, rounds),
+            epsilon=self.dp_epsilon,
+            noise_multiplier=self.dp_noise,
+        )
 
     @property
     def guards(self) -> frozenset[Guard]:
         """Those in force that are not always there."""
-        return frozenset() if self.average == "mean" else frozenset({self.average})
+        rule: frozenset[Guard] = frozenset() if self.average == "mean" else frozenset({self.average})
+        return rule | frozenset({"dp"} if self.dp else ())
 
 
 _ONE_RULE: Final = "one rule makes an average: choose one with --average"
@@ -63,6 +107,12 @@ NOTES: Final[Mapping[frozenset[Guard], str]] = {
     frozenset({"multi-krum", "dp"}): "noise brings all updates about equally far apart, so that Krum chooses by chance",
 }
 """What whoever combines two guards should know."""
+
+
+def without_noise(*told: tuple[type[Action], str]) -> str:
+    """Why a method that needs these fields of these steps cannot have differential privacy."""
+    fields = ", ".join(f"{field} of step {step.STEP} ({step.RESULT.REVEALS[field].words})" for step, field in told)
+    return f"it needs {fields}, which has no noise; fedavg, fedprox, fedavgm, fedper, fedrep and lg-fedavg do without"
 
 
 def check(protection: Protection, unfit: Mapping[Guard, str], method: str) -> None:

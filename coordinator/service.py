@@ -40,7 +40,7 @@ from coordinator.methods import (
     make,
     settings_of,
 )
-from coordinator.protection import AverageRule, HostileShare
+from coordinator.protection import AverageRule, DpClip, DpDelta, DpEpsilon, DpNoise, HostileShare
 from coordinator.store import Store
 from fedge.codec import encode
 from fedge.config import Name
@@ -122,6 +122,10 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     ] = ""
     average: AverageRule = "clipped"
     hostile: HostileShare = 0.2
+    dp_epsilon: DpEpsilon = None
+    dp_noise: DpNoise = None
+    dp_delta: DpDelta = 1e-5
+    dp_clip: DpClip = 1.0
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
     ] = Processor.CPU
@@ -222,7 +226,8 @@ async def serve(
     method = method_of(settings, task, options)
     layout, model = start(settings, task, store, options)
     saved = store.state()
-    state = method.init(layout, model) if saved is None else load(saved, type(method.init(layout, model)))
+    first = method.begin(layout, model)
+    state = first if saved is None else load(saved, type(first))
 
     slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
 

@@ -56,7 +56,7 @@ def execute(jobs: Sequence[Job]) -> list[Finished]:
     with one_thread(), remembering(), torch.random.fork_rng(devices=[]):
         of_step: dict[type[Action], list[int]] = defaultdict(list)
         for number, job in enumerate(jobs):
-            if job.worker.trains:
+            if job.worker.refusal(job.action) is None:
                 of_step[type(job.action)].append(number)
         for step, numbers in of_step.items():
             found |= _together(step, {number: jobs[number] for number in numbers})

@@ -23,6 +23,7 @@ from fedge.step import Steps, known_steps
 
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
+    from edge_agent.device import Budget
     from fedge.task import TaskSpec
 
 
@@ -54,6 +55,18 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     egress: (
         Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
     ) = None
+    max_epsilon: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="Privacy budget: tell nothing of the samples but with noise, and no more when all of it "
+                "together would exceed this epsilon (docs/privacy.md).",
+            ),
+        ]
+        | None
+    ) = None
+    delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples here.")] = 1e-5
     min_free_ram_gb: (
         Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
     ) = None
@@ -125,6 +138,8 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     trains = not settings.inference_only and find_spec("torch") is not None
     if settings.train_on is Processor.CUDA and not trains:
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
+    if settings.max_epsilon is not None and trains and find_spec("opacus") is None:
+        raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
     steps = known_steps(path for path in settings.steps.split(",") if path)
     n_shared, make_worker = (_training if trains else _inference)(settings, task, steps)
     identity = Identity(settings.id, settings.federation, task, n_shared, trains, steps)
@@ -162,7 +177,9 @@ def _training(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[in
 
         torch.set_num_threads(1)
         processor = torch_device(settings.train_on)
-        return Worker(settings.id, task, data, settings.home, steps=steps, processor=processor)
+        return Worker(
+            settings.id, task, data, settings.home, budget=_budget(settings), steps=steps, processor=processor
+        )
 
     return data.n_shared, make_worker
 
@@ -176,9 +193,15 @@ def _inference(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[i
     def make_worker() -> Works:
         from edge_agent.worker import Worker
 
-        return Worker(settings.id, task, data, settings.home, steps=steps, trains=False)
+        return Worker(settings.id, task, data, settings.home, budget=_budget(settings), steps=steps, trains=False)
 
     return 0, make_worker
+
+
+def _budget(settings: AgentSettings) -> Budget:
+    from edge_agent.device import Budget
+
+    return Budget(settings.max_epsilon, settings.delta)
 
 
 async def _run(agent: Agent) -> None:

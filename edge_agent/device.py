@@ -7,6 +7,7 @@ device between orders is kept in `Device.files`.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,10 @@ CACHED_MODELS: Final = 8
 PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
 Fetch = Callable[[BlobRef], bytes]
+Source = Callable[[int], bytes]
+"""n -> n random bytes."""
+_NOISE: Final = 78
+"""Keeps a simulation's noise apart from the other uses of an order's seed."""
 
 
 def _plainly(data: bytes, codec: Codec, layout: Layout) -> Model:
@@ -144,9 +149,30 @@ def _rounds(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What all orders together may spend at `delta`, by the device's owner; None: no limit, no accounting asked for."""
+
+    max_epsilon: float | None = None
+    delta: float = 1e-5
+
+
+def secret(_: Order) -> Source:
+    """Random bytes of the operating system."""
+    return os.urandom
+
+
+def repeatable(order: Order) -> Source:
+    """Random bytes that whoever knows the order knows, too: of a simulation, which then can be repeated."""
+    return np.random.default_rng((order.seed, _NOISE)).bytes
+
+
 @dataclass(frozen=True)
 class Host:
-    """What stays the same from order to order: see `edge_agent.worker.Worker`, which makes it."""
+    """What stays the same from order to order: see `edge_agent.worker.Worker`, which makes it.
+
+    `source`: of an order's noise.
+    """
 
     id: str
     task: TaskSpec
@@ -155,6 +181,8 @@ class Host:
     home: Path
     steps: Steps
     network: Callable[[], Network]
+    budget: Budget = Budget()
+    source: Callable[[Order], Source] = secret
 
 
 @dataclass

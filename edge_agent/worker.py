@@ -11,19 +11,33 @@ from typing import TYPE_CHECKING, TypeVar
 
 from edge_agent.device import (
     PERSONAL,
+    Budget,
     Device,
     FailedError,
     Fetch,
     Host,
+    Source,
     Unpacked,
     failed,
     kept_of,
     newest,
     overlay,
+    secret,
 )
 from fedge.errors import FedgeError, StoreError
 from fedge.messages import Order, Why
-from fedge.step import Action, Declined, Failed, Refusal, Result, Steps, device_half, installed_steps, read_action
+from fedge.step import (
+    Action,
+    Declined,
+    Failed,
+    Refusal,
+    Result,
+    Steps,
+    device_half,
+    installed_steps,
+    read_action,
+    unaccounted,
+)
 from fedge.stopping import Stop, StoppedError, never
 
 if TYPE_CHECKING:
@@ -63,6 +77,8 @@ class Worker:
         steps: what it can be asked; None: whatever is installed, or handed to it as an action.
         processor: what trains the network; None: the CPU.
         trains: False: steps that need torch or labels are declined.
+        budget: what all orders together may spend, by the device's owner.
+        source: of an order's noise; only a simulation has another than the operating system.
 
     Raises:
         ConfigError: a sample has a label that the task does not have.
@@ -78,6 +94,8 @@ class Worker:
         steps: Steps | None = None,
         processor: torch.device | None = None,
         trains: bool = True,
+        budget: Budget = Budget(),
+        source: Callable[[Order], Source] = secret,
     ) -> None:
         self.id = device_id
         self.task = task
@@ -89,7 +107,9 @@ class Worker:
         self._limits = steps
         self._steps = dict(installed_steps() if steps is None else steps)
         data.require_labels_of(task)
-        self._host = Host(device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network)
+        self._host = Host(
+            device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network, budget, source
+        )
 
     @property
     def network(self) -> Network:
@@ -129,11 +149,22 @@ class Worker:
         if isinstance(asked, Refusal):
             return Finished(asked)
         self._steps.setdefault(asked.STEP, type(asked))
-        if asked.TRAINS and not self.trains:
-            return Finished(Declined(why=Why.NO_TRAINING))
+        if (refusal := self.refusal(asked)) is not None:
+            return Finished(refusal)
         with self._seeded(asked, order.seed):
             result = self.guarded(lambda: device_half(type(asked)).run(device, asked))
         return self.finished(device, result)
+
+    def refusal(self, action: Action) -> Declined | None:
+        """Why the worker does not do this, whatever its samples are; None: it does."""
+        if action.TRAINS and not self.trains:
+            return Declined(why=Why.NO_TRAINING)
+        fields = unaccounted(type(action))
+        if fields and self._host.budget.max_epsilon is not None:
+            name, kind = next(iter(fields.items()))
+            text = f"step {action.STEP} tells {name} ({kind.words}) without noise, and this device has a privacy budget"
+            return Declined(why=Why.BUDGET, reason=text)
+        return None
 
     @staticmethod
     def finished(device: Device, result: Result) -> Finished:

@@ -174,6 +174,7 @@ class Why(StrEnum):
     MEMORY = "memory"
     HOT = "hot"
     BATTERY = "battery"
+    BUDGET = "budget"
     OTHER_TASK = "other-task"
     UNREACHABLE = "unreachable"
     MALFORMED = "malformed"
@@ -203,6 +204,7 @@ _WORDS: Final = {
     Why.MEMORY: "it has too little free memory",
     Why.HOT: "it is too hot",
     Why.BATTERY: "its battery is too low",
+    Why.BUDGET: "its privacy budget is spent, or does not allow this",
     Why.OTHER_TASK: "its task is another one",
     Why.UNREACHABLE: "it cannot fetch a model",
     Why.MALFORMED: "the order or a model in it cannot be read there",

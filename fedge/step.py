@@ -46,6 +46,7 @@ class Reveals(StrEnum):
     NOTHING = "nothing"
     COUNT = "count"
     UPDATE = "update"
+    ACCOUNTED = "accounted"
     LOSS = "loss"
     WEIGHT = "weight"
     CHOICE = "choice"
@@ -70,6 +71,7 @@ _WORDS: Final = {
     Reveals.NOTHING: "nothing of its data",
     Reveals.COUNT: "a number of samples",
     Reveals.UPDATE: "a model update",
+    Reveals.ACCOUNTED: "a model update with noise, accounted for",
     Reveals.LOSS: "losses or accuracies",
     Reveals.WEIGHT: "weights or shares of models",
     Reveals.CHOICE: "which model suits its data",
@@ -84,6 +86,10 @@ _WORDS: Final = {
     Reveals.USE: "how its bundle is used, and whether its inputs have changed",
     Reveals.TEXT: "the text of an error",
 }
+
+
+HARMLESS: Final = frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.ACCOUNTED})
+"""What differential privacy lets out: the number of samples is public (`fedge.steps.train_dp`)."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -169,6 +175,12 @@ class Action(Struct, frozen=True, kw_only=True):
         about = set(reveals.values()) - {Reveals.NOTHING}
         empty = bool(about) and about.issubset(withheld)
         return self if needed.isdisjoint(withheld) and not empty else None
+
+
+def unaccounted(action: type[Action]) -> dict[str, Reveals]:
+    """The fields of what comes back that depend on samples and that no noise protects, with what each lets out."""
+    told = {field: action.RESULT.REVEALS.get(field, Reveals.PRIVATE) for field in action.RESULT.__struct_fields__}
+    return {field: kind for field, kind in told.items() if kind not in HARMLESS}
 
 
 def require(holds: bool, otherwise: str) -> None:

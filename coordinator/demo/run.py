@@ -273,6 +273,7 @@ def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mappin
             "average",
             "hostile",
         ),
+        *("dp_epsilon", "dp_noise", "dp_delta", "dp_clip"),
     )
     given = {name: getattr(settings, name) for name in names} | {
         "deadline_s": DEADLINE_S,

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from coordinator.ray import ray
 from edge_agent import batched
+from edge_agent.device import repeatable
 from edge_agent.worker import Finished, Worker
 from fedge.errors import FedgeError
 from fedge.files import volatile
@@ -89,7 +90,7 @@ class Shard:
         own = self._data[device_id]
         # What lies in the object store is read-only, and stays there for as long as somebody looks at it.
         copied = {name: np.require(array, requirements="W") for name, array in _arrays(own).items()}
-        return Worker(device_id, recipe.task, replace(own, **copied), recipe.home / device_id)
+        return Worker(device_id, recipe.task, replace(own, **copied), recipe.home / device_id, source=repeatable)
 
 
 class Shards:

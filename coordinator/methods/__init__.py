@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
-from coordinator.protection import Guard, Protection
+from coordinator.fleet.accounted import AccountedFleet
+from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
 from fedge.errors import ConfigError
@@ -34,7 +35,8 @@ from fedge.sgd import Sgd
 from fedge.step import Action, Declined
 from fedge.steps.install import FineTune, Install, Installed
 from fedge.steps.install_bundle import InstallBundle
-from fedge.steps.train import Trained
+from fedge.steps.train import Train, Trained
+from fedge.steps.train_dp import require_no_statistics
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Selector, from_bytes, to_bytes
 
@@ -164,6 +166,8 @@ class Method(Generic[S]):
         if settings.fine_tune and self.NO_FINE_TUNING:
             raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
         check_protection(settings.protection, self.UNPROTECTED, self.name)
+        if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
+            raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
 
     def init(self, layout: Layout, model: BlobRef) -> S:
         """The state before round 1; `model` is the common initial model."""
@@ -185,8 +189,20 @@ class Method(Generic[S]):
         """A bundle for each device that comes after the end."""
         raise NotImplementedError
 
+    def begin(self, layout: Layout, model: BlobRef) -> S:
+        """As `init`, but a network that a guard cannot protect is refused.
+
+        Raises:
+            ConfigError: the network does not suit the method or a guard.
+        """
+        if self.settings.protection.dp:
+            require_no_statistics(layout)
+        return self.init(layout, model)
+
     async def advance(self, state: S, fleet: Fleet) -> S:
-        """Do the next round, whatever it is."""
+        """Do the next round, whatever it is; with differential privacy devices tell nothing without noise."""
+        if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
+            fleet = AccountedFleet(fleet, privacy)
         return await (self.finish if state.round == self.settings.rounds else self.round)(state, fleet)
 
     def done(self, state: S) -> bool:
@@ -208,6 +224,11 @@ class Method(Generic[S]):
         }
 
 
+UNACCOUNTED: Final[Mapping[str, str]] = {
+    "ccmab": without_noise((Train, "loss_before"), (Train, "gradient_norm")),
+    "fastest": "it needs how long a training took (seconds of its report), which samples shape; take uniform",
+}
+"""Selections that learn from what differential privacy does not let out, and what that is."""
 FINE_TUNED: Final = "+ft"
 GROUP: Final = "fedge.methods"
 """Entry points of installed packages, ours among them, that name a `Method` each."""

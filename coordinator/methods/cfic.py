@@ -48,6 +48,7 @@ from coordinator.methods.grouping import (
     told_directions,
 )
 from coordinator.methods.unresponsive import AskingState, ask, awake
+from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, stratified, uniform
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
@@ -119,6 +120,7 @@ class Cfic(Method[CficState]):
     name = "cfic"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((DescribeLabels, "feature"))}
     REFUSED: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("norm", "scale"),

@@ -7,7 +7,7 @@ and the mean of those means, weighted by samples, is fixed as g. If nobody answe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -18,6 +18,7 @@ from coordinator.aggregation.guarded import guarded_averages
 from coordinator.fleet import Fleet
 from coordinator.methods import results
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from coordinator.protection import Guard, without_noise
 from fedge.codec import norms_of
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -47,6 +48,7 @@ class Dbe(PersonalLayers[DbeState]):
     State: ClassVar[type[DbeState]] = DbeState
     Options: ClassVar[type[Struct]] = Options
     needs_head = True
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((MeanFeatures, "mean"), (TrainDbe, "update"))}
 
     def init(self, layout: Layout, model: BlobRef) -> DbeState:
         """The state before round 1.

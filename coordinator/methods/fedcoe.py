@@ -34,7 +34,7 @@ from coordinator.methods import (
 )
 from coordinator.methods.averaging import lengths
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
-from coordinator.protection import Guard
+from coordinator.protection import Guard, without_noise
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError, ProtocolError
@@ -136,10 +136,13 @@ class FedCoE(Method[FedCoEState]):
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
     }
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = dict.fromkeys(
-        ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
-        "the server weighs devices by how their models do on its own samples: take --average clipped or mean",
-    )
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {
+        "dp": without_noise((Route, "shares")),
+        **dict.fromkeys(
+            ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
+            "the server weighs devices by how their models do on its own samples: take --average clipped or mean",
+        ),
+    }
     WELCOMES = True
     PRETRAINING_EPOCHS: ClassVar[int] = 30
     """Of experts and gate, section 3."""

@@ -60,11 +60,12 @@ from coordinator.methods.grouping import (
 )
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
+from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import LabelsDescribed
-from fedge.steps.profile import Profiled
+from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
@@ -158,6 +159,7 @@ class FedEpc(Method[FedEpcState]):
     name = "fedepc"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
     REFUSED: ClassVar[Mapping[str, str]] = {
         "extractor=proxy": "it is called server now",
         **dict.fromkeys(

@@ -43,6 +43,7 @@ from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, arm, bandits_after, chosen, newly_profiled, of_one_length
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
+from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.calibration import BETAS, grid
 from fedge.errors import ConfigError
@@ -154,6 +155,15 @@ class Fedge(Method[FedgeState]):
     name = "fedge"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {
+        "dp": without_noise(
+            (Profile, "profile"),
+            (Trial, "delta"),
+            (FitCandidates, "losses"),
+            (FitWeights, "weights"),
+            (FitEnergy, "pooled_losses"),
+        )
+    }
     REFUSED: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             *("candidates", "energy", "final_fit", "gate", "guard", "local", "prior", "private_start", "private_steps"),

@@ -29,6 +29,7 @@ from coordinator.methods import (
 )
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from coordinator.protection import Guard, without_noise
 from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -63,6 +64,7 @@ class PmMoe(Method[PersonalState]):
     name = "pm-moe"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((SharePrivate, "module"))}
     REFUSED: ClassVar[Mapping[str, str]] = {
         **NO_CLUSTERS,
         **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),

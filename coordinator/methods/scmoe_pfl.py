@@ -36,6 +36,7 @@ from coordinator.methods import (
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.grouping import offered
+from coordinator.protection import Guard, without_noise
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.fit_mixture import FitMixture, GateData
@@ -146,6 +147,7 @@ class ScmoePfl(Method[ScmoeState]):
     name = "scmoe-pfl"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Train, "cluster"))}
     REFUSED: ClassVar[Mapping[str, str]] = {
         "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
         "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",

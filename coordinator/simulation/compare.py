@@ -42,9 +42,11 @@ Watch = Callable[[int, int, RunOutcome], None]
 """Is told of every run: how many are done, of how many, and the last one's outcome."""
 
 
+DP: Final = ("dp_epsilon", "dp_noise", "dp_delta", "dp_clip")
 LATER: Final = (
     *("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
     "measured",
+    *DP,
 )
 """Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
 BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "newcomers": "min_reports"}
@@ -222,7 +224,7 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
         name, options = method_and_options(text)
         try:
             method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
-            method.init(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
+            method.begin(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from error
 

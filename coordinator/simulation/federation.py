@@ -17,6 +17,7 @@ from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.simulation.samples import generated, samples_of, shares_of
 from coordinator.simulation.settings import Hardware, Partition, Scenario
 from edge_agent import batched
+from edge_agent.device import repeatable
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.errors import ConfigError
@@ -142,7 +143,7 @@ def gather(
     processor, data = torch_device(scenario.train_on), Data(federation.task, federation.shares)
 
     def worker(i: str) -> Worker:
-        return Worker(i, federation.task, data[i], home / i, processor=processor)
+        return Worker(i, federation.task, data[i], home / i, processor=processor, source=repeatable)
 
     few = scenario.partition is not Partition.GENERATED
     workers = {i: worker(i) for i in data} if few else Workers(data, worker)

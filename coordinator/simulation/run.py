@@ -161,7 +161,7 @@ async def _run(
             measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.newcomers))
             watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")
 
-    state = method.init(federation.layout, first)
+    state = method.begin(federation.layout, first)
     on_round(state)
     state = await simulated.run(method, state, fleet, on_round)
     final = evaluation.finally_(method, state, fleet)

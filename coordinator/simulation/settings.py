@@ -22,7 +22,7 @@ from coordinator.methods import (
     WeightDecay,
     settings_of,
 )
-from coordinator.protection import AverageRule, HostileShare
+from coordinator.protection import AverageRule, DpClip, DpDelta, DpEpsilon, DpNoise, HostileShare
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
@@ -142,6 +142,10 @@ class Setup(Dealing, frozen=True, kw_only=True):
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
     average: AverageRule = "clipped"
     hostile: HostileShare = 0.2
+    dp_epsilon: DpEpsilon = None
+    dp_noise: DpNoise = None
+    dp_delta: DpDelta = 1e-5
+    dp_clip: DpClip = 1.0
 
 
 class Scenario(Setup, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class Stack:
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the gradients of each model's loss to its row of `gradient`."""
-        self._call(_Objective(self.module, loss), "module.", x, y).sum().backward()  # type: ignore[no-untyped-call]
+        self._call(Objective(self.module, loss), "module.", x, y).sum().backward()  # type: ignore[no-untyped-call]
 
     def outputs(self, x: Tensor) -> Tensor:
         """Logits (n, b, C)."""
@@ -226,7 +226,7 @@ class Stack:
         return [Model(row - start.params, *nothing) for row, start in rows]
 
 
-class _Objective(nn.Module):
+class Objective(nn.Module):
     """A loss as a module, so that the weights under it can be exchanged."""
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
@@ -235,6 +235,7 @@ class _Objective(nn.Module):
         self._loss = loss
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of a batch."""
         return self._loss(self.module, x, y)
 
 
@@ -396,6 +397,21 @@ def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(module(x), y)
 
 
+class Trainable(Protocol):
+    """What a `Trainer` needs: `Network`, `Stack`, `fedge.models.dp_sgd.PrivateNetwork`."""
+
+    module: nn.Module
+    processor: torch.device
+    weights: Tensor
+    gradient: Tensor
+
+    def slice_of(self, part: Part) -> slice:
+        """Where a part lies among the weights."""
+
+    def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
+        """Add the gradient to `gradient`."""
+
+
 class Trainer:
     """One run of SGD from the present weights of a network or a stack; `run` goes on where the last one ended.
 
@@ -411,13 +427,14 @@ class Trainer:
     Batches of one sample have no spread to normalise by: batch normalisation then uses its running statistics, which
     stay as they are.
 
-    `rng`: of the batches; for a stack the batches themselves (`side_by_side`), positions (n, b) among `x` and `y`.
+    `rng`: of the batches, or the batches themselves: positions (b,) among `x` and `y`, of a stack (n, b)
+    (`side_by_side`).
     Of a stack the loss must leave out samples of the label `PADDING`, as cross-entropy does.
     """
 
     def __init__(
         self,
-        network: Network | Stack,
+        network: Trainable,
         x: NDArray[np.float32],
         y: NDArray[np.int64],
         sgd: Sgd,

@@ -47,6 +47,7 @@ SCRIPTS = {
         ("--settings", "digits, alpha 0.5", "--methods", "fedge,fedavg", "--seeds", "0", "--jobs", "1", "--out", "out"),
         ("digits, alpha 0.5", "fedge", "fedavg", "to_best_other"),
     ),
+    "dp.py": Script(("--tasks", "digits", "--rounds", "1"), ("digits", "inf", "global", "own")),
     "independent.py": Script(
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
         ("fedavg, plain PyTorch", "fedper, plain PyTorch"),

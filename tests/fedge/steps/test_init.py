@@ -11,7 +11,7 @@ from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Order, Report, Role, decode, encode
 from fedge.sgd import Sgd
-from fedge.step import Action, Result, installed_steps, read_action, read_result, report_of
+from fedge.step import HARMLESS, Action, Result, installed_steps, read_action, read_result, report_of, unaccounted
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted, FitEnergy
@@ -28,6 +28,7 @@ from fedge.steps.share_private import PrivateShared, SharePrivate
 from fedge.steps.train import MAX_STARTS, Start, Train, Trained, kept_by
 from fedge.steps.train_dbe import TrainDbe
 from fedge.steps.train_ditto import TrainDitto
+from fedge.steps.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
 from fedge.steps.train_rod import TrainRod
 from fedge.steps.trial import Trial, Tried
 from fedge.tensors import BASE, HEAD, Layout, Selector, TensorInfo
@@ -45,6 +46,8 @@ UNMEASURED = Train(starts=(START,), sgd=Sgd(), measure=False)
 DITTO = TrainDitto(starts=(START,), sgd=Sgd(), proximal_lambda=0.1)
 ROD = TrainRod(starts=(START,), sgd=Sgd())
 DBE = TrainDbe(starts=(START,), sgd=Sgd(), global_mean=PLAIN)
+PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=3, epsilon=2.0)
+DP = TrainDp(starts=(START,), sgd=Sgd(), privacy=PRIVACY)
 PROFILE, NOISY = Profile(extractor=REF), Profile(extractor=REF, noise=0.1)
 FIT_CANDIDATES = FitCandidates(
     global_model=REF, experts=(Start(model=REF, cluster=1),), initial_model=REF, sgd=Sgd(), local_steps=1
@@ -65,6 +68,10 @@ def trained(**changes: Any) -> Trained:
         "update": REF, "n_samples": 3, "cluster": 2, "loss_before": 1.0, "loss_after": 0.5, "gradient_norm": 1.0,
     }  # fmt: skip
     return Trained(**(values | changes))
+
+
+def trained_dp(**changes: Any) -> TrainedDp:
+    return TrainedDp(**({"update": REF, "n_samples": 3, "cluster": 2} | changes))
 
 
 def fitted(*roles: Role, cluster: int = -1) -> CandidatesFitted:
@@ -95,6 +102,7 @@ GOOD: list[tuple[Action, Result]] = [
     (DITTO, trained()),
     (ROD, trained()),
     (DBE, trained()),
+    (DP, trained_dp()),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(0.5, -1.5), n_samples=5)),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(1 / 3,) * MAX_FEATURES, n_samples=5)),
     (PROFILE, profiled(halves=0.1)),
@@ -125,6 +133,11 @@ BAD: list[tuple[Action, Result, str]] = [
     (TRAIN, trained(loss_after=None), "wrong-result"),
     (TRAIN, trained(gradient_norm=None), "wrong-result"),
     *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE)),
+    (DP, trained_dp(n_samples=0), "no-samples"),
+    *(
+        (DP, trained_dp(**{figure: 0.5}), "wrong-result")
+        for figure in ("loss_before", "loss_after", "gradient_norm", "val_accuracy")
+    ),
     (PROFILE, profiled(extractor="1" * 64), "wrong-result"),
     (NOISY, profiled(halves=0.1), "wrong-result"),
     (DescribeLabels(), LabelsDescribed(feature=2, n_samples=3), "wrong-result"),
@@ -289,3 +302,16 @@ def test_more_work_costs_more() -> None:
 
 def test_two_steps_need_no_torch() -> None:
     assert {name for name, step in installed_steps().items() if not step.TRAINS} == {"route", "install_bundle"}
+
+
+def test_an_update_with_noise_is_all_that_differential_privacy_lets_out() -> None:
+    assert unaccounted(TrainDp) == {}
+    assert set(TrainedDp.REVEALS.values()) <= HARMLESS
+    assert "update" in unaccounted(Train)
+    assert not DP.TIMED
+
+
+def test_a_network_with_running_statistics_cannot_learn_with_noise() -> None:
+    require_no_statistics(Layout(tensors=LAYOUT.tensors[:3]))
+    with pytest.raises(ConfigError, match=r"\(mean\), as batch normalisation.*GroupNorm"):
+        require_no_statistics(LAYOUT)

@@ -1,0 +1,94 @@
+"""A fleet whose devices tell nothing that noise does not protect: what methods see with differential privacy.
+
+Orders to train become orders to train by DP-SGD. What else depends on samples is not asked for; a method that cannot do
+without is refused before the run (`Method.UNPROTECTED`), and here, should it not have said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.fleet import Answer, Device, Fleet
+from coordinator.protection import without_noise
+from fedge.codec import Norms
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef, Codec
+from fedge.step import Action, unaccounted
+from fedge.steps.install import Served
+from fedge.steps.train import Train
+from fedge.steps.train_dp import Privacy, TrainDp
+from fedge.tensors import Layout, Model, Tensors
+
+
+def accounted(action: Action, privacy: Privacy) -> Action:
+    """The action with noise; one that tells nothing of samples as it is.
+
+    Raises:
+        ConfigError: it would tell something that nothing accounts for; the text names the field.
+    """
+    if type(action) is Train:
+        if len(action.starts) > 1:
+            raise ConfigError(f"the method cannot have dp: {without_noise((Train, 'cluster'))}")
+        fields = {name: getattr(action, name) for name in Train.__struct_fields__}
+        return TrainDp(**fields | {"measure": False}, privacy=privacy)
+    if isinstance(action, Served) and action.kept_by == Train.STEP:
+        return msgspec.structs.replace(action, kept_by=TrainDp.STEP)
+    if fields := unaccounted(type(action)):
+        raise ConfigError(f"the method cannot have dp: {without_noise((type(action), next(iter(fields))))}")
+    return action
+
+
+class AccountedFleet:
+    """Another fleet, asked in this way. What it knows of the devices, and the tensors, are the other's."""
+
+    def __init__(self, fleet: Fleet, privacy: Privacy) -> None:
+        self._fleet = fleet
+        self._privacy = privacy
+        self.task = fleet.task
+
+    def _accounted(self, actions: Mapping[str, Action]) -> dict[str, Action]:
+        return {i: accounted(action, self._privacy) for i, action in actions.items()}
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """As the fleet's, with noise."""
+        return await self._fleet.run(label, self._accounted(actions))
+
+    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """As the fleet's, with noise."""
+        return self._fleet.stream(label, self._accounted(actions))
+
+    def devices(self) -> tuple[Device, ...]:
+        """The fleet's."""
+        return self._fleet.devices()
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """The fleet's."""
+        return self._fleet.inference_only()
+
+    def busy(self) -> frozenset[str]:
+        """The fleet's."""
+        return self._fleet.busy()
+
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
+        """Keep tensors in the fleet."""
+        return self._fleet.put(tensors, codec_)
+
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Keep a file in the fleet."""
+        return self._fleet.put_bytes(data)
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """A model of the fleet's."""
+        return self._fleet.get(ref, layout)
+
+    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """Of an update of the fleet's."""
+        return self._fleet.norms(ref, layout)
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors of the fleet's."""
+        return self._fleet.get_tensors(ref)

@@ -1,0 +1,122 @@
+"""DP-SGD: gradients of single samples, clipped, summed, and blurred with noise that nobody else knows.
+
+Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, with Poisson sampling. The noise
+is the sum of four normal numbers, which protects from reading the last bits of a floating-point sample: Holohan,
+Braghin, "Secure Random Sampling in Differential Privacy", ESORICS 2021.
+
+Gradients come from `torch.func`, not from the hooks of Opacus' `GradSampleModule`. Each sample goes through the network
+alone, so its gradient is its own whatever a user's network does, while hooks trust that no layer mixes the samples of a
+batch; and the network, which other steps use too, needs no wrapper. Both give the same numbers (there is a test). A
+batch of 32 takes one core 1.0 against Opacus' 0.7 ms (`mlp`, digits), 16 against 20 ms (`cnn`, 28 x 28), 198 against
+302 ms (`cnn_fedavg`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from fedge.models.training import Loss, Network, Objective, Part, tensor
+
+MOST_NUMBERS: Final = 2**24
+"""Of the gradients that are held at once: 64 MB, however large a batch is drawn."""
+Source = Callable[[int], bytes]
+"""n -> n random bytes: `os.urandom`, but in a simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """`clip_norm`: C, the most that a sample counts, L2; `noise_multiplier`: sigma, the noise is N(0, (sigma C)^2)."""
+
+    clip_norm: float
+    noise_multiplier: float
+
+
+def uniform(n: int, source: Source) -> NDArray[np.float64]:
+    """Draw n numbers from [0, 1), multiples of 2^-53."""
+    return np.asarray((np.frombuffer(source(8 * n), np.uint64) >> np.uint64(11)) * 2.0**-53)
+
+
+def normal(n: int, source: Source) -> NDArray[np.float64]:
+    """Draw n numbers of N(0, 1), each the sum of four by Box and Muller over 2."""
+    radius = np.sqrt(-2 * np.log1p(-uniform(2 * n, source)))
+    angle = 2 * np.pi * uniform(2 * n, source)
+    parts = (radius * (np.cos(angle) + np.sin(angle))).reshape(2, n)
+    return np.asarray((parts[0] + parts[1]) / 2)
+
+
+def poisson_batches(n: int, rate: float, source: Source) -> Iterator[NDArray[np.int64]]:
+    """Endless batches in which each of n samples is with probability `rate`, whoever else is; some may be empty."""
+    while True:
+        yield np.flatnonzero(uniform(n, source) < rate)
+
+
+class PrivateNetwork:
+    """A network to train by DP-SGD: as `Network`, but its gradient is noisy.
+
+    Args:
+        network: whose weights learn.
+        clipping: C and sigma.
+        expected: samples in a batch on average; a gradient is the noisy sum over this.
+        source: of the noise.
+        moves: the part of the weights that learns; the others count for no norm and get no noise.
+    """
+
+    def __init__(
+        self, network: Network, clipping: Clipping, expected: float, source: Source, moves: Part = "all"
+    ) -> None:
+        self.module = network.module
+        self.processor = network.processor
+        self.weights = network.weights
+        self.gradient = network.gradient
+        self._network = network
+        self._clipping = clipping
+        self._expected = expected
+        self._source = source
+        self._moves = network.slice_of(moves)
+        self._infos = network.layout.of_kind("param")
+
+    def slice_of(self, part: Part) -> slice:
+        """As of the network."""
+        return self._network.slice_of(part)
+
+    def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
+        """Add the noisy mean of the clipped gradients of b >= 0 samples to `gradient`."""
+        moving = self.gradient[self._moves]
+        total = torch.zeros_like(moving)
+        at_once = max(1, MOST_NUMBERS // len(self.gradient))
+        for inputs, labels in zip(torch.split(x, at_once), torch.split(y, at_once), strict=True):
+            if len(labels):
+                total += clipped_sum(self._gradients(loss, inputs, labels)[:, self._moves], self._clipping.clip_norm)
+        noise = self._clipping.noise_multiplier * self._clipping.clip_norm * normal(len(moving), self._source)
+        moving.add_((total.double() + tensor(noise, self.processor)) / self._expected)
+
+    def _gradients(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
+        """(b, d): each sample's own."""
+        objective = Objective(self.module, loss)
+        weights = {f"module.{name}": own.detach() for name, own in self.module.named_parameters()}
+
+        def of_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = functional_call(objective, weights, (x[None], y[None]))
+            return loss
+
+        rows = vmap(grad(of_one), in_dims=(None, 0, 0), randomness="different")(weights, x, y)
+        return torch.cat([rows[f"module.{info.name}"].flatten(1) for info in self._infos], dim=1)
+
+
+def clipped_sum(rows: Tensor, clip_norm: float) -> Tensor:
+    """(d,): the sum of the rows of (b, d), each shortened to an L2 norm of at most `clip_norm`.
+
+    A number that is not finite counts as 0, so that no sample has more weight than the others.
+    """
+    finite = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+    norms = torch.linalg.vector_norm(finite, dim=1, dtype=torch.float64)
+    total: Tensor = (clip_norm / norms.clamp(min=clip_norm)).to(rows.dtype) @ finite
+    return total

@@ -1,0 +1,85 @@
+"""Train the shared model, or the part of it that travels, with differential privacy for each sample of D_L."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta, Struct
+
+from fedge.errors import ConfigError
+from fedge.step import Reveals, require
+from fedge.steps.train import Train, Trained
+from fedge.task import TaskSpec
+from fedge.tensors import Layout
+
+PER_SAMPLE: Final = 3
+"""Gradients of single samples cost so many times that of their mean; measured: 2.7 (`cnn`) to 7 (`cnn_fedavg`)."""
+
+Epsilon = Annotated[float, Meta(gt=0, le=10_000)]
+Delta = Annotated[float, Meta(gt=0, lt=1)]
+ClipNorm = Annotated[float, Meta(gt=0, le=1e6)]
+NoiseMultiplier = Annotated[float, Meta(gt=0, le=1e6)]
+
+
+class Privacy(Struct, frozen=True, kw_only=True):
+    """What a run promises to each sample: (epsilon, delta) for all of its orders together, or noise of one strength.
+
+    `epsilon`: with it each device chooses the noise by its number of samples. `noise_multiplier`: standard deviation of
+    the noise over the clip norm; then each device has an epsilon of its own. One of the two. `participations`: the most
+    orders of the run that are asked of one device.
+    """
+
+    clip_norm: ClipNorm
+    delta: Delta
+    participations: Annotated[int, Meta(ge=1, le=2**53)]
+    epsilon: Epsilon | None = None
+    noise_multiplier: NoiseMultiplier | None = None
+
+
+class TrainedDp(Trained, frozen=True, kw_only=True):
+    """`update` holds noise, and is accounted for. What else a training tells is absent, for nothing accounts for it.
+
+    `n_samples` is public: neighbouring data are those in which one sample does not count, and their number is the same.
+    """
+
+    REVEALS: ClassVar = dict.fromkeys(Trained.__struct_fields__, Reveals.NOTHING) | {
+        "update": Reveals.ACCOUNTED,
+        "n_samples": Reveals.COUNT,
+    }
+
+
+class TrainDp(Train, frozen=True, kw_only=True):
+    """`Train` by DP-SGD: one start, no measurements. How long it took is not told, either."""
+
+    STEP: ClassVar = "train_dp"
+    RESULT: ClassVar = TrainedDp
+    DEVICE: ClassVar = "edge_agent.steps.train_dp"
+    TIMED: ClassVar = False
+    privacy: Privacy
+    measure: bool = False
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Training alone."""
+        del n_train, n_val
+        return PER_SAMPLE * self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
+
+    def check(self, result: Trained, task: TaskSpec) -> None:
+        """As for `Train`, and nothing but the update."""
+        super().check(result, task)
+        told = (result.loss_before, result.loss_after, result.gradient_norm, result.val_accuracy)
+        require(told == (None,) * len(told), "a figure that no noise protects")
+
+
+def require_no_statistics(layout: Layout) -> None:
+    """Refuse a network that DP-SGD cannot train.
+
+    Raises:
+        ConfigError: it keeps running statistics, as batch normalisation does; the text names one.
+    """
+    statistics = [info.name for info in layout.tensors if info.kind != "param"]
+    if statistics:
+        raise ConfigError(
+            f"the network has tensors beside its weights ({statistics[0]}), as batch normalisation keeps: it mixes the "
+            "samples of a batch, so no gradient is one sample's alone, and its statistics have no noise; use group or "
+            "layer normalisation (torch.nn.GroupNorm, LayerNorm) with differential privacy"
+        )

@@ -1,0 +1,134 @@
+"""Which methods go with differential privacy, what their devices then tell, and what the others are refused for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.fleet import Answer
+from coordinator.fleet.accounted import AccountedFleet, accounted
+from coordinator.fleet.simulated import run
+from coordinator.methods import MethodSettings, installed_methods, make, method_class
+from coordinator.protection import Protection
+from edge_agent.privacy_ledger import Ledger
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef
+from fedge.sgd import Sgd
+from fedge.step import Action, installed_steps, unaccounted
+from fedge.steps.profile import Profile
+from fedge.steps.train import Start, Train
+from fedge.steps.train_dp import Privacy, TrainDp
+from fedge.tensors import Layout, TensorInfo
+from tests.support.orders import LAYOUT
+from tests.support.simulation import digits
+
+REF = BlobRef(digest="0" * 64, size_bytes=1)
+PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=2, epsilon=8.0)
+DP = Protection(dp_epsilon=8.0)
+GOES = ("fedavg", "fedavgm", "fedper", "fedprox", "fedrep", "lg-fedavg", "local")
+
+
+def settings(**changes: Any) -> MethodSettings:
+    return MethodSettings(**{"rounds": 2, "sgd": Sgd(steps=3), "protection": DP} | changes)
+
+
+def test_each_method_goes_with_it_or_says_which_field_it_needs() -> None:
+    goes = [name for name in installed_methods() if "dp" not in method_class(name).UNPROTECTED]
+    assert tuple(goes) == GOES
+    for name in set(installed_methods()) - set(GOES):
+        why = method_class(name).UNPROTECTED["dp"]
+        named = re.findall(r"(\w+) of step (\w+)", why)
+        assert named
+        assert all(field in unaccounted(installed_steps()[step]) for field, step in named)
+        with pytest.raises(ConfigError, match=f"{name} cannot have dp: it needs {named[0][0]}"):
+            make(name, settings())
+
+
+@pytest.mark.parametrize("name", [*GOES, "fedavg+ft"])
+async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str, tmp_path: Path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    asked: list[Action] = []
+    carried_out = fleet._carried_out
+
+    def heard(label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        asked.extend(actions.values())
+        return carried_out(label, actions)
+
+    fleet._carried_out = heard  # type: ignore[method-assign]
+    method: Any = make(name, settings())
+    state = await run(method, method.begin(layout, first), fleet)
+    assert {type(action).STEP for action in asked} <= {"train_dp", "install"}
+    assert sorted(state.installed) == sorted(fleet.workers)
+    for worker in fleet.workers.values():
+        charges = Ledger(worker.home).charges
+        assert len(charges) == (0 if name == "local" else 2)
+        assert Ledger(worker.home).spent(1e-5) <= 8 * (1 + 1e-9)
+
+
+async def test_what_the_method_did_not_say_is_refused_when_it_asks(tmp_path: Path) -> None:
+    fleet, *_ = digits(tmp_path)
+    with pytest.raises(ConfigError, match="profile of step profile"):
+        await AccountedFleet(fleet, PRIVACY).run("profile", {"d00": Profile(extractor=REF)})
+    two = Train(starts=(Start(model=REF), Start(model=REF, cluster=1)), sgd=Sgd())
+    with pytest.raises(ConfigError, match="cluster of step train"):
+        accounted(two, PRIVACY)
+
+
+def test_an_order_to_train_becomes_one_with_noise_that_says_the_same() -> None:
+    order = Train(starts=(Start(model=REF),), sgd=Sgd(steps=7, proximal_mu=0.1), head_steps=2)
+    found = accounted(order, PRIVACY)
+    assert isinstance(found, TrainDp)
+    assert (found.privacy, found.measure) == (PRIVACY, False)
+    same = [name for name in Train.__struct_fields__ if name != "measure"]
+    assert [getattr(found, name) for name in same] == [getattr(order, name) for name in same]
+
+
+@pytest.mark.parametrize("selection", ["ccmab", "fastest"])
+def test_selections_that_learn_from_devices_are_refused(selection: str) -> None:
+    with pytest.raises(ConfigError, match=f"selection={selection} and dp do not combine: it needs"):
+        make("fedavg", settings(options={"selection": selection}))
+
+
+def test_a_network_with_running_statistics_is_refused_before_the_run() -> None:
+    layout = Layout(tensors=(*LAYOUT.tensors, TensorInfo(name="bn.running_var", shape=(2,), kind="buffer")))
+    with pytest.raises(ConfigError, match=r"bn\.running_var"):
+        make("fedavg", settings()).begin(layout, REF)
+    assert make("fedavg", settings(protection=Protection())).begin(layout, REF).model == REF
+
+
+def test_settings_that_contradict_or_change_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        Protection(dp_epsilon=1.0, dp_noise=1.0)
+    for alone in ({"dp_delta": 1e-6}, {"dp_clip": 2.0}):
+        with pytest.raises(ConfigError, match="change nothing"):
+            Protection(**alone)  # type: ignore[arg-type]
+    assert Protection().privacy(5) is None
+    assert Protection(dp_noise=2.0, dp_clip=3.0).privacy(0) == Privacy(
+        clip_norm=3.0, delta=1e-5, participations=1, noise_multiplier=2.0
+    )
+    assert "dp" in DP.guards
+
+
+async def test_what_else_it_is_asked_is_the_fleets(tmp_path: Path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    own = AccountedFleet(fleet, PRIVACY)
+    assert (own.task, own.devices(), own.inference_only(), own.busy()) == (
+        fleet.task,
+        fleet.devices(),
+        fleet.inference_only(),
+        fleet.busy(),
+    )
+    np.testing.assert_array_equal(own.get(first, layout).params, fleet.get(first, layout).params)
+    assert own.norms(first, layout) == fleet.norms(first, layout)
+    ref = own.put({"a": np.zeros(2, np.float32)})
+    assert list(own.get_tensors(ref)) == ["a"]
+    assert own.put_bytes(b"x") == fleet.put_bytes(b"x")
+    order = Train(starts=(Start(model=first),), sgd=Sgd(steps=1))
+    fleet.round = 1
+    answers = [answer async for answer in own.stream("train", {"d00": order})]
+    assert [answer.result.loss_before for answer in answers] == [None]  # type: ignore[union-attr]
