@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from coordinator.methods.fedavg import FedAvgState
 from edge_agent.privacy_ledger import Ledger
-from fedge.messages import Report, Why, decode
+from fedge.messages import Report, Why
 from tests.support.broker import local_broker
 from tests.support.federation import Federation, until
 
@@ -29,7 +31,7 @@ async def test_a_federation_with_noise_ends_though_an_agent_is_killed_and_one_ha
         await agents["a"].kill()
         await federation.agent("a")
         assert await coordinator.ended() == 0, coordinator.log.read_text()[-3000:]
-        reports = {i: decode(data, Report) for i, data in federation.accepted().items()}
+        reports = {i: msgspec.msgpack.decode(data, type=Report) for i, data in federation.accepted().items()}
         state = federation.state(FedAvgState)
         spent = {device: Ledger(tmp_path / device).spent(1e-5) for device in devices}
     trained = {i: report for i, report in reports.items() if ".train." in i}
