@@ -249,11 +249,11 @@ class Replay(SimulatedFleet):
     def _present(self) -> dict[str, Worker]:
         return {i: worker for i, worker in self.workers.items() if i in self._there_at.get(self.round, self.workers)}
 
-    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> tuple[dict[str, Answer], Mapping[str, Action]]:
         without = {i: (self.round, label, i) for i in actions if (self.round, label, i) in self._refused}
-        found = super()._carried_out(label, {i: action for i, action in actions.items() if i not in without})
+        found, asked = super()._carried_out(label, {i: action for i, action in actions.items() if i not in without})
         found |= {i: Answer(i, self._refused[key], 0.0, self.round) for i, key in without.items()}
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items())), {**actions, **asked}
 
 
 def _end_of(program: Program | None) -> str:

@@ -88,7 +88,7 @@ class Replay(SimulatedFleet):
         self._open: dict[tuple[int, str], Answer] = {}
 
     async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
-        self._open |= {(self.round, i): answer for i, answer in self._carried_out(label, actions).items()}
+        self._open |= {(self.round, i): answer for i, answer in self._carried_out(label, actions)[0].items()}
         for key in self._record[self.round]:
             yield self._open.pop(key)
 
