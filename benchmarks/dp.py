@@ -1,10 +1,10 @@
 """Accuracy against epsilon: fedavg+ft with differential privacy for each sample, on three tasks.
 
-    python benchmarks/dp.py DATA > dp.json
+    python benchmarks/dp.py DATA --json dp.json
 
 DATA holds mnist/ and uci-har/; digits need none. Told are, as means over the seeds, the accuracy of the global model on
 samples of all devices, and the mean accuracy of the devices' bundles, the global model fine-tuned on their own samples,
-on their own unseen ones. Fine-tuning is not noisy: its model stays on the device. Standard error has the table. Takes
+on their own unseen ones. Fine-tuning is not noisy: its model stays on the device. Takes
 some three minutes of one core a seed.
 """
 
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     given = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     for task in given.tasks:
@@ -69,8 +70,10 @@ def main() -> None:
             shared, own = np.mean(runs, axis=0)
             found[task]["inf" if epsilon is None else f"{epsilon:g}"] = {"global": float(shared), "own": float(own)}
             print(task, epsilon, found[task]["inf" if epsilon is None else f"{epsilon:g}"], file=sys.stderr, flush=True)
-    print(table(found), file=sys.stderr)
-    json.dump({"seeds": given.seeds, "rounds": given.rounds, "tasks": found}, sys.stdout, indent=1)
+    print(table(found))
+    if given.json is not None:
+        figures = {"seeds": given.seeds, "rounds": given.rounds, "tasks": found}
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
