@@ -34,8 +34,8 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "broker", "compare", "coordinator", "demo", "egress", "export", "infer", "install", "method"),
-    *("release", "rollout", "sample", "serve", "simulate", "status"),
+    *("agent", "broker", "compare", "coordinator", "demo", "egress", "enrol", "export", "infer", "install", "method"),
+    *("provision", "release", "rollout", "sample", "serve", "simulate", "status"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 

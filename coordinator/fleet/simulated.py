@@ -148,14 +148,15 @@ class SimulatedFleet:
         )
 
     def _about(self, device_id: str) -> _Known:
-        """What the fleet knows of a device without its data."""
-        if device_id not in self._known:
+        """What the fleet knows of a device; of one that is made when it is asked for once and for all."""
+        known = self._known.get(device_id)
+        if known is None:
             worker = self.workers[device_id]
             data = worker.data
-            self._known[device_id] = _Known(
-                data.n_shared, data.n_train, len(data.y_val), worker.trains, worker.versions
-            )
-        return self._known[device_id]
+            known = _Known(data.n_shared, data.n_train, len(data.y_val), worker.trains, worker.versions)
+            if not isinstance(self.workers, dict):
+                self._known[device_id] = known
+        return known
 
     def _context(self, device_id: str, n_samples: int) -> Context | None:
         own = self._hardware[device_id]

@@ -69,7 +69,7 @@ def test_the_example_configuration_is_right() -> None:
     assert settings.max_temperature_c == 75
     assert parse_address(settings.broker) == ("edge-server.local", 8883)
     assert settings.keepalive_s == 60
-    assert settings.cert_file is not None
+    assert settings.identity is not None
 
 
 def test_the_example_of_the_other_side_is_right() -> None:
@@ -77,7 +77,8 @@ def test_the_example_of_the_other_side_is_right() -> None:
 
     settings = resolve(CoordinatorSettings, "coordinator", EXAMPLES / "edge_server.toml", {})
     agents = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})
-    assert (settings.federation, settings.task, settings.ca_file) == (agents.federation, agents.task, agents.ca_file)
+    assert (settings.federation, settings.task) == (agents.federation, agents.task)
+    assert None not in (settings.identity, agents.identity)
     assert parse_address(settings.broker)[1] == parse_address(agents.broker)[1]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,9 @@ from tests.support.peer import action_of
 
 HONEST = ("cam0", "cam1")
 ME = "mallory"
+ACCOMPLICES = ("mallory1", "mallory2")
+EACH = 3
+"""Rounds with bad results from one device; after that the coordinator leaves it out."""
 ACK = Ack(order_id="o", device_id=ME, accepted=True)
 CONTEXT = Context(device_id=ME)
 HEALTH = Health(device_id=ME, at=1.0, phase=Phase.SERVING, release=0)
@@ -172,12 +176,15 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
     async with Federation(mosquitto, tmp_path, devices=HONEST) as federation:
         agents = await federation.agents()
         rounds = len(bad_results(RawDevice(mosquitto, "x", tmp_path), to_bytes({"w": np.zeros(1, np.float32)})))
-        flags = {"method": "fedavg", "rounds": rounds, "devices": 3, "codec": Codec.FLOAT32}
+        flags = {"method": "fedavg", "rounds": rounds, "devices": 5, "codec": Codec.FLOAT32}
         coordinator = await federation.coordinator(**flags)
         await coordinator.logged("event=connected")
-        async with Mallory(mosquitto, ME, tmp_path) as mallory:
-            refused = Counter({"task-mismatch": 1})  # it began with another task
-            await mallory.appear(task=federation.task)
+        async with AsyncExitStack() as stack:
+            band = [await stack.enter_async_context(Mallory(mosquitto, i, tmp_path)) for i in (ME, *ACCOMPLICES)]
+            refused = Counter({"task-mismatch": len(band)})  # they began with another task
+            for member in band:
+                await member.appear(task=federation.task)
+            mallory = band[0]
 
             order = await mallory.order_of(1, "train")
             await until(lambda: len(federation.accepted()) == 2)
@@ -191,33 +198,44 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
             assert before == (federation.rows("SELECT * FROM orders"), federation.rows("SELECT * FROM states"))
 
             model = await mallory.fetch(action_of(order).starts[0].model)  # type: ignore[attr-defined]
-            for number, (name, result) in enumerate(bad_results(mallory, model), start=1):
-                order = await mallory.order_of(number, "train")
+            for number in range(1, rounds + 1):
+                guilty, *innocent = band[(number - 1) // EACH :]
+                for member in innocent:
+                    await member.report(await member.order_of(number, "train"), Declined(why=Why.NOT_ALLOWED))
+                name, result = bad_results(guilty, model)[number - 1]
+                order = await guilty.order_of(number, "train")
                 if name == "digest":
                     digest = result.update.digest  # type: ignore[union-attr]
-                    lies = mallory.blobs.pop(digest)
-                    await mallory.report(order, result)
-                    await garbage_chunks(mallory, coordinator, digest)
-                    mallory.blobs[digest] = lies
+                    lies = guilty.blobs.pop(digest)
+                    await guilty.report(order, result)
+                    await garbage_chunks(guilty, coordinator, digest)
+                    guilty.blobs[digest] = lies
                 else:
-                    await mallory.report(order, result)
-                ack = await mallory.ack(order.id)
+                    await guilty.report(order, result)
+                ack = await guilty.ack(order.id)
                 assert (ack.accepted, ack.reason.split(":")[0]) == (False, name)
                 refused[name] += 1
-            await mallory.report(await mallory.order_of(rounds + 1, "install"), Declined(why=Why.NOT_ALLOWED))
             assert await coordinator.ended() == 0
 
         counted = dict(federation.rows("SELECT substr(name, 9), value FROM counters WHERE name LIKE 'refused.%'"))
         assert counted == refused
         assert federation.rows(
-            "SELECT status, count(*) FROM orders WHERE label = 'train' GROUP BY device_id, status"
+            "SELECT device_id, status, count(*) FROM orders WHERE label = 'train' GROUP BY device_id, status"
         ) == [
-            ("accepted", rounds),
-            ("accepted", rounds),
-            ("rejected", rounds),
+            ("cam0", "accepted", rounds),
+            ("cam1", "accepted", rounds),
+            (ME, "rejected", EACH),
+            ("mallory1", "accepted", EACH),
+            ("mallory1", "rejected", EACH),
+            ("mallory2", "accepted", 2 * EACH),
+            ("mallory2", "rejected", EACH),
         ]
+        assert not federation.rows("SELECT * FROM orders WHERE label = 'install' AND device_id LIKE 'mallory%'")
         state = federation.state(FedAvgState)
-        history = tuple(msgspec.structs.replace(line, asked=line.asked - 1) for line in state.history)
+        history = tuple(
+            msgspec.structs.replace(line, asked=line.asked - max(0, len(band) - number // EACH))
+            for number, line in enumerate(state.history)
+        )
         expected = await federation.undisturbed("fedavg", settings(rounds, codec=Codec.FLOAT32))
         assert same(msgspec.structs.replace(state, history=history), expected)
 

@@ -1,8 +1,5 @@
 """Simulated devices on Ray: equal bits however many actors there are, and whatever dies."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,10 +19,7 @@ from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import CompareSettings, Engine, Running, Scenario
 from edge_agent import batched
 from edge_agent.worker import Finished
-from fedge.errors import ConfigError
-from fedge.loading import hold
 from fedge.messages import Codec
-from fedge.tasks import Task
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 SCENARIO = Scenario(devices=40, samples=1200, min_samples=10, rounds=2, codec=Codec.FLOAT32, local_steps=3)
@@ -122,30 +116,3 @@ def test_a_comparison_on_ray_gives_the_runs_of_one_here(cluster: object, tmp_pat
     ]
     for here, there in zip(*runs, strict=True):
         assert (here.method, here.accuracy, here.bytes_up) == (there.method, there.accuracy, there.bytes_up)
-
-
-def test_what_lives_in_this_process_alone_cannot_go_to_ray(cluster: object, tmp_path: Path) -> None:
-    x, y = np.zeros((200, 8), np.float32), np.arange(200) % 3
-    task = Task.from_arrays(x, y)
-    scenario = Scenario(task=hold(task), devices=2, rounds=1)
-    with pytest.raises(ConfigError, match="write it into a module"):
-        simulate(scenario, "fedavg", {}, 0, tmp_path, lambda _: None, "", Running(engine=Engine.RAY))
-
-
-def test_ray_reports_nothing_and_listens_here_alone(tmp_path: Path) -> None:
-    code = (
-        "import psutil\n"
-        "from coordinator.ray import connected\n"
-        "from ray._common.usage import usage_lib\n"
-        "with connected(None):\n"
-        "    print(usage_lib.usage_stats_enabled())\n"
-        "    started = psutil.Process().children(recursive=True)\n"
-        "    found = [c for each in started for c in each.net_connections() if c.status == psutil.CONN_LISTEN]\n"
-        "    print(*sorted({each.laddr.ip for each in found}))\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    reports, addresses = ran.stdout.splitlines()[-2:]
-    assert reports == "False"
-    assert set(addresses.split()) <= {"127.0.0.1", "::ffff:127.0.0.1"}
-    assert addresses

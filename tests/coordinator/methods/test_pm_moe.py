@@ -9,7 +9,7 @@ from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.pm_moe import PmMoe
 from deploy import load as load_bundle
-from edge_agent.worker import Worker
+from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError
 from fedge.messages import Role, blobs_of
 from fedge.sgd import Sgd
@@ -115,8 +115,7 @@ async def test_a_device_that_never_trained_installs_the_bases_model(tmp_path) ->
 
 async def test_who_does_not_allow_it_keeps_its_module_and_installs_the_bases_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
-    before = fleet.workers["d01"]
-    fleet.workers["d01"] = Worker("d01", before.task, before.data, before.home)
+    fleet._rules["d01"] = Rules(PRESETS["default"])
     method = method_of(rounds=2)
     state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
