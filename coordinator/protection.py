@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
 from fedge.step import Action
+from fedge.steps.mask_shares import MIN_COHORT
 from fedge.steps.train_dp import Privacy
 
 Rule = Literal["clipped", "mean", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
@@ -39,11 +40,15 @@ DpNoise = Annotated[
 ]
 DpDelta = Annotated[float, Meta(gt=0, lt=1, description="Delta of --dp-epsilon: below 1 / samples of a device.")]
 DpClip = Annotated[float, Meta(gt=0, le=1e6, description="The most that a sample counts in a step: L2 norm.")]
+Masking = Annotated[bool, Meta(description="The server sees sums of updates alone, no single one (docs/privacy.md).")]
+MinCohort = Annotated[
+    int, Meta(ge=2, description="Devices that a masked sum covers at least, and by which two sums of a run differ.")
+]
 """Settings that the commands share."""
 
 
 class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of all guards. `hostile`: f / n, for rules that must know it.
+    """The settings of all guards. `hostile`: f / n, for rules that must know it. `min_cohort`: of masking.
 
     `dp_epsilon` or `dp_noise`, one of them: differential privacy (`fedge.steps.train_dp`), with `dp_delta`, `dp_clip`.
 
@@ -57,8 +62,12 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dp_noise: DpNoise = None
     dp_delta: DpDelta = 1e-5
     dp_clip: DpClip = 1.0
+    masking: Masking = False
+    min_cohort: MinCohort = MIN_COHORT
 
     def __post_init__(self) -> None:
+        if self.min_cohort != MIN_COHORT and not self.masking:
+            raise ConfigError("--min-cohort changes nothing without --masking: leave it out, or add --masking")
         if self.hostile != 0.2 and self.average not in {"trimmed-mean", "multi-krum"}:
             raise ConfigError(
                 f"--hostile changes nothing with --average {self.average}: it is for trimmed-mean and multi-krum"
@@ -88,8 +97,10 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def guards(self) -> frozenset[Guard]:
         """Those in force that are not always there."""
-        rule: frozenset[Guard] = frozenset() if self.average == "mean" else frozenset({self.average})
-        return rule | frozenset({"dp"} if self.dp else ())
+        found: dict[Guard, bool] = {"dp": self.dp, "masking": self.masking}
+        if self.average != "mean":
+            found[self.average] = True
+        return frozenset(guard for guard, there in found.items() if there)
 
 
 _ONE_RULE: Final = "one rule makes an average: choose one with --average"
@@ -99,6 +110,7 @@ _RULES: Final[tuple[Guard, ...]] = ("clipped", "median", "trimmed-mean", "multi-
 COMBINATIONS: Final[Mapping[frozenset[Guard], str]] = {
     **{frozenset(pair): _ONE_RULE for pair in combinations(_RULES, 2)},
     **{frozenset({rule, "masking"}): _SINGLE for rule in _RULES},
+    frozenset({"dp", "masking"}): "masked training has no noise yet: noise protects samples, masking single devices",
 }
 """Guards that do not combine, pair by pair, and why. A pair that is not here combines."""
 

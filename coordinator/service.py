@@ -40,7 +40,16 @@ from coordinator.methods import (
     make,
     settings_of,
 )
-from coordinator.protection import AverageRule, DpClip, DpDelta, DpEpsilon, DpNoise, HostileShare
+from coordinator.protection import (
+    AverageRule,
+    DpClip,
+    DpDelta,
+    DpEpsilon,
+    DpNoise,
+    HostileShare,
+    Masking,
+    MinCohort,
+)
 from coordinator.store import Store
 from fedge.codec import encode
 from fedge.config import Name
@@ -51,6 +60,7 @@ from fedge.initial import initial_in_subprocess
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.processor import Processor
+from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
@@ -126,6 +136,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     dp_noise: DpNoise = None
     dp_delta: DpDelta = 1e-5
     dp_clip: DpClip = 1.0
+    masking: Masking = False
+    min_cohort: MinCohort = MIN_COHORT
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
     ] = Processor.CPU

@@ -20,6 +20,7 @@ from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
+from fedge.steps.mask_shares import MIN_COHORT
 
 if TYPE_CHECKING:
     from edge_agent.agent import Agent, Works
@@ -67,6 +68,10 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         | None
     ) = None
     delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples here.")] = 1e-5
+    min_cohort: Annotated[
+        int,
+        Meta(ge=2, description="Decline masked sums of fewer devices, or that differ by fewer from an earlier one."),
+    ] = MIN_COHORT
     min_free_ram_gb: (
         Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
     ) = None
@@ -178,7 +183,11 @@ def _training(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[in
         torch.set_num_threads(1)
         processor = torch_device(settings.train_on)
         return Worker(
-            settings.id, task, data, settings.home, budget=_budget(settings), steps=steps, processor=processor
+            *(settings.id, task, data, settings.home),
+            budget=_budget(settings),
+            steps=steps,
+            min_cohort=settings.min_cohort,
+            processor=processor,
         )
 
     return data.n_shared, make_worker

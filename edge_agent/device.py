@@ -181,6 +181,7 @@ class Host:
     home: Path
     steps: Steps
     network: Callable[[], Network]
+    min_cohort: int
     budget: Budget = Budget()
     source: Callable[[Order], Source] = secret
 
@@ -256,6 +257,12 @@ class Device:
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_)
         self.blobs[ref.digest] = data
         return ref
+
+    def take_back(self, ref: BlobRef) -> Model:
+        """An update of the whole network that was to be sent: it will not be."""
+        if (kept := self.unpacked.pop(ref.digest, None)) is not None:
+            return kept.model
+        return _plainly(self.blobs.pop(ref.digest), ref.codec, self.layout)
 
     def keep(self, tensors: Tensors, *, shareable: bool = False) -> None:
         """Keep what stays on the device, for later rounds of this step and for the bundle.

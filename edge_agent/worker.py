@@ -38,6 +38,7 @@ from fedge.step import (
     read_action,
     unaccounted,
 )
+from fedge.steps.mask_shares import MIN_COHORT
 from fedge.stopping import Stop, StoppedError, never
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Worker:
         data: the device's samples; they stay here.
         home: durable folder; `kept` and `bundles` are the worker's.
         steps: what it can be asked; None: whatever is installed, or handed to it as an action.
+        min_cohort: devices that a masked sum covers at least, and by which two of a run differ.
         processor: what trains the network; None: the CPU.
         trains: False: steps that need torch or labels are declined.
         budget: what all orders together may spend, by the device's owner.
@@ -92,6 +94,7 @@ class Worker:
         home: Path,
         *,
         steps: Steps | None = None,
+        min_cohort: int = MIN_COHORT,
         processor: torch.device | None = None,
         trains: bool = True,
         budget: Budget = Budget(),
@@ -108,7 +111,7 @@ class Worker:
         self._steps = dict(installed_steps() if steps is None else steps)
         data.require_labels_of(task)
         self._host = Host(
-            device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network, budget, source
+            device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network, min_cohort, budget, source
         )
 
     @property

@@ -61,7 +61,9 @@ TOLD: Final[Mapping[type[Struct], Told]] = {
 """What messages let out beside the results of steps; fields that are not named say nothing of the device's data."""
 
 PRESETS: Final[Mapping[str, frozenset[Reveals]]] = {
-    "strict": frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.UPDATE, Reveals.ACCOUNTED, Reveals.VERDICT}),
+    "strict": frozenset(
+        {Reveals.NOTHING, Reveals.COUNT, Reveals.UPDATE, Reveals.ACCOUNTED, Reveals.MASKED, Reveals.VERDICT}
+    ),
     "default": frozenset(Reveals) - {Reveals.PRIVATE},
 }
 

@@ -176,6 +176,7 @@ class Why(StrEnum):
     BATTERY = "battery"
     BUDGET = "budget"
     OTHER_TASK = "other-task"
+    TOO_FEW = "too-few"
     UNREACHABLE = "unreachable"
     MALFORMED = "malformed"
     NOT_FINITE = "not-finite"
@@ -206,6 +207,7 @@ _WORDS: Final = {
     Why.BATTERY: "its battery is too low",
     Why.BUDGET: "its privacy budget is spent, or does not allow this",
     Why.OTHER_TASK: "its task is another one",
+    Why.TOO_FEW: "the masked sum would cover too few devices, or differ by too few from an earlier one",
     Why.UNREACHABLE: "it cannot fetch a model",
     Why.MALFORMED: "the order or a model in it cannot be read there",
     Why.NOT_FINITE: "training diverged, or a model in the order is not finite",

@@ -47,6 +47,7 @@ class Reveals(StrEnum):
     COUNT = "count"
     UPDATE = "update"
     ACCOUNTED = "accounted"
+    MASKED = "masked"
     LOSS = "loss"
     WEIGHT = "weight"
     CHOICE = "choice"
@@ -72,6 +73,7 @@ _WORDS: Final = {
     Reveals.COUNT: "a number of samples",
     Reveals.UPDATE: "a model update",
     Reveals.ACCOUNTED: "a model update with noise, accounted for",
+    Reveals.MASKED: "a model update under a mask: nothing but the sum of a cohort",
     Reveals.LOSS: "losses or accuracies",
     Reveals.WEIGHT: "weights or shares of models",
     Reveals.CHOICE: "which model suits its data",
@@ -138,7 +140,7 @@ class Action(Struct, frozen=True, kw_only=True):
     DEVICE: ClassVar[str]
     TRAINS: ClassVar[bool] = True
     TIMED: ClassVar[bool] = True
-    """Whether the time of the work may be told: not where sensitive samples shape it from the beginning."""
+    """Whether the time of the work is told: not where sensitive samples shape it from the start, nor next to none."""
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Forward passes of one sample that the step costs, roughly: what the clock and deadlines go by.
@@ -155,8 +157,11 @@ class Action(Struct, frozen=True, kw_only=True):
             ProtocolError: `wrong-result`, or another name.
         """
 
-    def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout]:
-        """The tensors that a result brings, each with what it must hold. `layout`: of the task's network."""
+    def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout | None]:
+        """The blobs that a result brings, each with the tensors that it must hold. `layout`: of the task's network.
+
+        None: plain bytes, of a size that this has checked.
+        """
         del result, layout
         return {}
 

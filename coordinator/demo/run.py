@@ -263,16 +263,8 @@ async def federate(
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
     names = (
         *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec"),
-        *(
-            "local_steps",
-            "local_epochs",
-            "batch_size",
-            "learning_rate",
-            "momentum",
-            "weight_decay",
-            "average",
-            "hostile",
-        ),
+        *("local_steps", "local_epochs", "batch_size", "learning_rate", "momentum", "weight_decay"),
+        *("average", "hostile", "min_cohort"),
         *("dp_epsilon", "dp_noise", "dp_delta", "dp_clip"),
     )
     given = {name: getattr(settings, name) for name in names} | {
@@ -281,12 +273,14 @@ def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mappin
     }
     flags = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
     own = [text for name, value in options.items() for text in ("--option", f"{name}={value}")]
-    return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *own]
+    masking = ["--masking"] if settings.masking else []
+    return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *masking, *own]
 
 
 def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     folder = settings.folder / device_id
     flags = ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
+    flags += ["--min-cohort", str(settings.min_cohort)]
     if settings.method.startswith("pm-moe"):
         write_atomically(folder / "home" / EGRESS, b'[egress]\nallow = "private"\n')
     return flags

@@ -192,5 +192,8 @@ class Fleet(Protocol):
     def norms(self, ref: BlobRef, layout: Layout) -> Norms:
         """L2 norms of the parameters and of the buffers of what `get` gives; known of updates of the last step."""
 
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob that this side has `put` or a device has sent."""
+
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors in FLOAT32 that this side has `put` or a device has sent, whatever their names and shapes."""

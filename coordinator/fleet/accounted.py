@@ -89,6 +89,10 @@ class AccountedFleet:
         """Of an update of the fleet's."""
         return self._fleet.norms(ref, layout)
 
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob of the fleet."""
+        return self._fleet.get_bytes(ref)
+
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors of the fleet's."""
         return self._fleet.get_tensors(ref)

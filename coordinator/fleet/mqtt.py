@@ -526,7 +526,11 @@ class MqttFleet:
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""
-        return from_bytes(self._store.blobs.get(ref.digest))
+        return from_bytes(self.get_bytes(ref))
+
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """A blob."""
+        return self._store.blobs.get(ref.digest)
 
     def take_counts(self) -> dict[str, int]:
         """Since the last call: payload bytes up and down, and by name what was refused."""
@@ -772,14 +776,16 @@ class MqttFleet:
         self._checks.pop(order.id, None)
         self._feed(Checked(order.id, error))
 
-    async def _fetch(self, ref: BlobRef, device: str, layout: Layout) -> None:
-        """Have an update in the folder that is one of these tensors of our model."""
+    async def _fetch(self, ref: BlobRef, device: str, layout: Layout | None) -> None:
+        """Have a blob in the folder; an update that is one of these tensors of our model."""
         await self._receiver.fetch(
             ref,
             chunks=self._topics.update_chunk(device, ref.digest),
             wants=self._topics.coordinator_wants(device),
             device_id=device,
         )
+        if layout is None:
+            return
         async with self._decoding:
             self._norms[ref] = await asyncio.to_thread(self._checked, ref, layout)
 

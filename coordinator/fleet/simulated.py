@@ -252,7 +252,7 @@ class SimulatedFleet:
 
     def _job(self, label: str, device_id: str, action: Action) -> batched.Job:
         order = order_for(RUN, self._seed, self.round, label, device_id, self._fingerprint, action, left_s=MAX_LEFT_S)
-        return batched.Job(self.workers[device_id], order, action, self._bytes)
+        return batched.Job(self.workers[device_id], order, action, self.get_bytes)
 
     def _drops(self, label: str, device_id: str) -> bool:
         own = self._hardware[device_id]
@@ -323,14 +323,14 @@ class SimulatedFleet:
             raise ProtocolError("unknown-blob", ref.digest)
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.model
-        return codec.decode(self._bytes(ref), ref.codec, layout, again=True)
+        return codec.decode(self.get_bytes(ref), ref.codec, layout, again=True)
 
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         """Those of an update were taken when it came."""
         found = self._blobs[ref.digest]
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.norms
-        return codec.check(self._bytes(ref), ref.codec, layout)
+        return codec.check(self.get_bytes(ref), ref.codec, layout)
 
     def _refuse(self, device_id: str, error: ProtocolError) -> None:
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
@@ -343,9 +343,10 @@ class SimulatedFleet:
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""
-        return from_bytes(self._bytes(ref))
+        return from_bytes(self.get_bytes(ref))
 
-    def _bytes(self, ref: BlobRef) -> bytes:
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """A blob; an update that has stayed arrays is encoded."""
         found = self._blobs[ref.digest]
         return codec.encode(unflatten(found.model, found.layout), ref.codec) if isinstance(found, Unpacked) else found
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.fleet.accounted import AccountedFleet
+from coordinator.fleet.masked import MaskedFleet, Weights
 from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
@@ -105,13 +106,17 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """What every method's state has: the rounds done, the layout, how often each device trained, the history."""
+    """What every method's state has: the rounds done, the layout, how often each device trained, the history.
+
+    `sums`: the devices of each masked sum so far.
+    """
 
     round: int
     layout: Layout
     participations: dict[str, int] = {}
     history: tuple[RoundSummary, ...] = ()
     installed: dict[str, Installed] = {}
+    sums: tuple[tuple[str, ...], ...] = ()
 
 
 S = TypeVar("S", bound=State)
@@ -151,6 +156,9 @@ class Method(Generic[S]):
     """Of an option, by NAME, or of a word, by NAME=VALUE: why there is none, or what replaces it."""
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {}
     """Guards that do not fit the method (`coordinator.protection`), and why."""
+    SUMS: ClassVar[Weights | None] = None
+    """What devices count for, where the server needs of `train` the mean of each cluster alone, and devices are in one
+    cluster each: then training can be masked (`coordinator.fleet.masked`)."""
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
@@ -165,7 +173,8 @@ class Method(Generic[S]):
         self.options, self.selection = options_of(type(self), settings.options)
         if settings.fine_tune and self.NO_FINE_TUNING:
             raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
-        check_protection(settings.protection, self.UNPROTECTED, self.name)
+        unmasked: dict[Guard, str] = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
+        check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name)
         if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
 
@@ -203,7 +212,21 @@ class Method(Generic[S]):
         """Do the next round, whatever it is; with differential privacy devices tell nothing without noise."""
         if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
             fleet = AccountedFleet(fleet, privacy)
-        return await (self.finish if state.round == self.settings.rounds else self.round)(state, fleet)
+        if state.round == self.settings.rounds:
+            return await self.finish(state, fleet)
+        if not self.settings.protection.masking:
+            return await self.round(state, fleet)
+        assert self.SUMS is not None  # `check_protection` has refused it
+        masked = MaskedFleet(
+            fleet,
+            state.layout,
+            weights=self.SUMS,
+            min_cohort=self.settings.protection.min_cohort,
+            sums=state.sums,
+            seed=(self.settings.seed, state.round + 1),
+        )
+        state = await self.round(state, masked)
+        return msgspec.structs.replace(state, sums=tuple(dict.fromkeys(masked.sums)))
 
     def done(self, state: S) -> bool:
         """Whether nothing is left to do: R rounds of training and the last one."""

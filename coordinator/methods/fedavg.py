@@ -37,6 +37,7 @@ class FedAvg(Method[FedAvgState]):
     name = "fedavg"
     SELECTIONS = SELECTIONS
     REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS
+    SUMS = "samples"
 
     def init(self, layout: Layout, model: BlobRef) -> FedAvgState:
         """The state before round 1."""

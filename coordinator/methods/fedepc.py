@@ -160,6 +160,7 @@ class FedEpc(Method[FedEpcState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
+    SUMS = "equal"
     REFUSED: ClassVar[Mapping[str, str]] = {
         "extractor=proxy": "it is called server now",
         **dict.fromkeys(
@@ -177,6 +178,8 @@ class FedEpc(Method[FedEpcState]):
         self._server_samples = server_samples_of(options, *server)
         if options.budget is not None and self.selection != "ccmab":
             raise ConfigError("option of the method: budget is of the bandit: leave it out, or take selection=ccmab")
+        if settings.protection.masking and options.clustering == "mctc":
+            raise ConfigError("clustering=mctc needs single updates, which masking hides: take another clustering")
         self._by_label = options.clustering == "labels"
         self._warm_up = settings.rounds // 3 if options.warm_up is None else min(options.warm_up, settings.rounds)
         self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=PROXIMAL_MU)

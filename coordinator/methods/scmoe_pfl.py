@@ -147,7 +147,10 @@ class ScmoePfl(Method[ScmoeState]):
     name = "scmoe-pfl"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Train, "cluster"))}
+    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {
+        "dp": without_noise((Train, "cluster")),
+        "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
+    }
     REFUSED: ClassVar[Mapping[str, str]] = {
         "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
         "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",

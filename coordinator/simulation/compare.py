@@ -45,7 +45,7 @@ Watch = Callable[[int, int, RunOutcome], None]
 DP: Final = ("dp_epsilon", "dp_noise", "dp_delta", "dp_clip")
 LATER: Final = (
     *("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
-    "measured",
+    *("measured", "masking", "min_cohort"),
     *DP,
 )
 """Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""

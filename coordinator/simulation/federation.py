@@ -143,7 +143,12 @@ def gather(
     processor, data = torch_device(scenario.train_on), Data(federation.task, federation.shares)
 
     def worker(i: str) -> Worker:
-        return Worker(i, federation.task, data[i], home / i, processor=processor, source=repeatable)
+        return Worker(
+            *(i, federation.task, data[i], home / i),
+            min_cohort=scenario.min_cohort,
+            processor=processor,
+            source=repeatable,
+        )
 
     few = scenario.partition is not Partition.GENERATED
     workers = {i: worker(i) for i in data} if few else Workers(data, worker)

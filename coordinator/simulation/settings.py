@@ -22,10 +22,20 @@ from coordinator.methods import (
     WeightDecay,
     settings_of,
 )
-from coordinator.protection import AverageRule, DpClip, DpDelta, DpEpsilon, DpNoise, HostileShare
+from coordinator.protection import (
+    AverageRule,
+    DpClip,
+    DpDelta,
+    DpEpsilon,
+    DpNoise,
+    HostileShare,
+    Masking,
+    MinCohort,
+)
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
+from fedge.steps.mask_shares import MIN_COHORT
 
 
 class Partition(StrEnum):
@@ -146,6 +156,8 @@ class Setup(Dealing, frozen=True, kw_only=True):
     dp_noise: DpNoise = None
     dp_delta: DpDelta = 1e-5
     dp_clip: DpClip = 1.0
+    masking: Masking = False
+    min_cohort: MinCohort = MIN_COHORT
 
 
 class Scenario(Setup, frozen=True, kw_only=True):

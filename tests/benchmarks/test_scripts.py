@@ -56,6 +56,9 @@ SCRIPTS = {
         ("--devices", "5", "--samples", "400", "--rounds", "1", "--seeds", "0", "--targets", "1", "--steps", "5"),
         ("labels, first round", "whole update, imitated", "recovered", "true_positives"),
     ),
+    "secure_aggregation.py": Script(
+        ("--devices", "6", "12", "--hidden", "10", "--dropped", "0.1"), ("masked", "plain", "coordinator_s", "device_s")
+    ),
     "order_book.py": Script(("--devices", "20", "40", "--repeats", "1"), ("order book", "growth", "us_per_device")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")

@@ -39,7 +39,7 @@ def test_a_guard_that_does_not_fit_a_method_is_refused_before_the_run() -> None:
 def test_each_pair_is_in_the_table() -> None:
     text = table(("median", "dp", "masking"))
     assert text.splitlines()[2] == "| median |  | yes | no (a) |"
-    assert text.splitlines()[4] == "| masking | no (a) | yes |  |"
+    assert text.splitlines()[4] == "| masking | no (a) | no (b) |  |"
     assert "- (a) it needs each device's update" in text
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from coordinator.fleet.simulated import SimulatedFleet, run
 from coordinator.methods import MethodSettings, State, dump, load, make
+from coordinator.protection import Protection
 from coordinator.store import Store
 from edge_agent.batched import one_by_one, one_thread
 from edge_agent.worker import Worker
@@ -44,8 +45,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def words(flags: Mapping[str, object]) -> list[object]:
-    """Settings as words of a command line."""
-    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    """Settings as words of a command line; True: a flag without a value."""
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    return [word for name, value in pairs for word in ((name,) if value is True else (name, value))]
 
 
 class Running:
@@ -204,9 +206,12 @@ class Federation:
             return await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
 
 
-def settings(rounds: int, *, steps: int = 10, codec: Codec = Codec.INT8) -> MethodSettings:
+def settings(
+    rounds: int, *, steps: int = 10, codec: Codec = Codec.INT8, protection: Protection | None = None
+) -> MethodSettings:
     """What the simulated fleet needs to do what the coordinator does with --rounds, --local-steps and --codec."""
-    return MethodSettings(rounds=rounds, seed=SEED, sgd=Sgd(steps=steps), codec=codec)
+    given = protection or Protection()
+    return MethodSettings(rounds=rounds, seed=SEED, sgd=Sgd(steps=steps), codec=codec, protection=given)
 
 
 def same(one: State, other: State) -> bool:

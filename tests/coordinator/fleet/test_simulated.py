@@ -68,12 +68,12 @@ async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) ->
     alone.put(fleet.get_tensors(first))
     answers = await alone.run("train", {"d01": order})
     sent = order_for("simulation", 0, 0, "train", "d01", fleet.task.fingerprint(), order, left_s=60.0)
-    outcome = fleet.workers["d01"].execute(sent, alone._bytes)
+    outcome = fleet.workers["d01"].execute(sent, alone.get_bytes)
     (data,) = outcome.blobs.values()
     device, update = codec.decode(data, codec_, layout), answers["d01"].result.update
     np.testing.assert_array_equal(alone.get(update, layout).params, device.params)
     assert update.size_bytes == len(data) == alone.bytes_up
-    assert codec_ is not Codec.FLOAT32 or alone._bytes(update) == data
+    assert codec_ is not Codec.FLOAT32 or alone.get_bytes(update) == data
     with pytest.raises(ProtocolError, match="layout"):
         alone.get(update, layout.select(HEAD))
 

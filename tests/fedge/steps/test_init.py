@@ -9,6 +9,7 @@ import pytest
 
 from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError, ProtocolError
+from fedge.fixed_point import n_bytes
 from fedge.messages import BlobRef, Order, Report, Role, decode, encode
 from fedge.sgd import Sgd
 from fedge.step import HARMLESS, Action, Result, installed_steps, read_action, read_result, report_of, unaccounted
@@ -21,6 +22,8 @@ from fedge.steps.fit_pool import FitPool
 from fedge.steps.fit_weights import Calibration, FitWeights, WeightsFitted
 from fedge.steps.install import FineTune, Install, Installed
 from fedge.steps.install_bundle import InstallBundle
+from fedge.steps.mask_keys import KeysMade, MaskKeys
+from fedge.steps.mask_shares import MAX_COHORT, MaskShares, SharesMade
 from fedge.steps.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.route import Route, Routed
@@ -29,8 +32,10 @@ from fedge.steps.train import MAX_STARTS, Start, Train, Trained, kept_by
 from fedge.steps.train_dbe import TrainDbe
 from fedge.steps.train_ditto import TrainDitto
 from fedge.steps.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
+from fedge.steps.train_masked import TrainedMasked, TrainMasked
 from fedge.steps.train_rod import TrainRod
 from fedge.steps.trial import Trial, Tried
+from fedge.steps.unmask import Unmask, Unmasked
 from fedge.tensors import BASE, HEAD, Layout, Selector, TensorInfo
 from tests.support.contracts import LAYOUT, REF, TASK, order_of
 
@@ -61,6 +66,22 @@ FIT_MIXTURE = FitMixture(experts=(START,), initial_model=REF, sgd=Sgd())
 FIT_POOL = FitPool(model=REF, personal=HEAD, kept_by="train", initial=REF, pool=(REF, None), own=1)
 SHARE = SharePrivate(kept_by="train_rod")
 INSTALL_BUNDLE = InstallBundle(files={"manifest.json": REF, "skeleton.onnx": REF, "part": REF}, release=1)
+
+
+KEYS = KeysMade(encryption=bytes([9]).ljust(32, b"\0"), masking=bytes(range(32)))
+SEALED = {0: bytes(82), 2: bytes(82)}
+MASKED = TrainMasked(session="s", roster=PLAIN, train=TRAIN, heaviest=10, shares=SEALED)
+UNMASK = Unmask(session="s", roster=PLAIN, summed=(0, 2))
+
+
+def masked(size_bytes: int = 1, **changes: Any) -> TrainedMasked:
+    ref = msgspec.structs.replace(PLAIN, size_bytes=size_bytes)
+    values: dict[str, Any] = {"masked": ref, "loss_before": 1.0, "loss_after": 0.5, "gradient_norm": 1.0}
+    return TrainedMasked(**(values | changes))
+
+
+def unmasked(*seeds: int, keys: tuple[int, ...] = ()) -> Unmasked:
+    return Unmasked(seeds=dict.fromkeys(seeds, bytes(33)), keys=dict.fromkeys(keys, bytes(33)))
 
 
 def trained(**changes: Any) -> Trained:
@@ -123,6 +144,10 @@ GOOD: list[tuple[Action, Result]] = [
     (FIT_POOL, installed()),
     (Route(gate=REF), Routed(shares=(0.5, 0.5), n_samples=3)),
     (INSTALL_BUNDLE, installed()),
+    (MaskKeys(session="s"), KEYS),
+    (MaskShares(session="s", roster=PLAIN), SharesMade(sealed=SEALED, commitment=bytes(32))),
+    (MASKED, masked()),
+    (UNMASK, unmasked(0, keys=(1,))),
 ]
 
 BAD: list[tuple[Action, Result, str]] = [
@@ -151,6 +176,11 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_ENERGY, energies(2, 1), "wrong-result"),
     (INSTALL_BUNDLE, installed(2), "wrong-result"),
     (SHARE, PrivateShared(module=REF), "wrong-result"),
+    (MaskKeys(session="s"), KeysMade(encryption=KEYS.masking, masking=KEYS.masking), "wrong-result"),
+    (MaskKeys(session="s"), KeysMade(encryption=KEYS.masking, masking=bytes(32)), "wrong-result"),
+    *((MASKED, masked(**{name: None}), "wrong-result") for name in ("loss_before", "loss_after", "gradient_norm")),
+    (UNMASK, unmasked(1), "wrong-result"),
+    (UNMASK, unmasked(0, keys=(2,)), "wrong-result"),
 ]
 
 MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
@@ -196,6 +226,13 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (Routed(shares=(1.0,), n_samples=1), {"shares": (1.5,)}),
     (INSTALL_BUNDLE, {"files": {"manifest.json": REF}}),
     (INSTALL_BUNDLE, {"release": -1}),
+    (KEYS, {"masking": b"short"}),
+    (SharesMade(sealed=SEALED, commitment=bytes(32)), {"sealed": {}}),
+    (SharesMade(sealed=SEALED, commitment=bytes(32)), {"sealed": {MAX_COHORT: bytes(82)}}),
+    (MASKED, {"heaviest": 0}),
+    (MASKED, {"shares": {0: bytes(81)}}),
+    (UNMASK, {"summed": (-1,)}),
+    (unmasked(0), {"seeds": {0: bytes(32)}}),
 ]
 
 
@@ -315,3 +352,12 @@ def test_a_network_with_running_statistics_cannot_learn_with_noise() -> None:
     require_no_statistics(Layout(tensors=LAYOUT.tensors[:3]))
     with pytest.raises(ConfigError, match=r"\(mean\), as batch normalisation.*GroupNorm"):
         require_no_statistics(LAYOUT)
+
+
+def test_a_masked_update_has_exactly_the_bytes_of_the_network() -> None:
+    n = n_bytes(LAYOUT)
+    assert MASKED.uploads(masked(size_bytes=n), LAYOUT) == {masked(size_bytes=n).masked: None}
+    for other in (n - 4, n + 4):
+        with pytest.raises(ProtocolError, match="wrong-result"):
+            MASKED.uploads(masked(size_bytes=other), LAYOUT)
+    assert MASKED.passes(30, 40, 15) == TRAIN.passes(30, 40, 15)

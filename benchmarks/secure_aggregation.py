@@ -1,0 +1,145 @@
+"""What masked sums cost: bytes and time of one sum, for each device and for the coordinator.
+
+Simulated devices, all in this process, one after the other: each step is carried out by the same code as on a device,
+and by the coordinator's own (`coordinator.fleet.masked`). Training is left out: a device's update is drawn. Bytes are
+those of orders, reports and blobs, without headers of MQTT.
+
+    up, down     bytes of one device (mean); plain: FedAvg in float32
+    device       processor seconds of one device's four steps (mean)
+    coordinator  processor seconds of the coordinator: rosters, orders, taking masks off
+    dropped      a share of the cohort that drops out after sharing, whose pairs' masks the coordinator takes out
+
+Run: python benchmarks/secure_aggregation.py [--devices 10 100 1000] [--hidden 1000] [--dropped 0 0.1] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from coordinator.fleet import Answer, order_for
+from coordinator.fleet.masked import MaskedFleet
+from coordinator.fleet.simulated import SimulatedFleet
+from edge_agent.encoding import send_update
+from edge_agent.steps import train as training
+from edge_agent.worker import Worker
+from fedge import models
+from fedge.files import volatile
+from fedge.messages import Codec, blobs_of, encode
+from fedge.sgd import Sgd
+from fedge.step import Action, Result, report_of
+from fedge.steps.train import Start, Train, Trained
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData
+from fedge.tensors import Model, unflatten
+
+
+def drawn(device: Any, action: Train) -> Result:
+    """As `train`, with an update that is drawn."""
+    update = Model(device.rng().normal(0, 0.01, device.layout.n_params).astype(np.float32), np.zeros(0, np.float32),
+                   np.zeros(0, np.int64))  # fmt: skip
+    return Trained(update=send_update(device, update, device.layout, action.codec), n_samples=device.data.n_shared)
+
+
+class Measured(SimulatedFleet):
+    """Each worker alone, with its time and bytes by step; some drop out when they are to train."""
+
+    def __init__(self, *args: Any, dropped: frozenset[str], **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.dropped = dropped
+        self.device_s: dict[str, float] = defaultdict(float)
+        self.up: dict[str, int] = defaultdict(int)
+        self.down: dict[str, int] = defaultdict(int)
+        self.files: dict[str, set[str]] = defaultdict(set)
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        answers = {}
+        for i, action in actions.items():
+            if action.STEP.startswith("train") and i in self.dropped:
+                answers[i] = Answer(i, None)
+                continue
+            order = order_for("run", 0, self.round, label, i, self._fingerprint, action, left_s=60.0)
+            new = {ref.digest: ref.size_bytes for ref in blobs_of(action) if ref.digest not in self.files[i]}
+            self.files[i] |= new.keys()
+            self.down[i] += len(encode(order)) + sum(new.values())
+            began = time.process_time()
+            finished = self.workers[i].execute(order, self.get_bytes, action=action)
+            self.device_s[i] += time.process_time() - began
+            report = report_of(order, finished.result, 0.0)
+            self.up[i] += len(encode(report)) + sum(ref.size_bytes for ref in report.blobs)
+            self._blobs |= finished.blobs
+            answers[i] = Answer(i, finished.result)
+        return answers
+
+    def mean(self, of: Mapping[str, float]) -> float:
+        there = [of[i] for i in self.workers if i not in self.dropped]
+        return sum(there) / len(there)
+
+
+async def measure(n: int, hidden: int, dropped: float, home: Path) -> dict[str, Any]:
+    shape = {"input_shape": (64,), "model": "mlp", "model_options": {"hidden": hidden}}
+    task = TaskSpec(name="sums", classes=tuple("0123456789"), **shape)
+    layout, first = models.initial(task, 0)
+    x = np.zeros((20, 64), np.float32)
+    data = DeviceData(x, np.zeros(20, np.int64), np.zeros(20, bool), x[:0], np.zeros(0, np.int64))
+    workers = {f"d{k:04d}": Worker(f"d{k:04d}", task, data, home / str(k)) for k in range(n)}
+    gone = frozenset(list(workers)[: round(n * dropped)])
+    row: dict[str, Any] = {"devices": n, "parameters": layout.n_params, "dropped": len(gone)}
+    for kind in ("plain", "masked"):
+        fleet = Measured(task, layout, workers, seed=0, dropped=gone)
+        fleet.round = 1
+        ref = fleet.put(unflatten(first, layout))
+        order = Train(starts=(Start(model=ref),), sgd=Sgd(), codec=Codec.FLOAT32, measure=False)
+        began = time.process_time()
+        with patch.object(training, "run", drawn):
+            if kind == "plain":
+                found = await fleet.run("train", dict.fromkeys(workers, order))
+            else:
+                masked = MaskedFleet(fleet, layout, weights="samples", min_cohort=5, sums=(), seed=(0, 1))
+                found = await masked.run("train", dict.fromkeys(workers, order))
+        total_s = time.process_time() - began
+        assert sum(isinstance(answer.result, Trained) for answer in found.values()) == n - len(gone)
+        row[kind] = {
+            "up": fleet.mean(fleet.up),
+            "down": fleet.mean(fleet.down),
+            "device_s": fleet.mean(fleet.device_s),
+            "coordinator_s": total_s - sum(fleet.device_s.values()),
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--hidden", type=int, default=1000, help="units of an mlp: 75 parameters each")
+    parser.add_argument("--dropped", type=float, nargs="+", default=[0.0, 0.1])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print("| devices | dropped out | up | up, plain | down | down, plain | device | coordinator |")
+    print("|---|---|---|---|---|---|---|---|")
+    for n in options.devices:
+        for share in options.dropped:
+            with tempfile.TemporaryDirectory() as home, volatile():  # processor time knows nothing of the disk
+                row = asyncio.run(measure(n, options.hidden, share, Path(home)))
+            rows.append(row)
+            plain, masked = row["plain"], row["masked"]
+            sizes = [f"{x / 1e3:.1f} kB" for x in (masked["up"], plain["up"], masked["down"], plain["down"])]
+            times = f"{1e3 * masked['device_s']:.0f} ms | {masked['coordinator_s']:.2f} s"
+            print(f"| {n} | {row['dropped']} | {' | '.join(sizes)} | {times} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""A fleet that trains under masks: a method sees the mean of each of its groups, and no single update.
+
+The orders of `train` become four steps (`fedge.masking` has the protocol): keys, shares, masked training, unmasking.
+What comes back looks like answers to `train`: of each device in a sum, the group's mean as its update. A weighted mean
+of equal updates is that update, so a method whose server needs sums alone asks and averages as ever. A group is the
+devices whose orders start from one cluster.
+
+Who drops out at which step:
+
+    keys        is not in the roster
+    shares      nobody masks with it
+    training    its pairs' masks are taken out with shares of its key
+    unmasking   its shares are missed: more than half of the neighbours of each device must answer
+
+A sum covers at least `min_cohort` devices and differs from each earlier one of the run by as many, or by none. Where
+the devices that have answered do not, some are left out of the sum; where nothing is left, or too many have dropped
+out, the group learns nothing in this round, and the log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from numpy.typing import NDArray
+
+from coordinator.fleet import Answer, Device, Fleet
+from fedge import fixed_point
+from fedge.codec import Norms
+from fedge.errors import ConfigError
+from fedge.masking import Member, Roster, add_pair_mask, commitment, prg, read_roster, too_close, write_roster
+from fedge.messages import BlobRef, Codec, Why
+from fedge.shamir import combine
+from fedge.step import Action, Declined, Refusal, Result
+from fedge.steps.mask_keys import KeysMade, MaskKeys
+from fedge.steps.mask_shares import MaskShares, SharesMade
+from fedge.steps.train import Train, Trained
+from fedge.steps.train_masked import TrainedMasked, TrainMasked
+from fedge.steps.unmask import Unmask, Unmasked
+from fedge.tensors import Layout, Model, Tensors, unflatten
+
+log = logging.getLogger("fedge.coordinator")
+
+R = TypeVar("R")
+Weights = Literal["samples", "equal"]
+"""What a device counts for in sums: its samples; or in a cluster once, where there is none its samples."""
+
+
+class LostError(Exception):
+    """The sum of a group cannot be had, for the reason in the text."""
+
+
+@dataclass
+class Group:
+    """One sum: the cohort, what each of its devices is asked, and by position what they have answered."""
+
+    roster: Roster
+    ref: BlobRef
+    train: Train
+    heaviest: int
+    shares: dict[int, SharesMade] = field(default_factory=dict)
+    masked: dict[int, TrainedMasked] = field(default_factory=dict)
+    summed: tuple[int, ...] = ()
+    shown: dict[int, Unmasked] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> range:
+        """Of all."""
+        return range(len(self.roster.members))
+
+    def seed_of(self, k: int) -> bytes:
+        """The seed of the own mask, b, of a device that is in the sum.
+
+        Raises:
+            LostError: its neighbours do not show it.
+        """
+        seed = self._secret(k, {j + 1: shown.seeds[k] for j, shown in self.shown.items() if k in shown.seeds})
+        if commitment(seed) != self.shares[k].commitment:
+            raise self._false(k)
+        return seed
+
+    def key_of(self, k: int) -> X25519PrivateKey:
+        """The masking key of a device that is not in the sum.
+
+        Raises:
+            LostError: its neighbours do not show it.
+        """
+        secret = self._secret(k, {j + 1: shown.keys[k] for j, shown in self.shown.items() if k in shown.keys})
+        key = X25519PrivateKey.from_private_bytes(secret)
+        if key.public_key().public_bytes_raw() != self.roster.members[k].masking:
+            raise self._false(k)
+        return key
+
+    def _secret(self, k: int, shares: dict[int, bytes]) -> bytes:
+        if len(shares) < self.roster.threshold:
+            raise LostError(
+                f"{len(shares)} of {self.roster.degree} neighbours of {self.roster.members[k].id} have answered, "
+                f"{self.roster.threshold} are needed: too many devices have dropped out"
+            )
+        try:
+            return combine(dict(sorted(shares.items())[: self.roster.threshold]))
+        except ValueError:
+            raise self._false(k) from None
+
+    def _false(self, k: int) -> LostError:
+        return LostError(f"{self.roster.members[k].id} or one of its neighbours has shown a false share of a secret")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The mean of a device's group, and what the device told beside its masked update."""
+
+    mean: BlobRef
+    told: TrainedMasked
+
+
+class MaskedFleet:
+    """The `Fleet` of a round whose training is masked.
+
+    `sums`: of the run, each as the devices that it was of, those of this round at the end.
+
+    Args:
+        fleet: who is there.
+        layout: of the model.
+        weights: what the method's means are weighted with.
+        min_cohort: devices that a sum covers at least.
+        sums: of the rounds before.
+        seed: of this round, for whom to leave out.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        layout: Layout,
+        *,
+        weights: Weights,
+        min_cohort: int,
+        sums: Sequence[tuple[str, ...]],
+        seed: tuple[int, int],
+    ) -> None:
+        self.task = fleet.task
+        self.sums = list(sums)
+        self._fleet = fleet
+        self._layout = layout
+        self._weights = weights
+        self._min_cohort = min_cohort
+        self._seed = seed
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """As any fleet; training under masks.
+
+        Raises:
+            ConfigError: the method trains by another step than `train`, which would not be hidden.
+        """
+        training = {i: action for i, action in sorted(actions.items()) if isinstance(action, Train)}
+        if any(type(action) is not Train for action in training.values()):
+            raise ConfigError("masking hides what `train` sends, and the method trains by another step")
+        others = {i: action for i, action in actions.items() if i not in training}
+        answers = await self._fleet.run(label, others) if others else {}
+        if training:
+            answers |= await self._train(label, training)
+        return dict(sorted(answers.items()))
+
+    async def _train(self, label: str, actions: Mapping[str, Train]) -> dict[str, Answer]:
+        """The four steps, each of all groups at once; training by its plain label: a device draws as it would there."""
+        seconds = dict.fromkeys(actions, 0.0)
+
+        async def ask(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
+            found = await self._fleet.run(step, asked) if asked else {}
+            for i, answer in found.items():
+                seconds[i] += answer.seconds
+            return found
+
+        answers = await ask(f"{label}-keys", {i: MaskKeys(session=label) for i in actions})
+        groups = self._groups(actions, results(answers, KeysMade))
+        found = await ask(
+            f"{label}-shares",
+            {i: MaskShares(session=label, roster=g.ref) for g in groups for i in g.roster.ids(g.positions)},
+        )
+        for i, shares in results(found, SharesMade).items():
+            group, k = place_of(groups, i)
+            if set(shares.sealed) == set(group.roster.neighbours(k)):
+                group.shares[k] = shares
+        answers |= found
+        found = await ask(label, {i: order for g in groups for i, order in orders(label, g, actions).items()})
+        for i, masked in results(found, TrainedMasked).items():
+            group, k = place_of(groups, i)
+            group.masked[k] = masked
+        answers |= found
+        for number, group in enumerate(groups):
+            self._choose(group, number)
+        found = await ask(
+            f"{label}-unmask",
+            {
+                i: Unmask(session=label, roster=g.ref, summed=g.summed)
+                for g in groups
+                if g.summed
+                for i in g.roster.ids(sorted(g.masked))
+            },
+        )
+        for i, shown in results(found, Unmasked).items():
+            group, k = place_of(groups, i)
+            group.shown[k] = shown
+        updates = await self._updates(groups)
+        n_samples = {device.id: device.n_samples for device in self._fleet.devices()}
+        seen = {i: told(answers[i].result, updates.get(i), n_samples[i], action) for i, action in actions.items()}
+        return {i: replace(answers[i], result=result, seconds=seconds[i]) for i, result in seen.items()}
+
+    def _groups(self, actions: Mapping[str, Train], keys: Mapping[str, KeysMade]) -> list[Group]:
+        """The cohorts, of those that have advertised keys, as far as they may be summed."""
+        groups = []
+        n_samples = {device.id: device.n_samples for device in self._fleet.devices()}
+        often = Counter(key for made in keys.values() for key in (made.encryption, made.masking))
+        for number, cluster in enumerate(sorted({action.starts[0].cluster for action in actions.values()})):
+            asked = [i for i, action in actions.items() if action.starts[0].cluster == cluster]
+            there = [i for i in asked if i in keys and often[keys[i].encryption] == often[keys[i].masking] == 1]
+            cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 0))
+            if not cohort:
+                lost(asked, f"of {len(asked)} devices {len(there)} take part, who may not be summed")
+                continue
+            members = [Member(id=i, encryption=keys[i].encryption, masking=keys[i].masking) for i in cohort]
+            file = write_roster(members)
+            alike = self._weights == "equal" and cluster >= 0
+            heaviest = 1 if alike else max(n_samples[i] for i in cohort)
+            groups.append(
+                Group(
+                    roster=read_roster(file),
+                    ref=self._fleet.put_bytes(file),
+                    train=actions[cohort[0]],
+                    heaviest=min(heaviest, fixed_point.heaviest_of(len(cohort))),
+                )
+            )
+        return groups
+
+    def _choose(self, group: Group, number: int) -> None:
+        """Who is summed, of those whose masked updates came; it counts as a sum from now on, whatever comes of it."""
+        there = group.roster.ids(sorted(group.masked))
+        cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 1))
+        positions = tuple(k for k, member in enumerate(group.roster.members) if member.id in set(cohort))
+        if not cohort or not group.roster.connected(positions):
+            lost(group.roster.ids(group.positions), f"{len(there)} masked updates came, which may not be summed")
+            return
+        group.summed = positions
+        self.sums.append(cohort)
+
+    def _rng(self, *stream: int) -> np.random.Generator:
+        return np.random.default_rng((*self._seed, *stream))
+
+    async def _updates(self, groups: Sequence[Group]) -> dict[str, Update]:
+        """For each device that is in a sum: its group's mean as an update, and what the device told."""
+        updates: dict[str, Update] = {}
+        for group in groups:
+            if not group.summed:
+                continue
+            try:
+                mean = await asyncio.to_thread(self._mean, group)
+            except LostError as error:
+                lost(group.roster.ids(group.summed), str(error))
+                continue
+            ref = self._fleet.put(unflatten(mean, self._layout))
+            updates |= {group.roster.members[k].id: Update(ref, group.masked[k]) for k in group.summed}
+        return updates
+
+    def _mean(self, group: Group) -> Model:
+        """The sum without masks, divided: an update, whose buffers and counters are those after training."""
+        roster, layout = group.roster, self._layout
+        total = fixed_point.zero(layout)
+        seeds = {k: group.seed_of(k) for k in group.summed}
+        keys = {k: group.key_of(k) for k in sorted(group.shares.keys() - seeds.keys())}
+        for k, seed in seeds.items():
+            total.add(fixed_point.from_bytes(self._fleet.get_bytes(group.masked[k].masked), layout))
+            total.subtract(prg(seed, layout))
+        for k, key in keys.items():
+            for peer in set(roster.neighbours(k)) & seeds.keys():
+                add_pair_mask(total, k, peer, roster.pair_seed(key, peer), layout)
+        try:
+            mean = fixed_point.mean_change(total, layout, len(roster.members), group.heaviest)
+        except ValueError as error:
+            raise LostError(f"a device has masked something else: {error}") from error
+        start = self._fleet.get(group.train.starts[0].model, layout)
+        return Model(mean.params, start.buffers + mean.buffers, start.counters + mean.counters)
+
+    # ------------------------------------------------------------------------------------------------- as any fleet
+
+    def devices(self) -> tuple[Device, ...]:
+        """Those of the round that train."""
+        return self._fleet.devices()
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """Those of the round that do not."""
+        return self._fleet.inference_only()
+
+    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """A sum waits for its cohort: no training can be streamed."""
+        assert not any(isinstance(action, Train) for action in actions.values())
+        return self._fleet.stream(label, actions)
+
+    def busy(self) -> frozenset[str]:
+        """The devices with a streamed order."""
+        return self._fleet.busy()
+
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
+        """Keep a model."""
+        return self._fleet.put(tensors, codec_)
+
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Keep a file."""
+        return self._fleet.put_bytes(data)
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """A model or a mean."""
+        return self._fleet.get(ref, layout)
+
+    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """L2 norms of a model or a mean."""
+        return self._fleet.norms(ref, layout)
+
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob."""
+        return self._fleet.get_bytes(ref)
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors that were `put`."""
+        return self._fleet.get_tensors(ref)
+
+
+def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
+    """What came of one kind, by ascending device id."""
+    return {i: a.result for i, a in sorted(answers.items()) if isinstance(a.result, kind)}
+
+
+def place_of(groups: Sequence[Group], device_id: str) -> tuple[Group, int]:
+    """The group of a device, and its position there."""
+    return next((g, k) for g in groups if (k := g.roster.position(device_id)) is not None)
+
+
+def orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, TrainMasked]:
+    """Masked training for those that have shared their secrets; enough of their neighbours have, too."""
+    found = {}
+    for k in sorted(group.shares):
+        received = {peer: group.shares[peer].sealed[k] for peer in group.roster.neighbours(k) if peer in group.shares}
+        if len(received) >= group.roster.threshold:
+            i = group.roster.members[k].id
+            found[i] = TrainMasked(
+                session=label, roster=group.ref, train=actions[i], heaviest=group.heaviest, shares=received
+            )
+    return found
+
+
+def told(result: Result | None, update: Update | None, n_samples: int, action: Train) -> Result | None:
+    """What a method is told of a device: its group's mean as if it were the device's update."""
+    if update is None:
+        refused = result is None or isinstance(result, Refusal)
+        return result if refused else Declined(why=Why.TOO_FEW, reason="its update is in no sum")
+    return Trained(
+        update=update.mean,
+        n_samples=max(n_samples, 1),
+        cluster=action.starts[0].cluster,
+        loss_before=update.told.loss_before,
+        loss_after=update.told.loss_after,
+        gradient_norm=update.told.gradient_norm,
+        val_accuracy=update.told.val_accuracy,
+    )
+
+
+def admissible(
+    devices: Iterable[str], earlier: Collection[tuple[str, ...]], fewest: int, rng: np.random.Generator
+) -> tuple[str, ...]:
+    """As many of the devices as may be summed, ascending; (): none may.
+
+    An earlier sum once more, or all devices but those without whom they differ enough from the earlier sums.
+    """
+    left = set(devices)
+    candidates = [other for other in earlier if left.issuperset(other)]
+    while close := next((set(o) for o in earlier if 0 < len(left.symmetric_difference(o)) < fewest), None):
+        common = sorted(left & close)
+        missing = fewest - len(left ^ close)
+        left -= {common[k] for k in rng.permutation(len(common))[:missing]}
+    candidates.append(tuple(sorted(left)))
+    return max((c for c in candidates if not too_close(c, earlier, fewest)), key=len, default=())
+
+
+def lost(devices: Collection[str], reason: str) -> None:
+    """Say that a group learns nothing in this round."""
+    log.warning("event=sum_lost devices=%d reason=%r", len(devices), reason)

@@ -1,0 +1,154 @@
+"""What a device must remember of a masked sum, on disk before anything of it leaves.
+
+An order that comes again, changed or not, must not open what another one has closed.
+
+    HOME/masking/{run}/{round}.{session}/keys     two private keys, made once
+    HOME/masking/{run}/{round}.{session}/shares   for which roster secrets were shared, with the result
+    HOME/masking/{run}/{round}.{session}/masked   which order was answered with a masked update, the update, the result
+    HOME/masking/{run}/{round}.{session}/summed   which sum was opened
+    HOME/masking/{run}/sums                       all sums of the run that were opened here, by their devices
+
+Each file is written once and never changed, `sums` grows. The first session of a round ends those of the rounds
+before, the first of a run those of other runs: with the keys the means to open anything go.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec import Struct
+
+from edge_agent.device import Device, FailedError
+from fedge.errors import StoreError
+from fedge.files import write_atomically
+from fedge.masking import Member, Roster, read_roster
+from fedge.messages import BlobRef
+
+T = TypeVar("T")
+
+
+class Keys(Struct, frozen=True):
+    """Private keys."""
+
+    encryption: bytes
+    masking: bytes
+
+
+class Shared(Struct, frozen=True):
+    """For the roster of this digest; b, and the result of the step."""
+
+    roster: str
+    seed: bytes
+    result: bytes
+
+
+class Masked(Struct, frozen=True):
+    """What answered the action of this digest: the result, and the update. `shares`: of the action, by position."""
+
+    action: str
+    shares: dict[int, bytes]
+    result: bytes
+    vector: bytes
+
+
+class Session:
+    """One sum, as this device sees it."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._device = device
+        self._run = device.lasting / "masking" / device.order.run
+        self._folder = self._run / f"{device.order.round}.{name}"
+
+    def _read(self, path: Path, kind: type[T]) -> T | None:
+        try:
+            return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise StoreError(f"{path} cannot be read: {error}") from error
+
+    def read(self, kind: type[T]) -> T | None:
+        """What was kept of this kind; None: nothing.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        return self._read(self._folder / kind.__name__.lower(), kind)
+
+    def keep(self, value: Struct) -> None:
+        """Keep it, durably."""
+        write_atomically(self._folder / type(value).__name__.lower(), msgspec.msgpack.encode(value))
+
+    def begin(self) -> Keys:
+        """The keys, made if this is the first time; then what came before is over."""
+        keys = self.read(Keys)
+        if keys is None:
+            keys = Keys(*(X25519PrivateKey.generate().private_bytes_raw() for _ in range(2)))
+            self.keep(keys)
+            over = [path for path in self._run.glob("*.*") if not path.name.startswith(f"{self._device.order.round}.")]
+            for path in (*over, *(other for other in self._run.parent.glob("*") if other != self._run)):
+                shutil.rmtree(path, ignore_errors=True)
+        return keys
+
+    @cached_property
+    def encryption(self) -> X25519PrivateKey:
+        """The key that opens shares."""
+        return X25519PrivateKey.from_private_bytes(self._keys.encryption)
+
+    @cached_property
+    def masking(self) -> X25519PrivateKey:
+        """The key that pairs make seeds with."""
+        return X25519PrivateKey.from_private_bytes(self._keys.masking)
+
+    @cached_property
+    def _keys(self) -> Keys:
+        keys = self.read(Keys)
+        if keys is None:
+            raise FailedError("a masked sum goes on here that never began")
+        return keys
+
+    def roster(self, ref: BlobRef) -> tuple[Roster, int]:
+        """The cohort and this device's position in it.
+
+        Raises:
+            FailedError: the device is not in it, with these keys.
+            ProtocolError: it is no roster.
+        """
+        roster = read_roster(self._device.fetch(ref))
+        own = roster.position(self._device.host.id)
+        mine = Member(
+            id=self._device.host.id,
+            encryption=self.encryption.public_key().public_bytes_raw(),
+            masking=self.masking.public_key().public_bytes_raw(),
+        )
+        if own is None or roster.members[own] != mine:
+            raise FailedError("the roster does not have this device with its keys")
+        return roster, own
+
+    def shared(self, roster: Roster) -> Shared:
+        """What was shared for this roster.
+
+        Raises:
+            FailedError: nothing was, or for another one.
+        """
+        shared = self.read(Shared)
+        if shared is None or shared.roster != roster.digest:
+            raise FailedError("no secrets were shared for this roster")
+        return shared
+
+    # ---------------------------------------------------------------------------------------------------------- sums
+
+    def sums(self) -> list[tuple[str, ...]]:
+        """The devices of each sum of the run that was opened here."""
+        return self._read(self._run / "sums", list[tuple[str, ...]]) or []
+
+    def opened(self, devices: Sequence[str]) -> None:
+        """Add a sum, durably."""
+        if (found := tuple(devices)) not in (earlier := self.sums()):
+            write_atomically(self._run / "sums", msgspec.msgpack.encode([*earlier, found]))

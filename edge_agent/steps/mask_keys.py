@@ -1,0 +1,18 @@
+"""Make key pairs for one masked sum; asked again, tell the same."""
+
+from __future__ import annotations
+
+from edge_agent.device import Device
+from edge_agent.masking import Session
+from fedge.step import Result
+from fedge.steps.mask_keys import KeysMade, MaskKeys
+
+
+def run(device: Device, action: MaskKeys) -> Result:
+    """The public halves; the private ones are on disk before."""
+    session = Session(device, action.session)
+    session.begin()
+    return KeysMade(
+        encryption=session.encryption.public_key().public_bytes_raw(),
+        masking=session.masking.public_key().public_bytes_raw(),
+    )

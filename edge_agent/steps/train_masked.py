@@ -1,0 +1,104 @@
+"""Train as `train` does, and send the change of the model under a mask, once for each session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from edge_agent.device import Device, FailedError, failed
+from edge_agent.masking import Masked, Session
+from edge_agent.steps import train
+from fedge import fixed_point
+from fedge.errors import FedgeError, StoreError
+from fedge.masking import Roster, add_pair_mask, prg
+from fedge.messages import Codec
+from fedge.step import Result, body_of
+from fedge.steps.train import Train, Trained
+from fedge.steps.train_masked import TrainedMasked, TrainMasked
+from fedge.tensors import Model, digest_of
+
+THREADED = train.THREADED
+
+
+def run(device: Device, action: TrainMasked) -> Result:
+    """What was sent before, if it was; else train, mask, keep, send."""
+    session = Session(device, action.session)
+    roster, own = session.roster(action.roster)
+    known = session.read(Masked)
+    if known is not None:
+        if known.action != _digest(action):
+            raise FailedError("another order was answered under this mask")
+        return _sent(device, known)
+    _require_pairs(roster, own, action)
+    result = train.run(device, plain(action))
+    return masked(device, action, result) if isinstance(result, Trained) else result
+
+
+def many(devices: Sequence[Device], actions: Sequence[TrainMasked]) -> list[Result | None]:
+    """Train side by side, as `train.many`; then mask each."""
+    fresh = [Session(device, a.session).read(Masked) is None for device, a in zip(devices, actions, strict=True)]
+    found: list[Result | None] = [None] * len(devices)
+    numbers = [k for k, is_fresh in enumerate(fresh) if is_fresh]
+    results = train.many([devices[k] for k in numbers], [plain(actions[k]) for k in numbers])
+    for k, result in zip(numbers, results, strict=True):
+        try:
+            found[k] = masked(devices[k], actions[k], result) if isinstance(result, Trained) else result
+        except StoreError:
+            raise
+        except (FedgeError, FailedError, ValueError) as error:
+            found[k] = failed(error)
+    return found
+
+
+def plain(action: TrainMasked) -> Train:
+    """The training, exact: nothing is rounded twice."""
+    return msgspec.structs.replace(action.train, codec=Codec.FLOAT32)
+
+
+def masked(device: Device, action: TrainMasked, trained: Trained) -> Result:
+    """The update of a training under its masks, kept and sent."""
+    session = Session(device, action.session)
+    roster, own = session.roster(action.roster)
+    _require_pairs(roster, own, action)
+    layout = device.layout
+    cohort, weight = len(roster.members), min(trained.n_samples, action.heaviest)
+    change = _change(device, action, trained)
+    total = fixed_point.summand(change, weight, cohort, action.heaviest)
+    total.add(prg(session.shared(roster).seed, layout))
+    for peer in action.shares:
+        add_pair_mask(total, own, peer, roster.pair_seed(session.masking, peer), layout)
+    vector = total.to_bytes()
+    result = TrainedMasked(
+        masked=device.send(vector),
+        loss_before=trained.loss_before,
+        loss_after=trained.loss_after,
+        gradient_norm=trained.gradient_norm,
+        val_accuracy=trained.val_accuracy,
+    )
+    session.keep(Masked(_digest(action), action.shares, body_of(result), vector))
+    return result
+
+
+def _change(device: Device, action: TrainMasked, trained: Trained) -> Model:
+    """What the training changed: its update's buffers and counters are those after it."""
+    update = device.take_back(trained.update)
+    start = device.model(action.train.starts[0].model)
+    return Model(update.params, update.buffers - start.buffers, update.counters - start.counters)
+
+
+def _require_pairs(roster: Roster, own: int, action: TrainMasked) -> None:
+    """Refuse masks that too few devices take part in, or others than the neighbours."""
+    if len(action.train.starts) != 1 or action.train.personal:
+        raise FailedError("a masked training is of one whole model")
+    if not set(action.shares) <= set(roster.neighbours(own)) or len(action.shares) < roster.threshold:
+        raise FailedError(f"masks with {len(action.shares)} devices, {roster.threshold} neighbours are the fewest")
+
+
+def _sent(device: Device, known: Masked) -> Result:
+    device.send(known.vector)
+    return msgspec.msgpack.decode(known.result, type=TrainedMasked)
+
+
+def _digest(action: TrainMasked) -> str:
+    return digest_of(body_of(action))

@@ -1,0 +1,148 @@
+"""Changes of a model as integers of a ring: their sum is exact, and a mask that is uniform in the ring hides them.
+
+A number v of a device of weight n is sent as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two
+with which no sum of the cohort can overflow:
+
+    cohort * (heaviest * limit * 2^s + 1/2) < 2^(b-1),      |v| <= limit,  n <= heaviest
+
+so both sides find it from the size of the cohort and the largest weight in it. What is above the limit is clipped.
+Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
+
+    ring      numbers                                limit
+    2^32      the change of parameters               8
+    2^64      those of buffers and counters          2^20
+    2^64      n itself, as it is
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ProtocolError
+from fedge.tensors import Layout, Model
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The integers modulo 2^bits for numbers of at most `limit`."""
+
+    bits: int
+    limit: float
+
+    def fraction_bits(self, cohort: int, heaviest: int) -> int:
+        """The exponent of the scale, s. Negative: there is none."""
+        return math.floor(math.log2((2 ** (self.bits - 1) - 1) / (cohort * (heaviest * self.limit + 0.5))))
+
+
+PARAMS: Final = Ring(32, 8.0)
+OTHERS: Final = Ring(64, 2.0**20)
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """What a device adds, a mask, or a sum of both: params (d,) uint32; others (b + c + 1,) uint64, n at the end."""
+
+    params: NDArray[np.uint32]
+    others: NDArray[np.uint64]
+
+    def add(self, other: Summand) -> None:
+        """Add another one, modulo the rings, in place."""
+        np.add(self.params, other.params, out=self.params)
+        np.add(self.others, other.others, out=self.others)
+
+    def subtract(self, other: Summand) -> None:
+        """Take another one away, in place."""
+        np.subtract(self.params, other.params, out=self.params)
+        np.subtract(self.others, other.others, out=self.others)
+
+    def to_bytes(self) -> bytes:
+        """Little-endian, one after the other: 4 d + 8 (b + c + 1) bytes."""
+        return self.params.astype("<u4").tobytes() + self.others.astype("<u8").tobytes()
+
+
+def sizes(layout: Layout) -> tuple[int, int]:
+    """How many numbers a summand of such tensors has in either ring."""
+    return layout.n_params, sum(t.size for t in layout.tensors if t.kind != "param") + 1
+
+
+def n_bytes(layout: Layout) -> int:
+    """How long the bytes of a summand are."""
+    params, others = sizes(layout)
+    return 4 * params + 8 * others
+
+
+def from_bytes(data: bytes | bytearray, layout: Layout) -> Summand:
+    """What `Summand.to_bytes` wrote; bytes that are random make one that is uniform.
+
+    Raises:
+        ProtocolError: `malformed`, another length.
+    """
+    if len(data) != n_bytes(layout):
+        raise ProtocolError("malformed", f"{len(data)} bytes of a masked update, {n_bytes(layout)} are needed")
+    params, others = sizes(layout)
+    return Summand(
+        np.frombuffer(data, "<u4", params).astype(np.uint32, copy=False),
+        np.frombuffer(data, "<u8", others, 4 * params).astype(np.uint64, copy=False),
+    )
+
+
+def zero(layout: Layout) -> Summand:
+    """The sum of nothing."""
+    params, others = sizes(layout)
+    return Summand(np.zeros(params, np.uint32), np.zeros(others, np.uint64))
+
+
+def heaviest_of(cohort: int) -> int:
+    """The largest weight with which a cohort of this size still has whole units of n * v."""
+    return int(((2 ** (PARAMS.bits - 1) - 1) / cohort - 0.5) / PARAMS.limit)
+
+
+def summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
+    """What a device adds for its change of a model (buffers and counters: their change, too).
+
+    Raises:
+        ValueError: its weight is above `heaviest`, or 0, or the scale would be below 1.
+    """
+    if not 0 < weight <= heaviest:
+        raise ValueError(f"a weight of {weight}, {heaviest} at most")
+    others = np.concatenate([change.buffers.astype(np.float64), change.counters.astype(np.float64)])
+    return Summand(
+        _units(change.params, PARAMS, weight, cohort, heaviest).astype(np.uint32),
+        np.append(_units(others, OTHERS, weight, cohort, heaviest), weight).astype(np.uint64),
+    )
+
+
+def mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> Model:
+    """The weighted mean of the changes in a sum without masks. Counters are rounded.
+
+    Raises:
+        ValueError: the weights sum to nothing that a cohort can have.
+    """
+    weights = int(total.others[-1])
+    if not 0 < weights <= cohort * heaviest:
+        raise ValueError(f"weights that sum to {weights}, {cohort} devices have at most {cohort * heaviest}")
+    n_buffers = sum(t.size for t in layout.of_kind("buffer"))
+    params = total.params.view(np.int32) / (weights * 2.0 ** _bits(PARAMS, cohort, heaviest))
+    others = total.others[:-1].view(np.int64) / (weights * 2.0 ** _bits(OTHERS, cohort, heaviest))
+    return Model(
+        params.astype(np.float32),
+        others[:n_buffers].astype(np.float32),
+        np.rint(others[n_buffers:]).astype(np.int64),
+    )
+
+
+def _units(values: NDArray[Any], ring: Ring, weight: int, cohort: int, heaviest: int) -> NDArray[np.int64]:
+    clipped = np.clip(values.astype(np.float64), -ring.limit, ring.limit)
+    return np.rint(clipped * (weight * 2.0 ** _bits(ring, cohort, heaviest))).astype(np.int64)
+
+
+def _bits(ring: Ring, cohort: int, heaviest: int) -> int:
+    bits = ring.fraction_bits(cohort, heaviest)
+    if bits < 0:
+        raise ValueError(f"weights up to {heaviest} of {cohort} devices do not fit into 2^{ring.bits}")
+    return bits

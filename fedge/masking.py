@@ -1,0 +1,192 @@
+"""Masks that cancel in the sum of a cohort: what both sides of secure aggregation have in common.
+
+Source: Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (SecAgg+), Algorithms
+1 and 2; Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
+
+Device i sends x_i + PRG(b_i) + sum of PRG(s_ij) over neighbours j > i - sum of PRG(s_ij) over neighbours j < i. The
+pair's seed s_ij is what X25519 makes of i's and j's keys. The neighbours of i hold Shamir's shares of b_i and of i's
+key: at the end those of b_i are shown if i is in the sum, those of its key if it dropped out, never both.
+
+The cohort is the roster, one file, the same for all: who takes part, with two public keys each. Who is whose neighbour
+follows from its digest, so that no single side has chosen it.
+
+Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
+that a false share is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Final
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from msgspec import Meta, Struct
+
+from fedge import fixed_point
+from fedge.errors import ProtocolError
+from fedge.fixed_point import Summand
+from fedge.messages import Id
+from fedge.steps.mask_keys import PublicKey
+from fedge.steps.mask_shares import MAX_COHORT
+from fedge.tensors import Layout, digest_of
+
+DEGREE: Final = 80
+"""k, neighbours of a device in a cohort of more than 81. Where a tenth of a cohort of 1,000 (10,000) tells the server
+what it knows, and a fifth drops out, somebody's mask is known with probability 2^-66 (2^-53), and the sum of a round is
+lost with 2^-22 (2^-15)."""
+
+
+class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of the cohort with its public keys: for shares that are sent to it, and for masks."""
+
+    id: Id
+    encryption: PublicKey
+    masking: PublicKey
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The cohort, by ascending id. A position is a place in it."""
+
+    members: tuple[Member, ...]
+    digest: str
+
+    @property
+    def degree(self) -> int:
+        """k, neighbours of each."""
+        return min(len(self.members) - 1, DEGREE)
+
+    @property
+    def threshold(self) -> int:
+        """t: more than half of a device's neighbours, so that they cannot open both of its secrets."""
+        return self.degree // 2 + 1
+
+    @cached_property
+    def _circle(self) -> list[int]:
+        """The positions in an order that the digest draws."""
+        drawn = [hashlib.sha256(f"{self.digest}.{k}".encode()).digest() for k in range(len(self.members))]
+        return sorted(range(len(drawn)), key=drawn.__getitem__)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {position: place for place, position in enumerate(self._circle)}
+
+    def position(self, device_id: str) -> int | None:
+        """Of a device; None: it is not in the cohort."""
+        return next((k for k, member in enumerate(self.members) if member.id == device_id), None)
+
+    def neighbours(self, position: int) -> tuple[int, ...]:
+        """Positions of a device's neighbours, ascending: on the circle the k / 2 on either side of it, or all."""
+        n, place = len(self.members), self._place[position]
+        if self.degree == n - 1:
+            return tuple(k for k in range(n) if k != position)
+        near = (*range(-self.degree // 2, 0), *range(1, self.degree // 2 + 1))
+        return tuple(sorted(self._circle[(place + step) % n] for step in near))
+
+    def connected(self, positions: Iterable[int]) -> bool:
+        """Whether masks join all of these: else the masks of each part cancel alone, and show the sum of that part."""
+        if self.degree == len(self.members) - 1:
+            return True
+        places = sorted(self._place[k] for k in positions)
+        gaps = [b - a for a, b in pairwise([*places, places[0] + len(self.members)])]
+        return sum(gap > self.degree // 2 for gap in gaps) <= 1
+
+    def ids(self, positions: Iterable[int]) -> tuple[str, ...]:
+        """The devices at these positions."""
+        return tuple(self.members[k].id for k in positions)
+
+    def secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
+        """32 bytes that two devices have in common for a purpose, and only in this cohort.
+
+        Raises:
+            ValueError: the peer's key is no key.
+        """
+        shared = own.exchange(X25519PublicKey.from_public_bytes(peer))
+        return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
+
+    def pair_seed(self, own: X25519PrivateKey, peer: int) -> bytes:
+        """s_ij of the owner of a masking key and the device at a position."""
+        return self.secret(own, self.members[peer].masking, "mask")
+
+    def _cipher(self, own: X25519PrivateKey, peer: int, sender: int, receiver: int) -> ChaCha20Poly1305:
+        return ChaCha20Poly1305(self.secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
+
+    def seal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes:
+        """Encrypt what one position sends another, once: the key is of this cohort and direction alone."""
+        return self._cipher(own, receiver, sender, receiver).encrypt(_NONCE, data, None)
+
+    def unseal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes | None:
+        """What `seal` was given; None: it was not sealed so."""
+        try:
+            return self._cipher(own, sender, sender, receiver).decrypt(_NONCE, data, None)
+        except (InvalidTag, ValueError):
+            return None
+
+
+_NONCE: Final = bytes(12)
+_members: Final = msgspec.msgpack.Decoder(Annotated[tuple[Member, ...], Meta(min_length=2, max_length=MAX_COHORT)])
+
+
+def write_roster(members: Iterable[Member]) -> bytes:
+    """The roster as a file."""
+    return msgspec.msgpack.encode(sorted(members, key=lambda member: member.id))
+
+
+def read_roster(data: bytes) -> Roster:
+    """What `write_roster` wrote.
+
+    Raises:
+        ProtocolError: `malformed`: it is none, or names a device or a key twice.
+    """
+    try:
+        members = _members.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError("malformed", f"no roster: {error}") from error
+    ids = [member.id for member in members]
+    keys = {key for member in members for key in (member.encryption, member.masking)}
+    if ids != sorted(set(ids)) or len(keys) != 2 * len(members):
+        raise ProtocolError("malformed", "a roster that names a device or a key twice")
+    return Roster(members, digest_of(data))
+
+
+def prg(seed: bytes, layout: Layout) -> Summand:
+    """A mask: uniform in the rings to whoever does not know its seed (ChaCha20, RFC 8439)."""
+    stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor()
+    return fixed_point.from_bytes(stream.update(bytes(fixed_point.n_bytes(layout))), layout)
+
+
+def add_pair_mask(total: Summand, own: int, peer: int, seed: bytes, layout: Layout) -> None:
+    """Add what the device at position `own` adds for its pair with `peer`, in place; `peer` adds the opposite."""
+    (total.add if own < peer else total.subtract)(prg(seed, layout))
+
+
+def commitment(seed: bytes) -> bytes:
+    """What a device says of its own mask's seed b, which has 256 random bits, before it is shared."""
+    return hashlib.sha256(b"fedge own mask" + seed).digest()
+
+
+def too_close(summed: Iterable[str], earlier: Iterable[Iterable[str]], fewest: int) -> str:
+    """Why devices may not be summed, where earlier sums of the run are of these; empty: they may.
+
+    A sum covers at least `fewest` devices. Two sums are of the same ones, or differ by as many: the difference of two
+    sums is a sum, too.
+    """
+    devices = frozenset(summed)
+    if len(devices) < fewest:
+        return f"a sum of {len(devices)} devices, {fewest} are the fewest"
+    for other in earlier:
+        apart = len(devices.symmetric_difference(other))
+        if 0 < apart < fewest:
+            return f"a sum that differs by {apart} devices from an earlier one, {fewest} are the fewest"
+    return ""

@@ -1,0 +1,63 @@
+"""Shamir's secret sharing: any t shares give the secret, fewer say nothing of it.
+
+Source: Shamir, "How to Share a Secret", CACM 22(11), 1979: the secret is f(0) of a random polynomial of degree t - 1, a
+share is f(x). Here over the integers modulo the prime 2^256 + 297, for secrets of 32 bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Final
+
+PRIME: Final = 2**256 + 297
+SECRET_BYTES: Final = 32
+SHARE_BYTES: Final = 33
+
+
+def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, bytes]:
+    """A share for each holder. Randomness is the operating system's.
+
+    Args:
+        secret: 32 bytes.
+        threshold: t >= 1, how many shares give it back.
+        holders: x of each, all different and > 0; at least t.
+
+    Raises:
+        ValueError: fewer holders than t, or what is no secret or no x.
+    """
+    if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders) or min(holders) < 1:
+        raise ValueError(f"{len(secret)} bytes for {len(holders)} holders, of whom {threshold} are to do")
+    coefficients = [int.from_bytes(secret), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
+
+    def share(x: int) -> bytes:
+        y = 0
+        for coefficient in reversed(coefficients):
+            y = (y * x + coefficient) % PRIME
+        return y.to_bytes(SHARE_BYTES)
+
+    return {x: share(x) for x in holders}
+
+
+def combine(shares: Mapping[int, bytes]) -> bytes:
+    """The secret of t shares, by holder. Fewer, or false ones, give another one: the caller checks it.
+
+    Raises:
+        ValueError: they give none.
+
+    Example:
+        >>> shares = split(bytes(range(32)), 3, [1, 2, 3, 4, 5])
+        >>> combine({x: shares[x] for x in (5, 1, 3)}) == bytes(range(32))
+        True
+    """
+    secret = 0
+    for x, share in shares.items():
+        above = below = 1
+        for other in shares:
+            if other != x:
+                above, below = above * other % PRIME, below * (other - x) % PRIME
+        secret += int.from_bytes(share) * above * pow(below, -1, PRIME)
+    secret %= PRIME
+    if secret >= 2 ** (8 * SECRET_BYTES):
+        raise ValueError("these are shares of no secret")
+    return secret.to_bytes(SECRET_BYTES)

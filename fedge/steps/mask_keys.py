@@ -1,0 +1,58 @@
+"""Secure aggregation, step 1 of 4: a device makes two key pairs for one sum and tells the public halves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.messages import Id
+from fedge.step import Action, Result, Reveals, require
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+
+PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class KeysMade(Result, frozen=True, kw_only=True):
+    """X25519, for `encryption` of the shares that others send it, and for `masking`."""
+
+    REVEALS: ClassVar = {"encryption": Reveals.NOTHING, "masking": Reveals.NOTHING}
+    encryption: PublicKey
+    masking: PublicKey
+
+
+class MaskStep(Action, frozen=True, kw_only=True):
+    """What the steps of a masked sum other than training have in common: only devices that train are asked.
+
+    `session`: name of the sum within the round, the same in all four.
+    """
+
+    TIMED: ClassVar = False
+    session: Id
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Next to nothing: no sample is touched."""
+        del n_shared, n_train, n_val
+        return 1
+
+
+class MaskKeys(MaskStep, frozen=True, kw_only=True):
+    """Make keys."""
+
+    STEP: ClassVar = "mask_keys"
+    RESULT: ClassVar = KeysMade
+    DEVICE: ClassVar = "edge_agent.steps.mask_keys"
+
+    def check(self, result: KeysMade, task: TaskSpec) -> None:
+        """Two keys with which others can make a secret."""
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+        del task
+        require(result.encryption != result.masking, "one key for two purposes")
+        for key in (result.encryption, result.masking):
+            try:
+                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+            except ValueError:
+                require(False, "a key that makes no secret")

@@ -1,0 +1,37 @@
+"""Secure aggregation, step 2 of 4: a device hands its neighbours shares of the secrets behind its masks."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta
+
+from fedge.messages import BlobRef
+from fedge.step import Result, Reveals
+from fedge.steps.mask_keys import MaskStep
+
+MAX_COHORT: Final = 10_000
+"""Devices of one sum: the last order names them all, and must fit into a message."""
+MIN_COHORT: Final = 5
+"""Devices of one sum at least, unless somebody says otherwise: who knows all but one of the updates knows that one."""
+Position = Annotated[int, Meta(ge=0, lt=MAX_COHORT)]
+"""Of a device in the roster."""
+Sealed = Annotated[bytes, Meta(min_length=82, max_length=82)]
+"""Two shares of 33 bytes and a tag of 16: for one device's eyes."""
+
+
+class SharesMade(Result, frozen=True, kw_only=True):
+    """`sealed`: for each neighbour its shares. `commitment`: a hash of the own mask's seed."""
+
+    REVEALS: ClassVar = {"sealed": Reveals.NOTHING, "commitment": Reveals.NOTHING}
+    sealed: Annotated[dict[Position, Sealed], Meta(min_length=1, max_length=256)]
+    commitment: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class MaskShares(MaskStep, frozen=True, kw_only=True):
+    """Share secrets with the neighbours in a roster (`fedge.masking.Roster`)."""
+
+    STEP: ClassVar = "mask_shares"
+    RESULT: ClassVar = SharesMade
+    DEVICE: ClassVar = "edge_agent.steps.mask_shares"
+    roster: BlobRef

@@ -1,0 +1,76 @@
+"""Secure aggregation, step 3 of 4: train as `train` does, and send the update under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+
+import msgspec
+from msgspec import Meta
+
+from fedge.messages import BlobRef, Id, NonNegative, Share
+from fedge.step import Action, Result, Reveals, require
+from fedge.steps.mask_shares import Position, Sealed
+from fedge.steps.train import Train
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+    from fedge.tensors import Layout
+
+
+class TrainedMasked(Result, frozen=True, kw_only=True):
+    """`masked`: `fedge.fixed_point.Summand` as bytes, masks added. The others as those of `Trained`."""
+
+    REVEALS: ClassVar = {
+        "masked": Reveals.MASKED,
+        "loss_before": Reveals.LOSS,
+        "loss_after": Reveals.LOSS,
+        "gradient_norm": Reveals.LOSS,
+        "val_accuracy": Reveals.LOSS,
+    }
+    masked: BlobRef
+    loss_before: float | None = None
+    loss_after: float | None = None
+    gradient_norm: NonNegative | None = None
+    val_accuracy: Share | None = None
+
+
+class TrainMasked(Action, frozen=True, kw_only=True):
+    """Train from the one start of `train`, a whole model, and mask its change with neighbours whose shares are here.
+
+    `heaviest`: a device counts as many times as it has samples, but no more often than this. `shares`: what neighbours
+    have sealed for this device, by their positions in the roster.
+    """
+
+    STEP: ClassVar = "train_masked"
+    RESULT: ClassVar = TrainedMasked
+    DEVICE: ClassVar = "edge_agent.steps.train_masked"
+    session: Id
+    roster: BlobRef
+    train: Train
+    heaviest: Annotated[int, Meta(ge=1, le=2**32)]
+    shares: Annotated[dict[Position, Sealed], Meta(max_length=256)]
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """As much as plain training."""
+        return self.train.passes(n_shared, n_train, n_val)
+
+    def sparing(self, withheld: Collection[str]) -> Self | None:
+        """Without losses."""
+        measure = self.train.measure and Reveals.LOSS not in withheld
+        spared = msgspec.structs.replace(self, train=msgspec.structs.replace(self.train, measure=measure))
+        return spared if super().sparing(withheld) else None
+
+    def check(self, result: TrainedMasked, task: TaskSpec) -> None:
+        """Losses, if they were asked for."""
+        del task
+        measured = (result.loss_before, result.loss_after, result.gradient_norm)
+        require(not self.train.measure or None not in measured, "no losses, which were asked for")
+
+    def uploads(self, result: TrainedMasked, layout: Layout) -> Mapping[BlobRef, Layout | None]:
+        """Plain bytes, exactly as many as a summand has: nothing else of them can be seen."""
+        from fedge.fixed_point import n_bytes
+
+        size, needed = result.masked.size_bytes, n_bytes(layout)
+        require(size == needed, f"a masked update of {size} bytes instead of {needed}")
+        return {result.masked: None}

@@ -1,0 +1,276 @@
+"""Masked sums on simulated fleets: what the server learns, who may drop out, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.fleet import Answer, Fleet
+from coordinator.fleet.masked import MaskedFleet, admissible
+from coordinator.fleet.simulated import run
+from coordinator.methods import Method, MethodSettings, accepted, dump, make
+from coordinator.methods.fedavg import FedAvg
+from coordinator.protection import Protection
+from fedge.errors import ConfigError
+from fedge.fixed_point import PARAMS
+from fedge.masking import too_close
+from fedge.messages import BlobRef, Codec
+from fedge.sgd import Sgd
+from fedge.step import Action, Declined
+from fedge.steps.mask_keys import MaskKeys
+from fedge.steps.mask_shares import MaskShares
+from fedge.steps.train import Start, Train
+from fedge.steps.train_masked import TrainMasked
+from fedge.steps.unmask import Unmask
+from fedge.tensors import Layout
+from tests.support import simulation
+from tests.support.simulation import digits
+
+MASKED = Protection(average="mean", masking=True)
+SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, protection=MASKED, participation=1.0)
+PLAIN = MethodSettings(rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, protection=Protection(average="mean"))
+STEPS = (MaskKeys, MaskShares, TrainMasked, Unmask)
+
+
+class Lossy(simulation.Fleet):
+    """Devices that drop out at a step, by its name; `seen`: all actions, by step and device."""
+
+    silent_at: dict[str, frozenset[str]] = {}
+
+    async def run(self, label: str, actions: dict[str, Action]) -> dict[str, Answer]:
+        self.seen = getattr(self, "seen", {})
+        for i, action in actions.items():
+            self.seen[action.STEP, i] = action
+        step = next((action.STEP for action in actions.values()), "")
+        self.silent = self.silent_at.get(step, frozenset())
+        return await super().run(label, actions)
+
+
+def fleet_of(home: Path, n: int = 8, **made: object) -> tuple[Lossy, Layout, BlobRef]:
+    fleet, layout, first, _ = digits(home, n=n, limit=60 * n, **made)
+    fleet.__class__ = Lossy
+    return fleet, layout, first  # type: ignore[return-value]
+
+
+def masked(fleet: Fleet, layout: Layout, sums: tuple[tuple[str, ...], ...] = (), **options: object) -> MaskedFleet:
+    given = {"weights": "samples", "min_cohort": 5, "sums": sums, "seed": (0, 1), **options}
+    return MaskedFleet(fleet, layout, **given)  # type: ignore[arg-type]
+
+
+def order(first: BlobRef, cluster: int = -1) -> Train:
+    return Train(starts=(Start(model=first, cluster=cluster),), sgd=Sgd(steps=3), codec=Codec.FLOAT32)
+
+
+def bound(fleet: Fleet, devices: list[str]) -> float:
+    """What the rounding may move a parameter's mean by: cohort / 2 units, and float32 of the result."""
+    n = {device.id: device.n_samples for device in fleet.devices()}
+    heaviest, total = max(n[i] for i in devices), sum(n[i] for i in devices)
+    return len(devices) / 2 * 2.0 ** -PARAMS.fraction_bits(len(devices), heaviest) / total + 1e-6
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+async def test_the_sum_is_the_plain_one_up_to_the_stated_rounding(tmp_path, model) -> None:
+    """With the cnn, also of what is no parameter."""
+    fleet, layout, first = fleet_of(tmp_path, model=model)
+    ids = [device.id for device in fleet.devices()]
+    plain = accepted(await fleet.run("plain", {i: order(first) for i in ids}))
+    found = accepted(await masked(fleet, layout).run("train", {i: order(first) for i in ids}))
+    assert list(found) == ids
+    (mean,) = {u.update for u in found.values()}
+    n = np.array([u.n_samples for u in plain.values()])
+    for name in ("params", "buffers", "counters"):
+        rows = np.stack([getattr(fleet.get(u.update, layout), name) for u in plain.values()])
+        np.testing.assert_allclose(getattr(fleet.get(mean, layout), name), n @ rows / n.sum(), atol=bound(fleet, ids))
+    assert {i: u.val_accuracy for i, u in found.items()} == {i: u.val_accuracy for i, u in plain.items()}
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.STEP)
+async def test_who_drops_out_at_any_step_is_recovered_from(tmp_path, step) -> None:
+    """The sum is that of the others; who only does not help to open it is in it."""
+    fleet, layout, first = fleet_of(tmp_path, n=9)
+    fleet.silent_at = {step.STEP: frozenset({"d01", "d04"})}
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    there = [i for i in found if step is Unmask or i not in {"d01", "d04"}]
+    assert sorted(accepted(found)) == there
+    assert [i for i, answer in found.items() if answer.result is None] == [i for i in found if i not in there]
+    fleet.silent_at = {}
+    plain = accepted(await fleet.run("plain", dict.fromkeys(there, order(first))))
+    n = np.array([u.n_samples for u in plain.values()])
+    rows = np.stack([fleet.get(u.update, layout).params for u in plain.values()])
+    mean = fleet.get(accepted(found)[there[0]].update, layout).params
+    np.testing.assert_allclose(mean, n @ rows / n.sum(), atol=bound(fleet, list(found)))
+
+
+async def test_dropouts_at_all_steps_of_one_round(tmp_path) -> None:
+    fleet, layout, first = fleet_of(tmp_path, n=12)
+    fleet.silent_at = {step.STEP: frozenset({f"d{2 * k + 1:02d}"}) for k, step in enumerate(STEPS)}
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert sorted(set(found) - set(accepted(found))) == ["d01", "d03", "d05"]
+
+
+async def test_too_many_dropouts_change_nothing_and_it_is_said(tmp_path, caplog) -> None:
+    """Of eight devices each has seven neighbours, of whom four must show their shares."""
+    fleet, layout, first = fleet_of(tmp_path)
+    fleet.silent_at = {"unmask": frozenset(f"d{k:02d}" for k in range(5))}
+    method = FedAvg(SETTINGS)
+    fleet.round = 1
+    with caplog.at_level(logging.WARNING, logger="fedge"):
+        after = await method.advance(method.init(layout, first), fleet)
+    assert (after.model, after.history[-1].answered, after.participations) == (first, 0, {})
+    assert "event=sum_lost devices=8" in caplog.text
+    assert "of 7 neighbours of d00 have answered, 4 are needed" in caplog.text
+    assert after.sums == (tuple(f"d{k:02d}" for k in range(8)),), "some devices have opened it"
+
+
+async def test_devices_whose_sum_is_lost_are_not_taken_for_silent(tmp_path) -> None:
+    fleet, layout, first = fleet_of(tmp_path)
+    fleet.silent_at = {"unmask": frozenset(f"d{k:02d}" for k in range(5))}
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert all(isinstance(answer.result, Declined) for answer in found.values())
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step is not Unmask], ids=lambda step: step.STEP)
+async def test_fewer_than_the_smallest_cohort_are_not_summed(tmp_path, step) -> None:
+    fleet, layout, first = fleet_of(tmp_path, n=5)
+    fleet.silent_at = {step.STEP: frozenset({"d00"})}
+    wrapped = masked(fleet, layout)
+    found = await wrapped.run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert not accepted(found)
+    assert wrapped.sums == []
+    assert not any(name == "unmask" for name, _ in fleet.seen)
+
+
+async def test_a_device_wants_no_fewer_than_its_owner(tmp_path) -> None:
+    """Whatever the coordinator says."""
+    fleet, layout, first = fleet_of(tmp_path, n=4)
+    wrapped = masked(fleet, layout, min_cohort=3)
+    found = await wrapped.run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert not accepted(found)
+    assert not any(name == "train_masked" for name, _ in fleet.seen)
+
+
+async def test_some_are_left_out_where_a_sum_would_differ_by_few(tmp_path) -> None:
+    fleet, layout, first = fleet_of(tmp_path, n=12)
+    everybody = tuple(device.id for device in fleet.devices())
+    wrapped = masked(fleet, layout, sums=(everybody,))
+    fleet.silent_at = {"train_masked": frozenset({"d03"})}
+    found = await wrapped.run("train", dict.fromkeys(everybody, order(first)))
+    assert len(accepted(found)) == 7
+    assert wrapped.sums == [everybody, tuple(accepted(found))]
+    left_out = [i for i, answer in found.items() if isinstance(answer.result, Declined)]
+    assert len(left_out) == 4, "they have dropped out as well, for the sum"
+
+
+async def test_the_sums_of_a_run_never_differ_by_few(tmp_path) -> None:
+    """One device more in each round drops out in the middle of it, then comes back."""
+    fleet, layout, first = fleet_of(tmp_path, n=12)
+    method = FedAvg(MethodSettings(rounds=6, sgd=Sgd(steps=1), protection=MASKED))
+    state = method.init(layout, first)
+    for number in range(1, 7):
+        fleet.round = number
+        fleet.silent_at = {"train_masked": frozenset(f"d{k:02d}" for k in range(number // 2))}
+        state = await method.advance(state, fleet)
+    assert len(state.sums) > 1
+    assert not any(too_close(one, state.sums[:k], 5) for k, one in enumerate(state.sums))
+
+
+@given(st.data())
+def test_whoever_may_be_summed_is_admissible(data) -> None:
+    names = [f"d{k}" for k in range(14)]
+    subsets = st.lists(st.sampled_from(names), unique=True, max_size=14).map(lambda x: tuple(sorted(x)))
+    earlier: list[tuple[str, ...]] = []
+    for k in range(data.draw(st.integers(1, 6))):
+        there = data.draw(subsets)
+        found = admissible(there, earlier, 4, np.random.default_rng(k))
+        assert set(found) <= set(there)
+        assert not found or not too_close(found, earlier, 4)
+        assert found or not earlier or len(there) < 14
+        earlier += [found] if found else []
+
+
+def test_admissible_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    letters = tuple("abcdefgh")
+    assert admissible(letters, [], 3, rng) == letters
+    assert admissible(letters, [letters], 3, rng) == letters, "the same once more"
+    assert len(admissible(letters[1:], [letters], 3, rng)) == 5
+    assert admissible(letters, [letters[:7]], 3, rng) == letters[:7], "the eighth alone would be seen"
+    assert admissible("ab", [], 3, rng) == ()
+
+
+# --------------------------------------------------------------------------------------------------- hostile devices
+
+
+class Lying(Lossy):
+    """d02 shows false shares of the secrets of all its neighbours."""
+
+    async def run(self, label: str, actions: dict[str, Action]) -> dict[str, Answer]:
+        found = await super().run(label, actions)
+        if "d02" in found and label.endswith("-unmask"):
+            shown = found["d02"].result
+            seeds = {k: bytes([share[0], share[1] ^ 1]) + share[2:] for k, share in shown.seeds.items()}
+            found["d02"] = Answer("d02", type(shown)(seeds=seeds, keys=shown.keys))
+        return found
+
+
+async def test_a_false_share_is_noticed(tmp_path, caplog) -> None:
+    fleet, layout, first = fleet_of(tmp_path)
+    fleet.__class__ = Lying
+    with caplog.at_level(logging.WARNING, logger="fedge"):
+        found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert not accepted(found)
+    assert "or one of its neighbours has shown a false share" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------- whole methods
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedavgm", "fedepc"])
+async def test_a_masked_method_learns_what_the_plain_one_does(tmp_path, name) -> None:
+    """FedEPC's clusters are groups of six; each is a sum of its own."""
+    states = []
+    for settings in (PLAIN, SETTINGS, SETTINGS):
+        fleet, layout, first = fleet_of(tmp_path / str(len(states)), n=12, n_groups=2)
+        method: Method = make(name, settings)
+        states.append(await run(method, method.init(layout, first), fleet))
+        last = [fleet.get(method.serves(states[-1], device.id), layout).params for device in fleet.devices()]
+        if len(states) == 1:
+            plain = last
+        np.testing.assert_allclose(last, plain, atol=1e-4)
+    assert states[0].sums == ()
+    assert dump(states[1]) == dump(states[2]), "masks are random, their sums are not"
+    assert {len(devices) for devices in states[1].sums} <= ({12, 6} if name == "fedepc" else {12})
+    assert [r.accuracy for r in states[1].history] == pytest.approx([r.accuracy for r in states[0].history], abs=0.02)
+
+
+async def test_clusters_smaller_than_a_cohort_learn_nothing(tmp_path, caplog) -> None:
+    fleet, layout, first = fleet_of(tmp_path, n=8, n_groups=2)
+    method = make("fedepc", SETTINGS)
+    state = await run(method, method.init(layout, first), fleet)
+    assert state.clusters
+    assert {len(devices) for devices in state.sums} == {8}, "the warm-up alone"
+    assert "who may not be summed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("scmoe-pfl", {}, "its clusters overlap"),
+        ("fedge", {}, "its server needs more of updates than their sum"),
+        ("fedepc", {"clustering": "mctc"}, "needs single updates"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused_before_the_run(name, options, reason) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make(name, MethodSettings(protection=MASKED, options=options))
+
+
+@pytest.mark.parametrize("rule", ["clipped", "median", "multi-krum"])
+def test_rules_that_look_at_single_updates_are_refused(rule) -> None:
+    with pytest.raises(ConfigError, match="masking shows the server sums alone: take --average mean"):
+        make("fedavg", MethodSettings(protection=Protection(average=rule, masking=True)))

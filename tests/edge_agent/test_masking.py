@@ -1,0 +1,61 @@
+"""What a device remembers of masked sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_agent.masking import Keys, Masked, Session
+from edge_agent.worker import Worker
+from fedge.errors import StoreError
+from fedge.steps.mask_keys import MaskKeys
+from tests.support.orders import Blobs, order, worker
+
+
+def session(own: Worker, number: int = 1, name: str = "train", run: str = "r") -> Session:
+    return Session(own.device(order(MaskKeys(session=name), number, run=run), Blobs()), name)
+
+
+def test_keys_are_made_once_for_each_sum(tmp_path: Path) -> None:
+    own = worker(tmp_path)
+    first = session(own).begin()
+    assert session(own).begin() == first == session(worker(tmp_path)).read(Keys)
+    assert first.encryption != first.masking
+    assert session(own, name="other").begin() != first
+    assert session(own, number=2).begin() != first
+
+
+def test_with_the_next_round_the_means_to_open_the_last_one_go(tmp_path: Path) -> None:
+    own = worker(tmp_path)
+    session(own).begin()
+    session(own).keep(Masked("action", {}, b"result", b"vector"))
+    session(own, name="other").begin()
+    assert session(own).read(Keys) is not None
+    session(own, number=2).begin()
+    assert session(own).read(Keys) is session(own).read(Masked) is session(own, name="other").read(Keys) is None
+
+
+def test_sums_are_remembered_for_a_run_and_no_longer(tmp_path: Path) -> None:
+    own = worker(tmp_path)
+    session(own).begin()
+    session(own).opened(["a", "b"])
+    session(own, number=2).begin()
+    session(own, number=2).opened(["b", "c"])
+    session(own, number=2).opened(["a", "b"])
+    assert session(worker(tmp_path), number=3).sums() == [("a", "b"), ("b", "c")]
+    session(own, run="next").begin()
+    assert session(own).sums() == []
+
+
+def test_a_damaged_file_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
+    own = worker(tmp_path)
+    session(own).begin()
+    session(own).opened(["a", "b"])
+    for file in (tmp_path / "masking").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\xc1")
+    with pytest.raises(StoreError, match="cannot be read"):
+        session(own).sums()
+    with pytest.raises(StoreError, match="cannot be read"):
+        session(own).begin()

@@ -1,0 +1,82 @@
+"""Workers that make a masked sum without a coordinator: each step by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from edge_agent.worker import Finished, Worker
+from fedge.masking import Member, Roster, read_roster, write_roster
+from fedge.messages import BlobRef, Codec
+from fedge.sgd import Sgd
+from fedge.step import Action, Result
+from fedge.steps.mask_keys import MaskKeys
+from fedge.steps.mask_shares import MaskShares, SharesMade
+from fedge.steps.train import Start, Train
+from fedge.steps.train_masked import TrainMasked
+from fedge.steps.unmask import Unmask
+from fedge.tasks import DeviceData
+from tests.support.orders import TASK, Blobs, device_data, order
+
+SESSION = "train"
+
+
+class Cohort:
+    """Devices d0, d1, ... with the same samples. `made`: what each has shared, after `share`."""
+
+    def __init__(self, home: Path, n: int = 6, *, min_cohort: int = 5, run: str = "r") -> None:
+        self.blobs, self.run = Blobs(), run
+        self.min_cohort = min_cohort
+        self.home = home
+        self.workers = [self.started(k) for k in range(n)]
+        self.made: dict[int, SharesMade] = {}
+        self.ref: BlobRef
+        self.roster: Roster
+
+    def started(self, k: int, data: DeviceData | None = None) -> Worker:
+        """The worker of a device, as after a kill -9: nothing but its files is left."""
+        return Worker(f"d{k}", TASK, data or device_data(), self.home / f"d{k}", min_cohort=self.min_cohort)
+
+    def does(self, k: int, action: Action, number: int = 1) -> Finished:
+        ordered = order(action, number, run=self.run, label=f"{SESSION}-{action.STEP}", seed=7)
+        ordered = msgspec.structs.replace(ordered, id=f"{ordered.id}{k}", device_id=f"d{k}")
+        return self.workers[k].execute(ordered, self.blobs)
+
+    def result(self, k: int, action: Action, number: int = 1) -> Result:
+        return self.does(k, action, number).result
+
+    def advertise(self, who: range | None = None, number: int = 1) -> None:
+        """Keys, and the roster of some devices."""
+        keys = {k: self.result(k, MaskKeys(session=SESSION), number) for k in who or range(len(self.workers))}
+        self.enrol([Member(id=f"d{k}", encryption=own.encryption, masking=own.masking) for k, own in keys.items()])
+
+    def enrol(self, members: list[Member]) -> None:
+        file = write_roster(members)
+        self.ref, self.roster = self.blobs.file(file), read_roster(file)
+
+    def share(self, number: int = 1) -> None:
+        for k, member in enumerate(self.roster.members):
+            shared = self.result(int(member.id[1:]), self.sharing(), number)
+            assert isinstance(shared, SharesMade), shared
+            self.made[k] = shared
+
+    def sharing(self) -> MaskShares:
+        return MaskShares(session=SESSION, roster=self.ref)
+
+    def training(self, k: int, seed: int = 0, among: tuple[int, ...] | None = None) -> TrainMasked:
+        """For the device at position k of the roster; `seed`: of the model; `among`: who has shared."""
+        train = Train(starts=(Start(model=self.blobs.model(seed)),), sgd=Sgd(steps=2), codec=Codec.INT8)
+        there = self.roster.neighbours(k) if among is None else among
+        shares = {j: self.made[j].sealed[k] for j in there if j != k}
+        return TrainMasked(session=SESSION, roster=self.ref, train=train, heaviest=100, shares=shares)
+
+    def opening(self, *summed: int) -> Unmask:
+        return Unmask(session=SESSION, roster=self.ref, summed=summed)
+
+    def masked(self, number: int = 1) -> None:
+        """All steps before the last."""
+        self.advertise(number=number)
+        self.share(number)
+        for k in range(len(self.roster.members)):
+            self.does(k, self.training(k), number)
