@@ -30,7 +30,7 @@ from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
 from fedge.credentials import Credentials, no_passphrase
-from fedge.egress import Door, Rules, rules_of
+from fedge.egress import Door, Rules, rules_of, without_figures
 from fedge.errors import ConfigError, StoreError
 from fedge.renewal import Renewal
 from fedge.step import Reveals
@@ -118,6 +118,8 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
     rules = rules_of(settings.home, settings.egress, config)
+    if settings.home is not None:
+        rules = without_figures(rules, settings.home)
     if (settings.home is None) == (not bundles):
         raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
     if settings.home is None:

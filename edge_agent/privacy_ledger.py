@@ -23,13 +23,13 @@ import msgspec
 from msgspec import Struct
 
 from edge_agent.device import FailedError
+from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import StoreError
 from fedge.files import write_atomically
 
 if TYPE_CHECKING:
     from fedge.steps.train_dp import Privacy
 
-FILE: Final = "privacy.json"
 ORDERS: Final = (*range(2, 33), 40, 48, 64, 96, 128, 192, 256)
 """Of Rényi divergence, among which the best is taken. Fractions would lower an epsilon above 10, at 40 ms each."""
 ROUNDING: Final = 1e-9
@@ -62,7 +62,7 @@ class Ledger:
         Raises:
             StoreError: it cannot be read: nobody knows what was spent, so nothing is spent any more.
         """
-        self._path = home / FILE
+        self._path = home / PRIVACY_LEDGER
         try:
             self.charges = _charges.decode(self._path.read_bytes()) if self._path.exists() else []
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

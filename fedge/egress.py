@@ -34,6 +34,9 @@ Told = Mapping[str, Reveals]
 FILE: Final = "egress.toml"
 """In a device's home: where its owner says what may leave, unless --egress names another file."""
 
+PRIVACY_LEDGER: Final = "privacy.json"
+"""In a device's home: what its trainings with differential privacy have spent (`edge_agent.privacy_ledger`)."""
+
 TOLD: Final[Mapping[type[Struct], Told]] = {
     Status: {"n_samples": Reveals.COUNT},
     Capabilities: dict.fromkeys(("fedge_version", "python_version", "machine", "cpu_count"), Reveals.MACHINE),
@@ -141,6 +144,15 @@ class Rules:
 
 ALL: Final = Rules(frozenset(Reveals))
 """Of devices that are nobody's: those of a simulation."""
+
+
+def without_figures(rules: Rules, home: Path) -> Rules:
+    """For a runtime: the rules without figures that have no noise, once differential privacy was promised in this home.
+
+    What a rollout came to still leaves where the owner allows it: the one bit that docs/privacy.md names.
+    """
+    private = (home / PRIVACY_LEDGER).exists()
+    return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.TEXT}) if private else rules
 
 
 def rules_of(home: Path | None, own: Path | None, config: Path | None) -> Rules:

@@ -84,6 +84,8 @@ RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
+OF_THE_WAY: Final = frozenset({"digest", "stalled"})
+"""Refusals that whoever carries the bytes can cause, too: no evidence against the device."""
 MAX_STRANGERS: Final = 100
 """Problems of names that are no device of ours: whoever invents some shows no more."""
 LINES_PER_MINUTE: Final = 60
@@ -767,7 +769,8 @@ class MqttFleet:
                     await self._fetch(ref, order.device_id, layout)
         except ProtocolError as refusal:
             self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
-            self._accuse(order.device_id, refusal.name, str(refusal))
+            if refusal.name not in OF_THE_WAY:
+                self._accuse(order.device_id, refusal.name, str(refusal))
             error = str(refusal)
         except TransportError as refusal:
             error = f"the broker does not let us fetch it: {refusal}"

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from edge_agent.device import FailedError
-from edge_agent.privacy_ledger import FILE, Charge, Ledger, Mechanism, epsilon_of, noise_for
+from edge_agent.privacy_ledger import Charge, Ledger, Mechanism, epsilon_of, noise_for
+from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import StoreError
 from fedge.steps.train_dp import Privacy
 
@@ -69,7 +70,7 @@ def test_the_book_outlives_its_reader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"[", b"[{}]", b"\xff"])
 def test_a_damaged_book_ends_all_spending(tmp_path: Path, damage: bytes) -> None:
-    (tmp_path / FILE).write_bytes(damage)
+    (tmp_path / PRIVACY_LEDGER).write_bytes(damage)
     with pytest.raises(StoreError, match="not known any more"):
         Ledger(tmp_path)
 

@@ -8,7 +8,20 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from fedge.egress import ALL, FILE, MESSAGES, PRESETS, TOLD, Door, Rules, WithheldError, kinds_in, rules_of
+from fedge.egress import (
+    ALL,
+    FILE,
+    MESSAGES,
+    PRESETS,
+    PRIVACY_LEDGER,
+    TOLD,
+    Door,
+    Rules,
+    WithheldError,
+    kinds_in,
+    rules_of,
+    without_figures,
+)
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.ledger import lines
 from fedge.messages import (
@@ -264,3 +277,13 @@ def test_nothing_leaves_that_cannot_be_noted(tmp_path: Path) -> None:
     (tmp_path / "egress.db").mkdir()
     with pytest.raises(StoreError):
         through(door(tmp_path), "context", Context(device_id="d"))
+
+
+def test_a_runtime_tells_no_figures_where_differential_privacy_was_promised(tmp_path: Path) -> None:
+    quality = Quality(n=9, accuracy=0.9, free_energy=-1.0)
+    health = Health(device_id="pi", at=1.0, phase=Phase.SERVING, release=2, now=quality, drift=True, n_predictions=7)
+    assert without_figures(Rules(), tmp_path).stripped(health) == health
+    (tmp_path / PRIVACY_LEDGER).write_text("{}")
+    told = without_figures(Rules(), tmp_path).stripped(health)
+    assert (told.now, told.drift, told.n_predictions) == (Quality(n=9), False, 0)
+    assert told.phase is Phase.SERVING

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from edge_agent.device import Budget
-from edge_agent.privacy_ledger import FILE, Ledger
+from edge_agent.privacy_ledger import Ledger
 from edge_agent.worker import Worker
 from fedge import codec
+from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import StoreError
 from fedge.messages import Codec, Why
 from fedge.sgd import Sgd
@@ -182,7 +183,7 @@ def test_a_network_with_batch_normalisation_is_refused(tmp_path: Path) -> None:
     failed = worker(tmp_path, task=task).execute(order(train(blobs), task=task), blobs).result
     assert isinstance(failed, Failed)
     assert "batch normalisation" in failed.reason
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / PRIVACY_LEDGER).exists()
 
 
 def test_without_samples_it_declines(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_without_samples_it_declines(tmp_path: Path) -> None:
 
 
 def test_a_damaged_ledger_ends_the_agent(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / PRIVACY_LEDGER).write_text("{")
     blobs = Blobs()
     with pytest.raises(StoreError, match="not known any more"):
         worker(tmp_path).execute(order(train(blobs)), blobs)
