@@ -81,7 +81,16 @@ SCRIPTS = {
         (*QUICK, "--settings", "digits turned"), ("**SCMoE default**", "PFMoE-style", "FedAvg, all data", "claim")
     ),
 }
-LONG = ("aggregation.py", "engines.py", "inference.py", "marks.py", "outlier.py", "transfer.py", "papers/natural.py")
+LONG = (
+    "aggregation.py",
+    "attacks.py",
+    "engines.py",
+    "inference.py",
+    "marks.py",
+    "outlier.py",
+    "transfer.py",
+    "papers/natural.py",
+)
 """Their smallest inputs take 7 to 20 seconds of a processor, or minutes."""
 
 

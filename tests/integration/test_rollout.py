@@ -370,17 +370,18 @@ async def test_killed_in_the_middle_of_a_transfer_both_go_on(broker, tmp_path, r
     target = Repository(repo).add(new)
     gate = read(new).manifest.gate.digest
     part, hidden = Repository(repo).parts.path(gate), tmp_path / "hidden"
-    part.rename(hidden)  # so that the transfer lasts
     runtime = ("-m", "tests.support.runtime_device", broker.host, str(broker.port), str(home), "cam0")
     supervisor = (
         *("-c", "from coordinator.rollout.cli import rollout; rollout()", "start", str(repo), target, "--soak-s", "0"),
         *("--stages", "1", "--broker", f"{broker.host}:{broker.port}", "--federation", FEDERATION),
     )
-    async with process(*runtime):
-        async with process(*supervisor):
+    async with process(*supervisor):
+        await until(lambda: Folder(repo).read() is not None)
+        part.rename(hidden)  # so that the transfer lasts
+        async with process(*runtime):
             await until(lambda: phase_in(repo, "cam0") is Phase.FETCHING)
-        assert release_of(home) == 1  # the supervisor is dead
-    assert release_of(home) == 1  # the device as well
+        assert release_of(home) == 1  # the device is dead
+    assert release_of(home) == 1  # the supervisor as well
     hidden.rename(part)
     async with process(*runtime), process(*supervisor) as last:
         async with asyncio.timeout(WAIT_S):

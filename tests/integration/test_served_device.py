@@ -279,5 +279,5 @@ async def test_at_work_for_long_with_switches_in_between(broker, tmp_path, repo,
     inbox = {f"bundles/{release}" for release in range(4, last + 1, 3)}  # the agent's own
     names = ("root", "root_history/1.root", "timestamp", "snapshot", "targets", "announced")
     trust = {f"trust/{name}.json" for name in names}
-    others = {"outcome.json", "root.json", "slots.json", "slot-a", "slot-b", "validation.npz"}
+    others = {"egress.db", "outcome.json", "root.json", "slots.json", "slot-a", "slot-b", "validation.npz"}
     assert files_of(home) == inbox | trust | others
