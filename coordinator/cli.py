@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 import time
 import uuid
@@ -22,13 +23,15 @@ from coordinator.store import Store
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.identity import Role, Subject
 from fedge.messages import Status, decode, is_outdated
 from fedge.sealed import speaker
 from fedge.tasks import task_spec
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.coordinator")
 
 NO_BUNDLES: Final = 6
 """The run came to its end, and no device has a bundle."""
@@ -243,20 +246,18 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
     Raises:
         TransportError: the broker refused us for good, or cannot be reached.
     """
-    found: dict[str, str] = {}
+    said: dict[str, Inbound] = {}
     news = asyncio.Event()
     topics = Topics(federation)
     signed = speaker(broker, Subject(federation, Role.STATUS, "status"), None)
 
     async def note(inbound: Inbound) -> None:
-        device = topics.parts(inbound.topic)[1]
         if inbound.payload:  # otherwise it was cleared
-            payload = signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
-            old = is_outdated(payload)
-            found[device] = outdated(device) if old else decode(payload, Status).presence
+            said[topics.parts(inbound.topic)[1]] = inbound
             news.set()
 
     transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))
+    await signed.follow(transport, topics)
     await transport.subscribe(topics.agent("+", "status"), note)
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -269,6 +270,15 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
                 async with asyncio.timeout(QUIET_S):
                     await news.wait()
                 news.clear()
+    found: dict[str, str] = {}
+    for device, inbound in said.items():  # not before all has come: who is revoked may come last
+        try:
+            payload = signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+            found[device] = outdated(device) if is_outdated(payload) else decode(payload, Status).presence
+        except ProtocolError as error:
+            if error.name == "revoked":
+                found[device] = "revoked"
+            log.warning("event=refused name=%s topic=%s detail=%r", error.name, inbound.topic, str(error))
     return found
 
 

@@ -314,21 +314,23 @@ class Agent:
 
     async def _on_order(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=self._incarnation)
-            self._feed(OrderReceived(decode(payload, Order)))
+            self._feed(OrderReceived(decode(self._opened(inbound), Order)))
 
     async def _on_ack(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR)
-            self._feed(AckReceived(decode(payload, Ack)))
+            self._feed(AckReceived(decode(self._opened(inbound), Ack)))
 
     async def _on_want(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            want = decode(self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR), Want)
+            want = decode(self._opened(inbound), Want)
             me = self._identity.device_id
             if want.device_id != me:
                 raise ProtocolError("foreign-id", f"want for {want.device_id}")
             self._sender.want(want.digest, want.ranges, chunks=self._topics.update_chunk(me, want.digest))
+
+    def _opened(self, inbound: Inbound) -> bytes:
+        """What the coordinator says to this agent as it is now."""
+        return self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=self._incarnation)
 
     @contextmanager
     def _refusing(self, inbound: Inbound) -> Iterator[None]:

@@ -35,8 +35,10 @@ CRL: Final = "crl.pem"
 """The authority's list of revoked certificates, beside the certificate of the authority."""
 MAX_KNOWN: Final = 20_000
 """Certificates whose issuer was checked and is not checked again."""
-MAX_REVOCATIONS_BYTES: Final = 60 * 1024
-"""Of a list of revoked certificates on the wire: some 1,500 entries."""
+MAX_REVOCATIONS_BYTES: Final = 120 * 1024
+"""Of a list of revoked certificates on the wire, in one message: some 3,000 entries."""
+MAX_REVOCATIONS_FILE_BYTES: Final = 16 << 20
+"""Of such a list in a file: some 300,000 entries."""
 
 
 class Role(StrEnum):
@@ -204,14 +206,20 @@ class Authority:
             StoreError: it cannot be kept.
         """
         try:
-            return self.learn(file.read_bytes())
+            with file.open("rb") as opened:
+                data = opened.read(MAX_REVOCATIONS_FILE_BYTES + 1)
+            return self.learn(data, max_bytes=MAX_REVOCATIONS_FILE_BYTES)
         except (OSError, ProtocolError) as error:
             if isinstance(error, ProtocolError) and error.name == "replayed":
                 return False
             raise ConfigError(f"{file} is no list of certificates that {self._file} revoked: {error}") from error
 
-    def learn(self, data: bytes) -> bool:
+    def learn(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
         """Take note of a list of revoked certificates (PEM or DER); False: it is the one that is known.
+
+        Args:
+            data: the list.
+            max_bytes: a longer one is refused; the default is for what came over the wire.
 
         Raises:
             ProtocolError: `oversized`, `malformed`, `forged` (it is not by this authority) or `replayed` (a newer one
@@ -222,8 +230,10 @@ class Authority:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import Encoding
 
-        if len(data) > 2 * MAX_REVOCATIONS_BYTES:
-            raise ProtocolError("oversized", f"a list of revoked certificates of {len(data)} bytes")
+        if len(data) > max_bytes:
+            raise ProtocolError(
+                "oversized", f"a list of revoked certificates of {len(data)} bytes, at most {max_bytes} allowed"
+            )
         try:
             load = x509.load_pem_x509_crl if data.startswith(b"-----") else x509.load_der_x509_crl
             crl = load(data)

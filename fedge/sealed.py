@@ -7,8 +7,10 @@ not signed by somebody in the right role. On the wire the bytes of a message are
 
 The signature is over the topic, `number`, `to` and the bytes: a message counts on the topic alone for which it was
 made, and so in one federation, for one device. `number` counts up with all that a sender ever says: what is older than
-the last on a topic is refused. `to` is the incarnation of the agent that an order is for: an order from before its last
-start is none, whatever clocks say. A last will, made before all else, has number 0.
+the last on a topic by the same key is refused. `to` is the incarnation of the agent that a message is for: one from
+before its last start is none, whatever clocks say. Within it the numbers of each life of the sender count by
+themselves, for a coordinator that lost its home after its clock was ahead begins below them. A last will, made before
+all else, has number 0.
 
 Without such a certificate messages travel as they are (`Plain`): then the broker and its rules are to be trusted.
 """
@@ -32,6 +34,8 @@ from fedge.messages import MAX_MESSAGE_BYTES
 from fedge.topics import Topics
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
     from fedge.transport import BrokerSettings, Inbound, Transport
 
 log = logging.getLogger("fedge.identity")
@@ -112,7 +116,7 @@ class Signed:
         self._said = 0
         self._certificates: dict[str, bytes] = {}  # of who spoke last, by name
         self.heard: dict[str, int] = {}
-        """The highest number on each topic; it may be kept, and given back to the next process."""
+        """The highest number by topic and key; it may be kept, and given back to the next process."""
 
     def _check(self, cert_file: str) -> None:
         if trouble := out_of_date(self._key.certificate, datetime.now(UTC)):  # the clock may not be set yet
@@ -171,17 +175,22 @@ class Signed:
         verify(key, envelope.context(topic), envelope.payload, envelope.signature)
         if envelope.to != to:
             raise ProtocolError("replayed", "it was for this device before its last start")
-        self._require_newest(topic, envelope.number)
+        life = f" {envelope.number >> 32}" if to else ""
+        self._require_newest(f"{topic} {_name_of(key)}{life}", envelope.number)
         if role is Role.DEVICE:
             self._certificates[subject.name] = certificate
         return envelope.payload
 
-    def _require_newest(self, topic: str, number: int) -> None:
+    def _require_newest(self, source: str, number: int) -> None:
         if number == 0:  # a last will: whoever takes it goes by the incarnation in it
             return
-        if number < self.heard.get(topic, 0):
-            raise ProtocolError("replayed", f"message {number}, and {self.heard[topic]} came before")
-        self.heard[topic] = number
+        if number < self.heard.get(source, 0):
+            raise ProtocolError(
+                "replayed",
+                f"message {number}, and {self.heard[source]} came before; a device that lost its home after its clock "
+                "was ahead must be revoked and enrolled again",
+            )
+        self.heard[source] = number
 
     async def follow(self, transport: Transport, topics: Topics) -> None:
         """Hear of who is revoked; do it before the transport is entered."""
@@ -204,6 +213,12 @@ def unsealed(data: bytes) -> bytes:
         ProtocolError: `malformed`.
     """
     return _envelope_in(data).payload if data.startswith(BEGINS) else data
+
+
+def _name_of(key: EllipticCurvePublicKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint).hex()
 
 
 def _envelope_in(data: bytes) -> Envelope:

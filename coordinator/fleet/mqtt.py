@@ -45,7 +45,7 @@ from coordinator.store import EXPIRED, Entry, Store
 from fedge import codec
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.identity import Role, Subject
+from fedge.identity import MAX_REVOCATIONS_BYTES, Role, Subject
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -82,6 +82,10 @@ MAX_UNDER_WAY: Final = 4096
 """Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
 RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
+TOO_LONG: Final = (
+    f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), and agents do not "
+    "hear of it: copy crl.pem to each device, beside its ca_file, and start its agent again"
+)
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
 OF_THE_WAY: Final = frozenset({"digest", "stalled"})
@@ -181,7 +185,7 @@ class MqttFleet:
             self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
         self._transport = Transport(broker, self._topics.client_id("coordinator"))
         bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
-        self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound, seal=self._signed.seal)
+        self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound, seal=self._seal_want)
         self._sender = Sender(self._transport, self._model_file)
         self._offered: set[str] = set()
         self._traffic = (0, 0)
@@ -622,6 +626,10 @@ class MqttFleet:
         """Say whom the authority has revoked: devices must learn of a coordinator that was."""
         assert isinstance(self._signed, Signed)
         if revocations := self._signed.authority.revocations:
+            if len(revocations) > MAX_REVOCATIONS_BYTES:
+                text = "event=revocations_not_told bytes=%d reason=%r"
+                log.error(text, len(revocations), TOO_LONG)
+                return
             try:
                 await self._transport.publish(self._topics.revocations, revocations, retain=True)
             except (TransportError, ValueError) as error:
@@ -731,21 +739,27 @@ class MqttFleet:
                 self._publish(self._topics.agent(ack.device_id, "acks"), ack, expires_in_s=3600)
 
     def _send(self, order: Order) -> None:
-        to = self.registry.incarnation(order.device_id)
-        if not self._admits(order.device_id) or (to is None and isinstance(self._signed, Signed)):
+        unknown = self.registry.incarnation(order.device_id) is None
+        if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
             return  # sent when it shows itself, if it may
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
-        topic = self._topics.agent(order.device_id, "orders")
-        self._publish(topic, order, expires_in_s=max(int(order.left_s), 1), to=to or "")
+        self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
 
     def _admits(self, device: str) -> bool:
         return self._members is None or self._members.admits(device, Role.DEVICE)
 
-    def _publish(self, topic: str, message: Order | Ack, *, expires_in_s: int, to: str = "") -> None:
+    def _seal_want(self, topic: str, payload: bytes) -> bytes:
+        """For the agent as it is now, or by the next want."""
+        return self._seal(topic, payload, topic.rpartition("/")[2])
+
+    def _seal(self, topic: str, payload: bytes, device: str) -> bytes:
+        return self._signed.seal(topic, payload, to=self.registry.incarnation(device) or "")
+
+    def _publish(self, topic: str, message: Order | Ack, *, expires_in_s: int) -> None:
         key = topic, message.id if isinstance(message, Order) else message.order_id
         if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
             self._under_way.add(key)
-            payload = self._signed.seal(topic, encode(message), to=to)
+            payload = self._seal(topic, encode(message), message.device_id)
             self._background.spawn(self._deliver(key, payload, expires_in_s))
 
     async def _deliver(self, key: tuple[str, str], payload: bytes, expires_in_s: int) -> None:

@@ -41,6 +41,8 @@ CA_DAYS: Final = 30 * 365
 """The authority outlives the fleet: a new one means a new start-up kit for each device."""
 CRL_DAYS: Final = 365
 """Nobody is let in by a list that is older. It is made anew with each revocation, and by `renew` after two thirds."""
+LEAVES_LIST: Final = dt.timedelta(days=365)
+"""A revoked certificate leaves the list so long after it expired: the clock of a device may be behind."""
 BACKDATED: Final = dt.timedelta(days=1)
 """A device whose clock is a little behind may use its certificate at once."""
 SERVER: Final = (Role.BROKER, Role.COORDINATOR, Role.STATUS, Role.ROLLOUT)
@@ -233,7 +235,7 @@ class Issuer:
             .add_extension(x509.CRLNumber(number), critical=False)
             .add_extension(_authority_of(self._key), critical=False)
         )
-        for serial, when in sorted(entries.items()):
+        for serial, when in sorted(self._still_needed(entries).items()):
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when)
             builder = builder.add_revoked_certificate(entry.build())
         data = pem_of(builder.sign(self._key, hashes.SHA256()))
@@ -246,6 +248,16 @@ class Issuer:
         if not file.exists():
             return {}
         return {entry.serial_number: entry.revocation_date_utc for entry in certificates.load_crl(file)}
+
+    def _still_needed(self, entries: dict[int, dt.datetime]) -> dict[int, dt.datetime]:
+        """Without the certificates that no clock takes for valid any more."""
+        files = {file.stem.rpartition("-")[2]: file for file in (self.folder / "issued").glob("*.crt")}
+        needed = {}
+        for serial, since in entries.items():
+            file = files.get(f"{serial:x}")
+            if file is None or certificates.load_certificate(file).not_valid_after_utc + LEAVES_LIST > self._clock():
+                needed[serial] = since
+        return needed
 
     def _issued(self, name: str) -> Iterator[x509.Certificate]:
         """All certificates that this name ever had."""

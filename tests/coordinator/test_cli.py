@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -26,12 +27,16 @@ from coordinator.service import CoordinatorSettings, write_summary
 from coordinator.store import Store
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import BlobRef
+from fedge.identity import CRL, Role
+from fedge.messages import BlobRef, Presence, Status, encode
+from fedge.sealed import Signed
 from fedge.tasks import task_spec
 from fedge.tensors import Model
-from fedge.transport import BrokerSettings
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Transport
 from tests.support.broker import settings as broker_settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice
+from tests.support.identities import Authority, OpenBroker
 
 WAIT_S = 60.0
 
@@ -150,6 +155,26 @@ async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_
         flags = ["status", "--broker", f"{mosquitto.host}:{mosquitto.port}", "--federation", "f", "--json"]
         said = await asyncio.to_thread(run_fedge, *flags)
     assert json.loads(said.stdout) == {"federation": "f", "devices": {"cam1": "online"}}
+
+
+async def test_status_of_a_broker_does_not_believe_who_was_revoked(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    async with OpenBroker(authority, tmp_path / "broker") as broker:
+        topics = Topics("test")
+        said = Status(device_id="", incarnation="x", presence=Presence.ONLINE, n_samples=1)
+        ours = Transport(broker.settings(authority.issue("coordinator", Role.COORDINATOR)), "ours")
+        async with ours:
+            for name in ("cam1", "cam2"):
+                device = Signed(broker.settings(authority.issue(name)), None)
+                topic = topics.agent(name, "status")
+                payload = device.seal(topic, encode(msgspec.structs.replace(said, device_id=name)))
+                await ours.publish(topic, payload, retain=True)
+            files = authority.issue("status", Role.STATUS)
+            before = (authority.folder / CRL).read_bytes()
+            authority.revoke("cam2")
+            await ours.publish(topics.revocations, (authority.folder / CRL).read_bytes(), retain=True)
+            (authority.folder / CRL).write_bytes(before)  # it hears of it by the broker alone
+            assert await look(broker.settings(files), "test") == {"cam1": "online", "cam2": "revoked"}
 
 
 async def test_status_of_a_broker_says_what_to_do_about_an_agent_of_fedge_0_1(

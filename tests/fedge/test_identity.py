@@ -10,6 +10,7 @@ from cryptography import x509
 from fedge.errors import ConfigError, ProtocolError
 from fedge.identity import (
     CRL,
+    MAX_REVOCATIONS_FILE_BYTES,
     Authority,
     Key,
     Role,
@@ -127,6 +128,19 @@ def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities
         assert refused.value.name == name
     (authority.folder / CRL).write_bytes(foreign)
     with pytest.raises(ConfigError, match="no list of certificates"):
+        Authority(authority.file)
+
+
+def test_a_list_in_a_file_may_be_longer_than_one_on_the_wire(authority: identities.Authority) -> None:
+    authority._revoked = [x509.RevokedCertificateBuilder(2**150 + i, now()).build() for i in range(3_500)]
+    key = key_of(authority.issue("cam1"))
+    authority.revoke("cam1")
+    known = Authority(authority.file)
+    assert known.trouble(key.certificate) == "it was revoked"
+    with pytest.raises(ProtocolError, match="oversized"):
+        Authority(identities.Authority(authority.folder / "other").file).learn(known.revocations)
+    (authority.folder / CRL).write_bytes(b"x" * (MAX_REVOCATIONS_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match="oversized"):
         Authority(authority.file)
 
 

@@ -119,6 +119,43 @@ def test_a_process_says_higher_numbers_than_all_before_it_whatever_the_clock_say
     assert one.open(STATUS, cam.start().seal(STATUS, b"newer"), Role.DEVICE, name="cam1") == b"newer"
 
 
+@pytest.mark.parametrize("topic", [ORDERS, TOPICS.agent("cam1", "acks"), TOPICS.coordinator_wants("cam1")])
+def test_a_coordinator_whose_clock_was_ahead_is_heard_again_with_a_new_home(
+    server: Party, cam: Party, monkeypatch: pytest.MonkeyPatch, topic: str
+) -> None:
+    other = cam.start()
+    with monkeypatch.context() as ahead:
+        ahead.setattr("fedge.sealed.time.time", lambda: (now() + 200 * DAY).timestamp())
+        wrong = server.start()
+    first, second = wrong.seal(topic, b"1", to="7"), wrong.seal(topic, b"2", to="7")
+    assert other.open(topic, second, Role.COORDINATOR, to="7") == b"2"
+    server.home = server.home.with_name("new")
+    right = server.start()
+    third, fourth = right.seal(topic, b"3", to="7"), right.seal(topic, b"4", to="7")
+    assert other.open(topic, fourth, Role.COORDINATOR, to="7") == b"4"
+    for old in (first, third):  # of either life what is older than its last one is refused
+        assert refusal(other, topic, old, Role.COORDINATOR, to="7") == "replayed"
+
+
+def test_a_device_with_a_new_key_is_heard_whatever_numbers_the_old_one_said(
+    authority: Authority, server: Party, cam: Party
+) -> None:
+    one, thief = server.start(), cam.start()
+    thief._life = 2**32 - 1
+    before = thief.seal(STATUS, b"stolen")
+    one.open(STATUS, before, Role.DEVICE, name="cam1")
+    lost = cam.start()
+    lost._life = 1
+    with pytest.raises(ProtocolError, match="must be revoked and enrolled again"):
+        one.open(STATUS, lost.seal(STATUS, b"here"), Role.DEVICE, name="cam1")
+    authority.revoke("cam1")
+    authority.issue("cam1")
+    one.authority.read(authority.folder / CRL)
+    again = cam.start()
+    assert one.open(STATUS, again.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == b"here"
+    assert refusal(one, STATUS, before, Role.DEVICE, name="cam1") == "revoked"
+
+
 def test_a_last_will_counts_whenever_it_comes(server: Party, cam: Party) -> None:
     one, other = server.start(), cam.start()
     will = other.seal(STATUS, b"gone", will=True)

@@ -124,6 +124,17 @@ def test_a_name_is_given_once_and_again_after_it_was_revoked(authority: Authorit
     assert revoked_in(authority.folder / "broker") == {first.serial_number, second.serial_number}
 
 
+def test_a_certificate_leaves_the_list_a_year_after_it_expired(authority: Authority) -> None:
+    first = enlist(authority, "cam1")
+    authority.issuer.revoke("cam1")
+    for days, on_list in ((364, True), (366, False)):
+        later = Issuer(authority.folder, lambda: first.not_valid_after_utc + days * DAY)  # noqa: B023 - used at once
+        later.publish_revoked()
+        assert (first.serial_number in revoked_in(authority.folder / "coordinator")) == on_list
+    later.revoke("cam1")
+    assert revoked_in(authority.folder / "broker") == set()
+
+
 def test_every_list_is_newer_than_the_last(authority: Authority) -> None:
     verifier = Verifier(authority.folder / "ca.crt")
     seen = []
