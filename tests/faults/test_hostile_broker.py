@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography import x509
 
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.orders import OrderStatus
@@ -42,7 +43,7 @@ from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 from tests.support.device import LAYOUT, TASK, tensors, trained
-from tests.support.identities import Authority, OpenBroker
+from tests.support.identities import Authority, OpenBroker, now
 from tests.support.peer import EchoWorker
 
 WAIT_S = 40.0
@@ -324,6 +325,18 @@ async def test_who_is_revoked_gets_no_order_and_is_not_believed(scene: Scene, ta
     assert answers["cam2"].result is None
     assert len(taken.said(TOPICS.agent("cam2", "orders"))) == n_orders
     assert fleet._counted["refused.revoked"] > 0
+
+
+async def test_a_list_too_long_for_a_message_is_not_published_and_the_log_says_what_to_do(
+    scene: Scene, taken: Taken, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.authority._revoked = [x509.RevokedCertificateBuilder(2**150 + i, now()).build() for i in range(3_500)]
+    await scene.coordinator()
+    await until(lambda: "event=revocations_not_told" in caplog.text)
+    assert "copy crl.pem to each device" in caplog.text
+    await scene.agent("cam1")
+    await until(lambda: taken.said(TOPICS.agent("cam1", "status")) != [])
+    assert taken.said(TOPICS.revocations) == []
 
 
 async def test_a_coordinator_that_was_revoked_commands_nobody(scene: Scene, taken: Taken, tmp_path: Path) -> None:
