@@ -184,7 +184,7 @@ def start(folder: Path) -> bool:
     """
     identity = folder / IDENTITY
     service.give(identity, service.make_user())
-    unit = service.unit("agent", service.AGENT, f"agent --config {folder / CONFIG}", identity, "agent")
+    unit = service.unit("agent", service.AGENT, f"agent --config {folder / CONFIG}", "agent", identity)
     service.write_public(service.UNITS / "fedge-agent.service", unit)
     service.run("systemctl", "daemon-reload")
     service.run("systemctl", "enable", "fedge-agent")

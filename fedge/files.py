@@ -39,10 +39,16 @@ def volatile() -> Iterator[None]:
         _durable.reset(before)
 
 
-def write_atomically(path: Path, *data: bytes | memoryview) -> None:
+def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False) -> None:
     """Replace `path` by `data`, all pieces of it: after a crash it holds either the old or the new bytes, never a part.
 
-    Only its owner can read it: we, or where we are root, whoever owns the folder, a service for example.
+    Its owner is us, or where we are root, whoever owns the folder, a service for example. A symbolic link at `path` is
+    replaced, not followed.
+
+    Args:
+        path: of the file.
+        data: its pieces.
+        public: everybody can read it, and not its owner alone.
 
     Raises:
         StoreError: the disk is full or the folder cannot be written.
@@ -55,6 +61,8 @@ def write_atomically(path: Path, *data: bytes | memoryview) -> None:
                 if os.geteuid() == 0:
                     folder = path.parent.stat()
                     os.fchown(handle, folder.st_uid, folder.st_gid)
+                if public:
+                    os.fchmod(handle, 0o644)
                 file.writelines(data)
                 file.flush()
                 if _durable.get():
@@ -130,12 +138,12 @@ class InUseError(ConfigError):
 
 
 @contextmanager
-def locked(folder: Path, taken: str) -> Iterator[None]:
+def locked(folder: Path, taken: str | None) -> Iterator[None]:
     """FOLDER/lock for this process alone; the kernel gives it back when the process ends, however it ends.
 
     Args:
         folder: is made if need be.
-        taken: what to say where another process has it.
+        taken: what to say where another process has it; None: wait for it.
 
     Raises:
         InUseError: another process has it.
@@ -143,12 +151,13 @@ def locked(folder: Path, taken: str) -> Iterator[None]:
     """
     make_folder(folder)
     try:
-        file = (folder / "lock").open("w")
+        # no other user opens it: a lock can be held on a file that can only be read
+        file = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
     except OSError as error:
         raise StoreError(f"cannot open {folder}: {error}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if taken is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InUseError(taken) from None
         yield

@@ -101,4 +101,14 @@ topic deny {here}/coordinator/#
 topic deny {here}/blobs/#
 topic deny {here}/rollout
 topic read {here}/agents/+/status
+
+# These say and hear nothing at the broker.
+user broker
+topic deny {here}/#
+
+user relay
+topic deny {here}/#
+
+user intake
+topic deny {here}/#
 """

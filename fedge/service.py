@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pwd
+import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
 from fedge.errors import ConfigError, StoreError
+from fedge.files import write_atomically
 
 USER: Final = "fedge"
 UNITS: Final = Path("/etc/systemd/system")
@@ -73,16 +75,17 @@ StateDirectory=fedge-coordinator
 """
 
 
-def unit(what: str, role: str, arguments: str, writes: Path, name: str) -> str:
+def unit(what: str, role: str, arguments: str, name: str, writes: Path | None = None) -> str:
     """The unit of a service that runs `fedge ARGUMENTS` as the user fedge.
 
     Args:
         what: it is, in words.
         role: `AGENT` or `COORDINATOR`.
         arguments: of the command.
-        writes: a folder that it may write beside its state: its identity.
         name: of the service; FEDGE_... settings may stand in /etc/fedge/NAME.env, which only root need be able to read.
+        writes: a folder that it may write beside its state: the identity of an agent, which renews it.
     """
+    writable = "" if writes is None else f"ReadWritePaths={writes}\n"
     return f"""\
 [Unit]
 Description=fedge {what}
@@ -93,8 +96,7 @@ After=network-online.target time-sync.target mosquitto.service
 [Service]
 ExecStart={command(arguments)}
 EnvironmentFile=-/etc/fedge/{name}.env
-ReadWritePaths={writes}
-{role}{_TOGETHER.format(user=USER)}
+{writable}{role}{_TOGETHER.format(user=USER)}
 [Install]
 WantedBy=multi-user.target
 """
@@ -131,11 +133,28 @@ def make_user() -> pwd.struct_passwd:
 
 
 def give(folder: Path, owner: pwd.struct_passwd) -> None:
-    """Have a folder and the files in it belong to somebody, who alone can read them."""
+    """Have a folder of ours and the plain files in it belong to somebody, who alone can read them.
+
+    One that is theirs already stays as it is: they could have put links to files of others into it, and what root
+    writes there belongs to them (`fedge.files.write_atomically`). The folder itself goes last for the same reason.
+
+    Raises:
+        StoreError: it is neither ours nor theirs, or cannot be given away.
+    """
     try:
+        holder = folder.stat().st_uid
+        if holder == owner.pw_uid:
+            return
+        if holder != os.geteuid():
+            raise StoreError(
+                f"{folder} belongs to user {holder}, and is for {owner.pw_name}: see what is in it, then "
+                f"`chown -R --no-dereference {owner.pw_name} {folder}`"
+            )
         folder.chmod(0o700)
-        for path in (folder, *folder.iterdir()):
-            os.chown(path, owner.pw_uid, owner.pw_gid)
+        for path in folder.iterdir():
+            if stat.S_ISREG(path.lstat().st_mode):
+                os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+        os.chown(folder, owner.pw_uid, owner.pw_gid)
     except OSError as error:
         raise StoreError(f"cannot give {folder} to {owner.pw_name}: {error}") from error
 
@@ -146,11 +165,7 @@ def write_public(path: Path, text: str) -> None:
     Raises:
         StoreError: it cannot be written.
     """
-    try:
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o644)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
+    write_atomically(path, text.encode(), public=True)
 
 
 def run(*words: str) -> None:

@@ -36,8 +36,8 @@ def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
     if not conf_d.is_dir():
         raise ConfigError(f"there is no {conf_d}, where Mosquitto's configuration goes: apt install mosquitto")
     identity = (issuer.folder / Role.BROKER).absolute()
-    service.write_public(identity / mosquitto.ACCESS_LIST, mosquitto.access_list(issuer.settings.federation))
     service.give(identity, owner)
+    service.write_public(identity / mosquitto.ACCESS_LIST, mosquitto.access_list(issuer.settings.federation))
     service.write_public(conf_d / "00-fedge.conf", mosquitto.before_listeners())  # read in the order of their names
     file = conf_file(issuer, conf_d)
     service.write_public(file, mosquitto.for_members(identity, identity, issuer.settings.port))
@@ -51,10 +51,9 @@ def install_services(issuer: Issuer) -> None:
         ConfigError, StoreError: something cannot be set up.
     """
     folder = issuer.folder.absolute()
-    identity = folder / Role.COORDINATOR
-    service.give(identity, service.make_user())
+    service.give(folder / Role.COORDINATOR, service.make_user())
     arguments = f"coordinator --config {folder / 'coordinator.toml'}"
-    unit = service.unit("coordinator", service.COORDINATOR, arguments, identity, "coordinator")
+    unit = service.unit("coordinator", service.COORDINATOR, arguments, "coordinator")
     service.write_public(service.UNITS / "fedge-coordinator.service", unit)
     renew, timer = service.daily("renewal of certificates", f"provision renew --folder {folder}")
     service.write_public(service.UNITS / "fedge-renewal.service", renew)

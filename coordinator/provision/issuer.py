@@ -2,18 +2,23 @@
 
     ca.crt, ca.key      the authority; whoever has the key can let in whom he likes, so nobody else needs to read it
     federation.json     what all certificates have in common
+    members.json        who belongs to the federation, and who did
+    crl.pem             the list of revoked certificates
     issued/             each certificate that was ever made, NAME-SERIAL.crt
+    lock                held by the command that changes any of it
     coordinator/, broker/, status/, rollout/   identities of the server (`fedge.identity`)
 
-The coordinator's holds `members.json` too: who belongs to the federation, and who did. The list of revoked certificates
-lies beside it and in the broker's.
+Copies of `members.json` and `crl.pem` lie in the coordinator's identity, and one of `crl.pem` in the broker's. Those
+belong to other users, and are not read here: what a part of the server that was taken over writes there lets nobody in.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -30,10 +35,12 @@ from fedge.certificates import RENEW_AT, is_past, pem_of, pem_of_key
 from fedge.config import Name
 from fedge.credentials import CA, CERTIFICATE, KEY
 from fedge.errors import ConfigError
-from fedge.files import make_folder, write_atomically
+from fedge.files import locked, make_folder, write_atomically
 from fedge.identity import CRL, Role, Subject, subject_of
 from fedge.kit import Kit, seal
 from fedge.task import TaskSpec
+
+log = logging.getLogger("fedge.provision")
 
 CA_KEY: Final = "ca.key"
 SETTINGS: Final = "federation.json"
@@ -78,6 +85,7 @@ class Issuer:
         """
         self.folder = folder
         self._clock = clock
+        self._holds = False
         try:
             self.settings = msgspec.json.decode((folder / SETTINGS).read_bytes(), type=Federation)
         except (OSError, msgspec.MsgspecError) as error:
@@ -104,21 +112,62 @@ class Issuer:
         write_atomically(folder / CA, pem_of(_self_signed(settings.federation, key, clock())))
         write_atomically(folder / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=1))
         issuer = cls(folder, clock)
-        write_members(issuer.members_file, Members(federation=settings.federation))
-        issuer.publish_revoked()
+        issuer._sign_revoked({}, number=1)
+        issuer._write_members(Members(federation=settings.federation))
         for role in SERVER:
             issuer.equip(role)
         return issuer
 
     @property
     def members_file(self) -> Path:
-        """In the coordinator's identity."""
-        return self.folder / "coordinator" / MEMBERS
+        """Of the authority itself, not the coordinator's copy."""
+        return self.folder / MEMBERS
 
     @property
     def members(self) -> Members:
         """Who belongs to the federation, and who did."""
         return read_members(self.members_file)
+
+    def _write_members(self, members: Members) -> None:
+        for folder in (self.folder, self.folder / Role.COORDINATOR):
+            write_members(folder / MEMBERS, members)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it no other process changes the folder; within that, once more does nothing."""
+        if self._holds:
+            yield
+            return
+        with locked(self.folder, None):
+            self._holds = True
+            try:
+                if not self.members_file.exists():
+                    self._take_over()
+                yield
+            finally:
+                self._holds = False
+
+    def _take_over(self) -> None:
+        """Make our own lists from the copies: of a folder that was made when there were no others.
+
+        Raises:
+            ConfigError: they are not there, or a list of revoked certificates is not by this authority.
+        """
+        files = [self.folder / role / CRL for role in KNOW_REVOKED]
+        lists = [self._genuine(file) for file in files if file.exists()]
+        if not lists:
+            raise ConfigError(f"there is no {files[0]}: bring it back from a backup")
+        revoked = {number: at for known in lists for number, at in _entries(known).items()}
+        found = read_members(self.folder / Role.COORDINATOR / MEMBERS)
+        members = {
+            name: msgspec.structs.replace(member, revoked=_text(at))
+            if member.revoked is None and (at := revoked.get(int(member.serial, 16))) is not None
+            else member
+            for name, member in found.members.items()
+        }
+        self._sign_revoked(revoked, number=1 + max(map(_number, lists)))
+        self._write_members(msgspec.structs.replace(found, members=members))
+        log.warning("event=lists_taken_over from=%s to=%s", self.folder / Role.COORDINATOR, self.folder)
 
     # ------------------------------------------------------------------------------------------------- certificates
 
@@ -128,9 +177,8 @@ class Issuer:
         Raises:
             ConfigError: it has one that is good.
         """
-        self._refuse_second(role)
         key = certificates.new_key()
-        certificate = self.issue(Subject(self.settings.federation, role, role), key.public_key())
+        certificate = self.enlist(Subject(self.settings.federation, role, role), key.public_key())
         folder = self.folder / role
         write_atomically(folder / CA, pem_of(self.certificate))
         write_atomically(folder / KEY, pem_of_key(key))
@@ -138,20 +186,17 @@ class Issuer:
         return certificate
 
     def enlist(self, subject: Subject, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """Certify a device that is new, or whose certificate was revoked.
+        """Certify somebody who is new, or whose certificate was revoked.
 
         Raises:
             ConfigError: it has one that is good: two devices of one name would throw each other off the broker.
         """
-        self._refuse_second(subject.name)
-        return self.issue(subject, key)
-
-    def _refuse_second(self, name: str) -> None:
-        member = self.members.members.get(name)
-        if member is not None and member.revoked is None:
-            raise ConfigError(
-                f"{name} has a certificate already; if it was lost, `fedge provision revoke {name}` first"
-            )
+        with self._alone():
+            member = self.members.members.get(subject.name)
+            if member is not None and member.revoked is None:
+                again = f"if it was lost, `fedge provision revoke {subject.name}` first"
+                raise ConfigError(f"{subject.name} has a certificate already; {again}")
+            return self.issue(subject, key)
 
     def renew(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         """The certificate with which a device goes on: a new one for its present key, or the last if that is young.
@@ -164,6 +209,10 @@ class Issuer:
         Raises:
             ConfigError: it is no member, was revoked, has expired, or has another key.
         """
+        with self._alone():
+            return self._renewed(device, name, key)
+
+    def _renewed(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         member = self.members.members.get(device)
         if member is None or member.role is not Role.DEVICE or member.revoked is not None or name != device:
             raise ConfigError(f"no device {device} belongs to the federation, or it was revoked")
@@ -198,12 +247,13 @@ class Issuer:
         )
         serial = f"{certificate.serial_number:x}"
         write_atomically(self._issued_file(subject.name, serial), pem_of(certificate))
-        self._note(subject.name, Member(role=subject.role, serial=serial, not_after=_text(end)))
+        with self._alone():
+            self._note(subject.name, Member(role=subject.role, serial=serial, not_after=_text(end)))
         return certificate
 
     def _note(self, name: str, member: Member) -> None:
         known = self.members
-        write_members(self.members_file, msgspec.structs.replace(known, members=known.members | {name: member}))
+        self._write_members(msgspec.structs.replace(known, members=known.members | {name: member}))
 
     # ------------------------------------------------------------------------------------------------- revocation
 
@@ -213,20 +263,23 @@ class Issuer:
         Raises:
             ConfigError: there is no such member.
         """
-        member = self.members.members.get(name)
-        if member is None:
-            raise ConfigError(f"the federation has no member {name}")
-        if member.revoked is None:
-            self._note(name, msgspec.structs.replace(member, revoked=_text(self._clock())))
-        self.publish_revoked(certificate.serial_number for certificate in self._issued(name))
+        with self._alone():
+            member = self.members.members.get(name)
+            if member is None:
+                raise ConfigError(f"the federation has no member {name}")
+            if member.revoked is None:
+                self._note(name, msgspec.structs.replace(member, revoked=_text(self._clock())))
+            self.publish_revoked(certificate.serial_number for certificate in self._issued(name))
 
     def publish_revoked(self, revoked: Iterable[int] = ()) -> None:
         """Sign the list of revoked certificates again, with these beside those that are on it."""
-        at, file = self._clock(), self.members_file.with_name(CRL)
-        known = self._revoked()
-        before = certificates.load_crl(file).extensions if file.exists() else ()
-        number = 1 + max((e.value.crl_number for e in before if isinstance(e.value, x509.CRLNumber)), default=0)
-        entries = known | {serial: at for serial in revoked if serial not in known}
+        with self._alone():
+            before = self._genuine(self.folder / CRL)
+            added = dict.fromkeys(revoked, self._clock())
+            self._sign_revoked(added | _entries(before), number=1 + _number(before))
+
+    def _sign_revoked(self, entries: dict[int, dt.datetime], number: int) -> None:
+        at = self._clock()
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
@@ -239,15 +292,19 @@ class Issuer:
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when)
             builder = builder.add_revoked_certificate(entry.build())
         data = pem_of(builder.sign(self._key, hashes.SHA256()))
-        for role in KNOW_REVOKED:
-            write_atomically(self.folder / role / CRL, data)
+        for folder in (self.folder, *(self.folder / role for role in KNOW_REVOKED)):
+            write_atomically(folder / CRL, data)
 
-    def _revoked(self) -> dict[int, dt.datetime]:
-        """Serial numbers on the list, and since when."""
-        file = self.members_file.with_name(CRL)
-        if not file.exists():
-            return {}
-        return {entry.serial_number: entry.revocation_date_utc for entry in certificates.load_crl(file)}
+    def _genuine(self, file: Path) -> x509.CertificateRevocationList:
+        """A list of revoked certificates that this authority has signed.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = certificates.load_crl(file)
+        if not found.is_signature_valid(self._key.public_key()):
+            raise ConfigError(f"{file} is not by this authority: bring it back from a backup")
+        return found
 
     def _still_needed(self, entries: dict[int, dt.datetime]) -> dict[int, dt.datetime]:
         """Without the certificates that no clock takes for valid any more."""
@@ -271,21 +328,23 @@ class Issuer:
 
     def refresh(self) -> list[str]:
         """Make anew what is past two thirds of its life: the server's certificates, the list of revoked ones."""
-        at = self._clock()
-        done = []
-        if is_past(RENEW_AT, certificates.load_crl(self.members_file.with_name(CRL)), at):
-            self.publish_revoked()
-            done.append(CRL)
-        for role in PARTS:
-            file = self.folder / role / CERTIFICATE
-            member = self.members.members.get(role)
-            if not file.exists() or member is None or member.revoked is not None:
-                continue
-            if is_past(RENEW_AT, certificates.load_certificate(file), at):
-                key = certificates.load_key(file.with_name(KEY)).public_key()
-                write_atomically(file, pem_of(self.issue(Subject(self.settings.federation, role, role), key)))
-                done.append(role)
-        return done
+        with self._alone():
+            done = []
+            if is_past(RENEW_AT, self._genuine(self.folder / CRL), self._clock()):
+                self.publish_revoked()
+                done.append(CRL)
+            return done + [role for role in PARTS if self._refreshed(role)]
+
+    def _refreshed(self, role: Role) -> bool:
+        file, member = self.folder / role / CERTIFICATE, self.members.members.get(role)
+        if not file.exists() or member is None or member.revoked is not None:
+            return False
+        last = certificates.load_certificate(self._issued_file(role, member.serial))
+        key = last.public_key()
+        if not is_past(RENEW_AT, last, self._clock()) or not isinstance(key, ec.EllipticCurvePublicKey):
+            return False
+        write_atomically(file, pem_of(self.issue(Subject(self.settings.federation, role, role), key)))
+        return True
 
     def kit(
         self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey | None, task: TaskSpec | None
@@ -303,6 +362,15 @@ class Issuer:
             task=task,
         )
         return seal(kit, self._key)
+
+
+def _entries(revoked: x509.CertificateRevocationList) -> dict[int, dt.datetime]:
+    """Serial numbers on a list, and since when."""
+    return {entry.serial_number: entry.revocation_date_utc for entry in revoked}
+
+
+def _number(revoked: x509.CertificateRevocationList) -> int:
+    return revoked.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
 
 
 def _text(at: dt.datetime) -> str:

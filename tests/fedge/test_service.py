@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from fedge import service
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.service import AGENT, COORDINATOR, daily, give, make_user, run, unit, write_public
 
 
 @pytest.mark.parametrize("role", [AGENT, COORDINATOR])
 def test_systemd_has_nothing_to_say_against_a_unit(role: str, tmp_path: Path) -> None:
-    text = unit("agent", role, "agent --config /etc/fedge/agent.toml", tmp_path, "agent")
+    text = unit("agent", role, "agent --config /etc/fedge/agent.toml", "agent", tmp_path)
+    assert "ReadWritePaths" not in unit("agent", role, "agent", "agent")
     assert f"ExecStart={sys.executable} -m fedge.cli agent --config /etc/fedge/agent.toml\n" in text
     assert f"ReadWritePaths={tmp_path}\n" in text
     assert "User=fedge\n" in text
@@ -66,3 +67,30 @@ def test_what_is_given_is_its_owners_alone(tmp_path: Path) -> None:
     for path in (tmp_path / "i", tmp_path / "i" / "own.key"):
         assert path.stat().st_uid == pwd.getpwnam("nobody").pw_uid
     assert (tmp_path / "i").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_link_in_a_folder_gives_nothing_else_away(tmp_path: Path) -> None:
+    """A service that was taken over owns its folder, and waits for root to come by again."""
+    nobody, identity, target = pwd.getpwnam("nobody"), tmp_path / "i", tmp_path / "shadow"
+    target.write_text("root's")
+    target.chmod(0o600)
+    identity.mkdir()
+    for first in (True, False):
+        (identity / "acl").unlink(missing_ok=True)
+        (identity / "acl").symlink_to(target)
+        if not first:
+            (identity / "own.key").hardlink_to(target)
+        give(identity, nobody)
+        write_public(identity / "acl", "theirs")
+        assert (target.read_text(), target.stat().st_uid, target.stat().st_mode & 0o777) == ("root's", 0, 0o600)
+        assert (identity / "acl").read_text() == "theirs"
+        assert (identity / "acl").lstat().st_uid == nobody.pw_uid
+        assert (identity / "acl").lstat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_is_somebody_elses_is_not_given(tmp_path: Path) -> None:
+    os.chown(tmp_path, pwd.getpwnam("daemon").pw_uid, -1)
+    with pytest.raises(StoreError, match="and is for nobody: see what is in it"):
+        give(tmp_path, pwd.getpwnam("nobody"))

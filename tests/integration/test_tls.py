@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import TransportError
+from fedge.identity import Role
 from fedge.topics import ClientRole, Topics
 from fedge.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
 from tests.support.federation import NAME, Federation, Running, words
@@ -145,6 +146,27 @@ async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
     others = {topics.agent("cam0", leaf), topics.agent("end", leaf)}
     assert set(heard.topics) <= others | ({topics.rollout} | {t for t in everything if "/blobs/aa" in t})
     assert role != "status" or set(heard.topics) == others
+
+
+@pytest.mark.parametrize("role", [Role.RELAY, Role.INTAKE])
+async def test_a_part_without_business_at_the_broker_says_and_hears_nothing(
+    broker: TlsBroker, authority: Authority, role: Role
+) -> None:
+    authority.issuer.equip(role)
+    topics, heard, told = Topics(NAME), Heard(), Heard()
+    here = transport(broker.port, authority.client(role), "status")
+    coordinator = transport(broker.port, authority.client("coordinator"), "coordinator")
+    await here.subscribe("#", heard.note)
+    await coordinator.subscribe(topics.rollout, told.note)
+    async with here, coordinator:
+        with pytest.raises(TransportError, match="Not authorized"):
+            await here.publish(topics.agent(role, "status"), b"x")
+        for topic in (topics.agent(role, "orders"), topics.model_chunk("a" * 64, 0), topics.rollout):
+            await coordinator.publish(topic, b"x")
+        async with asyncio.timeout(10):
+            while not told.topics:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert heard.topics == []
 
 
 async def test_a_certificate_of_one_federation_is_nobody_in_another(

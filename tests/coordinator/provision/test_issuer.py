@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import datetime as dt
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
-from coordinator.members import read_members
+from coordinator.members import Member, read_members, write_members
 from coordinator.provision.issuer import SERVER, Federation, Issuer
 from fedge.certificates import (
     device_subject,
@@ -23,6 +24,7 @@ from fedge.certificates import (
 from fedge.errors import ConfigError
 from fedge.identity import Authority as Verifier
 from fedge.identity import Role, Subject, subject_of
+from tests.support.identities import Authority as Foreign
 from tests.support.tls import Authority
 
 DAY = dt.timedelta(days=1)
@@ -214,3 +216,91 @@ def test_nobody_gets_a_certificate_by_a_key_that_is_not_his(tmp_path: Path) -> N
     authority.ago = -91 * DAY
     with pytest.raises(ConfigError, match="has expired: revoke it, and make a new start-up kit"):
         asked(authority, "cam1", key)
+
+
+def copies(authority: Authority) -> dict[str, bytes]:
+    """What the user of the coordinator can overwrite."""
+    return {name: (authority.folder / "coordinator" / name).read_bytes() for name in ("members.json", "crl.pem")}
+
+
+def put(authority: Authority, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        (authority.folder / "coordinator" / name).write_bytes(data)
+
+
+def test_a_coordinator_that_was_taken_over_lets_nobody_in_again(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f", days=90)
+    key = new_key()
+    first = enlist(authority, "cam1", key)
+    before = copies(authority)
+    authority.issuer.revoke("cam1")
+    put(authority, before)
+    authority.ago = -70 * DAY
+    with pytest.raises(ConfigError, match="or it was revoked"):
+        asked(authority, "cam1", key)
+    authority.issuer.publish_revoked()
+    enlist(authority, "cam2")
+    for part in ("", "broker", "coordinator"):
+        assert revoked_in(authority.folder / part) == {first.serial_number}
+    assert not read_members(authority.folder / "coordinator" / "members.json").admits("cam1", Role.DEVICE)
+
+
+def test_a_list_that_the_authority_has_not_signed_is_not_gone_on_with(authority: Authority, tmp_path: Path) -> None:
+    (tmp_path / "g").mkdir()
+    (authority.folder / "crl.pem").write_bytes(Foreign(tmp_path / "g").crl(9))
+    with pytest.raises(ConfigError, match="is not by this authority: bring it back from a backup"):
+        authority.issuer.revoke("status")
+
+
+def test_a_folder_without_lists_of_its_own_takes_over_the_copies_once(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = enlist(authority, "cam1")
+    before = copies(authority)
+    authority.issuer.revoke("cam1")
+    put(authority, before)  # the broker's list still has it
+    for name in ("members.json", "crl.pem"):
+        (authority.folder / name).unlink()
+    enlist(authority, "cam2")
+    authority.issuer.revoke("cam2")
+    assert caplog.text.count("event=lists_taken_over") == 1
+    for part in ("", "coordinator"):
+        members = read_members(authority.folder / part / "members.json")
+        assert not members.admits("cam1", Role.DEVICE)
+        assert members.admits("status", Role.STATUS)
+    assert first.serial_number in revoked_in(authority.folder / "coordinator")
+
+
+@pytest.mark.process
+def test_two_commands_at_once_lose_nothing(authority: Authority) -> None:
+    """Many members make reading and writing the list slow enough to meet."""
+    gone = Member(role=Role.DEVICE, serial="1", not_after="2030-01-31T00:00:00Z", revoked="2029-01-31T00:00:00Z")
+    known = authority.issuer.members
+    many = {f"old{number}": gone for number in range(5000)} | known.members
+    write_members(authority.issuer.members_file, type(known)(federation=known.federation, members=many))
+    code = "import sys; from pathlib import Path; from coordinator.provision.issuer import Issuer\n"
+    code += "from fedge.certificates import device_subject, new_key\n"
+    code += "issuer = Issuer(Path(sys.argv[1]))\n"
+    code += "print(flush=True); sys.stdin.readline()\n"
+    code += "for n in range(5):\n    name = f'{sys.argv[2]}{n}'\n"
+    code += "    issuer.enlist(device_subject(issuer.settings.federation, name), new_key().public_key())\n"
+    code += "    issuer.revoke(name)\n"
+    command = [sys.executable, "-c", code, str(authority.folder)]
+    both = [
+        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in "ab"
+    ]
+    for process in both:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+    names = {f"{name}{number}" for name in "ab" for number in range(5)}
+    members = authority.issuer.members.members
+    assert {name for name in names if name in members and members[name].revoked is not None} == names
+    assert revoked_in(authority.folder) == {int(members[name].serial, 16) for name in names}
+    assert (authority.folder / "lock").stat().st_mode & 0o777 == 0o600
