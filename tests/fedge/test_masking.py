@@ -47,7 +47,7 @@ def test_who_is_near_whom_is_drawn_from_the_keys() -> None:
 
 @pytest.mark.parametrize("n", [100, 1000, 10_000])
 def test_a_tenth_that_tells_and_a_fifth_that_drops_out_are_withstood(n: int) -> None:
-    """Bell et al., section 4: a device with t curious neighbours is seen, one with fewer than t left loses the sum."""
+    """Bell et al. (2020): a device with t curious neighbours is seen, one with fewer than t left loses the sum."""
     k, t = DEGREE, DEGREE // 2 + 1
     seen = n * hypergeom.sf(t - 1, n - 1, n // 10, k)
     lost = n * hypergeom.cdf(t - 1, n - 1, n - 1 - n // 5, k)

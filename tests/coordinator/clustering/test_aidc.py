@@ -305,7 +305,7 @@ def test_result_is_sound_for_any_input(profiles, unit):
                 assert found[i] == found[j]
 
 
-@given(profile_sets, st.sampled_from([0.5, 3.0]))
+@given(profile_sets, st.sampled_from([0.5, 4.0]))  # powers of two scale without rounding: ties stay ties
 @settings(max_examples=40, deadline=None)
 def test_unit_and_thresholds_scale_alike(profiles, factor):
     plain = aidc.aidc(profiles, unit=0.3, thresholds=Thresholds(0.15317, 0.18419))
