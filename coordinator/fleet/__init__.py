@@ -197,3 +197,58 @@ class Fleet(Protocol):
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors in FLOAT32 that this side has `put` or a device has sent, whatever their names and shapes."""
+
+
+class FleetAround:
+    """A `Fleet` around another, which it hands everything on to: of whoever changes some of what is asked.
+
+    What it knows of the devices, and the tensors, are the other's.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.task = fleet.task
+
+    def devices(self) -> tuple[Device, ...]:
+        """The other's."""
+        return self._fleet.devices()
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """The other's."""
+        return self._fleet.inference_only()
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """As the other."""
+        return await self._fleet.run(label, actions)
+
+    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """As the other."""
+        return self._fleet.stream(label, actions)
+
+    def busy(self) -> frozenset[str]:
+        """The other's."""
+        return self._fleet.busy()
+
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
+        """Keep tensors in the other."""
+        return self._fleet.put(tensors, codec_)
+
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Keep a file in the other."""
+        return self._fleet.put_bytes(data)
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """A model of the other's."""
+        return self._fleet.get(ref, layout)
+
+    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """Of an update of the other's."""
+        return self._fleet.norms(ref, layout)
+
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob of the other's."""
+        return self._fleet.get_bytes(ref)
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors of the other's."""
+        return self._fleet.get_tensors(ref)

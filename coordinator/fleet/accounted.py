@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, Fleet
+from coordinator.fleet import Answer, Fleet, FleetAround
 from coordinator.protection import without_noise
-from fedge.codec import Norms
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Codec
 from fedge.step import Action, unaccounted
 from fedge.steps.install import Served
 from fedge.steps.train import Train
 from fedge.steps.train_dp import Privacy, TrainDp
-from fedge.tensors import Layout, Model, Tensors
 
 
 def accounted(action: Action, privacy: Privacy) -> Action:
@@ -42,13 +37,12 @@ def accounted(action: Action, privacy: Privacy) -> Action:
     return action
 
 
-class AccountedFleet:
+class AccountedFleet(FleetAround):
     """Another fleet, asked in this way. What it knows of the devices, and the tensors, are the other's."""
 
     def __init__(self, fleet: Fleet, privacy: Privacy) -> None:
-        self._fleet = fleet
+        super().__init__(fleet)
         self._privacy = privacy
-        self.task = fleet.task
 
     def _accounted(self, actions: Mapping[str, Action]) -> dict[str, Action]:
         return {i: accounted(action, self._privacy) for i, action in actions.items()}
@@ -60,39 +54,3 @@ class AccountedFleet:
     def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
         """As the fleet's, with noise."""
         return self._fleet.stream(label, self._accounted(actions))
-
-    def devices(self) -> tuple[Device, ...]:
-        """The fleet's."""
-        return self._fleet.devices()
-
-    def inference_only(self) -> tuple[Device, ...]:
-        """The fleet's."""
-        return self._fleet.inference_only()
-
-    def busy(self) -> frozenset[str]:
-        """The fleet's."""
-        return self._fleet.busy()
-
-    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Keep tensors in the fleet."""
-        return self._fleet.put(tensors, codec_)
-
-    def put_bytes(self, data: bytes) -> BlobRef:
-        """Keep a file in the fleet."""
-        return self._fleet.put_bytes(data)
-
-    def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model of the fleet's."""
-        return self._fleet.get(ref, layout)
-
-    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """Of an update of the fleet's."""
-        return self._fleet.norms(ref, layout)
-
-    def get_bytes(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob of the fleet."""
-        return self._fleet.get_bytes(ref)
-
-    def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors of the fleet's."""
-        return self._fleet.get_tensors(ref)

@@ -28,14 +28,12 @@ from typing import Literal, TypeVar
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, Fleet
+from coordinator.fleet import Answer, Fleet, FleetAround
 from fedge import fixed_point
-from fedge.codec import Norms
 from fedge.errors import ConfigError
 from fedge.masking import Member, Roster, add_pair_mask, commitment, prg, read_roster, too_close, write_roster
-from fedge.messages import BlobRef, Codec, Why
+from fedge.messages import BlobRef, Why
 from fedge.shamir import combine
 from fedge.step import Action, Declined, Refusal, Result
 from fedge.steps.mask_keys import KeysMade, MaskKeys
@@ -43,7 +41,7 @@ from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Train, Trained
 from fedge.steps.train_masked import TrainedMasked, TrainMasked
 from fedge.steps.unmask import Unmask, Unmasked
-from fedge.tensors import Layout, Model, Tensors, unflatten
+from fedge.tensors import Layout, Model, unflatten
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -120,7 +118,7 @@ class Update:
     told: TrainedMasked
 
 
-class MaskedFleet:
+class MaskedFleet(FleetAround):
     """The `Fleet` of a round whose training is masked.
 
     `sums`: of the run, each as the devices that it was of, those of this round at the end.
@@ -144,9 +142,8 @@ class MaskedFleet:
         sums: Sequence[tuple[str, ...]],
         seed: tuple[int, int],
     ) -> None:
-        self.task = fleet.task
+        super().__init__(fleet)
         self.sums = list(sums)
-        self._fleet = fleet
         self._layout = layout
         self._weights = weights
         self._min_cohort = min_cohort
@@ -286,48 +283,10 @@ class MaskedFleet:
         start = self._fleet.get(group.train.starts[0].model, layout)
         return Model(mean.params, start.buffers + mean.buffers, start.counters + mean.counters)
 
-    # ------------------------------------------------------------------------------------------------- as any fleet
-
-    def devices(self) -> tuple[Device, ...]:
-        """Those of the round that train."""
-        return self._fleet.devices()
-
-    def inference_only(self) -> tuple[Device, ...]:
-        """Those of the round that do not."""
-        return self._fleet.inference_only()
-
     def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
         """A sum waits for its cohort: no training can be streamed."""
         assert not any(isinstance(action, Train) for action in actions.values())
         return self._fleet.stream(label, actions)
-
-    def busy(self) -> frozenset[str]:
-        """The devices with a streamed order."""
-        return self._fleet.busy()
-
-    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Keep a model."""
-        return self._fleet.put(tensors, codec_)
-
-    def put_bytes(self, data: bytes) -> BlobRef:
-        """Keep a file."""
-        return self._fleet.put_bytes(data)
-
-    def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model or a mean."""
-        return self._fleet.get(ref, layout)
-
-    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """L2 norms of a model or a mean."""
-        return self._fleet.norms(ref, layout)
-
-    def get_bytes(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob."""
-        return self._fleet.get_bytes(ref)
-
-    def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors that were `put`."""
-        return self._fleet.get_tensors(ref)
 
 
 def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
