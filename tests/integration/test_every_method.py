@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from pathlib import Path
 
@@ -13,15 +12,13 @@ import deploy
 from coordinator.methods import installed_methods
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Store
-from edge_agent.agent import Agent, Identity
-from edge_agent.worker import Worker
 from export import parity
 from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.bundle import PoolInfo
 from fedge.egress import ALL
 from fedge.tasks import device_data, partition, pool, write_share
-from fedge.transport import BrokerSettings
+from tests.support.agents import agents
 from tests.support.oracle import by_torch
 
 DEVICES = tuple(f"cam{k}" for k in range(6))
@@ -64,7 +61,8 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         seed=SEED,
         server_data=tmp_path / "server_data.npz" if case in {"fedcoe", "fedepc with a proxy set"} else None,
     )
-    async with agents(mosquitto, samples.spec, tmp_path):
+    data = {device: device_data(samples.spec, tmp_path / f"{device}.npz", seed=SEED) for device in DEVICES}
+    async with agents(mosquitto, samples.spec, data, tmp_path, rules=ALL):
         with contextlib.closing(Store(settings.home)) as store:
             summary = await serve(settings, samples.spec, store, lambda *_: None, OPTIONS.get(case, {}))
     assert summary["done"]
@@ -84,26 +82,3 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         np.testing.assert_allclose(predicted.weights, weights, atol=10 * parity.TOLERANCE)
     assert any(pools) == (method == "pm-moe")
     assert np.mean(right) > FEWEST_RIGHT
-
-
-@contextlib.asynccontextmanager
-async def agents(broker: LocalBroker, task, folder: Path):
-    """Six agents in this process; each has its own connection, its own folder and a thread for its work."""
-    running = []
-    for device in DEVICES:
-        data = device_data(task, folder / f"{device}.npz", seed=SEED)
-
-        def make_worker(device=device, data=data) -> Worker:
-            return Worker(device, task, data, folder / device)
-
-        identity = Identity(device, "all", task, n_shared=data.n_shared)
-        settings = BrokerSettings(broker.host, broker.port)
-        running.append(Agent(identity, settings, folder / device, make_worker, rules=ALL))
-    async with asyncio.TaskGroup() as group:
-        for agent in running:
-            group.create_task(agent.run())
-        try:
-            yield
-        finally:
-            for agent in running:
-                agent.stop()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from coordinator.store import Store
 from deploy.slots import Slots
 from deploy.trust import install_root
 from edge_agent import context
-from edge_agent.agent import Agent, Identity
 from edge_agent.batched import Job, one_by_one
 from edge_agent.worker import Finished, Worker
 from export.signing import Repository
@@ -39,6 +37,7 @@ from fedge.tensors import unflatten
 from fedge.transport import BrokerSettings, Transport
 from fedge.validation import Validation
 from tests.deploy.bundles import source
+from tests.support.agents import agents
 from tests.support.broker import local_broker
 from tests.support.rollouts import plan_of, rolled_out
 from tests.support.runtime_device import LENIENT, device
@@ -163,24 +162,6 @@ class Tap:
         return payload
 
 
-@contextlib.asynccontextmanager
-async def agents(broker: LocalBroker, devices: dict[str, DeviceData], samples: Pool, home: Path) -> AsyncIterator[None]:
-    """Agents in this process."""
-    running = []
-    for i, data in devices.items():
-        make_worker = partial(Worker, i, samples.spec, data, home / i)
-        identity = Identity(i, "all", samples.spec, n_shared=data.n_shared)
-        running.append(Agent(identity, BrokerSettings(broker.host, broker.port), home / i, make_worker))
-    async with asyncio.TaskGroup() as group:
-        for agent in running:
-            group.create_task(agent.run())
-        try:
-            yield
-        finally:
-            for agent in running:
-                agent.stop()
-
-
 async def lived(
     method: str,
     devices: dict[str, DeviceData],
@@ -200,7 +181,7 @@ async def lived(
         rounds=8,
         devices=len(devices),
     )
-    async with agents(broker, devices, samples, home):
+    async with agents(broker, samples.spec, devices, home):
         with contextlib.closing(Store(settings.home)) as store:
             store.remember("run", "r")
             assert (await serve(settings, samples.spec, store, lambda *_: None, {}))["done"]
