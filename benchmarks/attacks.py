@@ -226,7 +226,7 @@ def run(case: Case, home: Path) -> dict[str, Any]:
     fleet, first, workers = gather(federation, scenario, case.seed, home, execute)
     state = method.init(federation.layout, first)
     state = asyncio.run(simulated.run(method, state, fleet))
-    final = Evaluation(federation, workers).finally_(method, state, fleet)
+    final = Evaluation(federation, workers, ids).finally_(method, state, fleet)
     suspected = {offence.device_id for offence in fleet.offences.values()}
     return {
         "accuracy": {i: end.score.accuracy for i, end in final.items()},
