@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -234,6 +235,8 @@ async def serve(
         TransportError: the broker refused us for good.
     """
     tune_malloc(large=True)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each update that is fetched
     began = time.monotonic()
     method = method_of(settings, task, options)
     layout, model = start(settings, task, store, options)

@@ -550,7 +550,9 @@ class Receiver:
             await ask()
 
     async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
-        budget = TOTAL_ASK_BYTES - sum(f.receiving.under_way for f in self._fetches)
+        budget = TOTAL_ASK_BYTES
+        if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is asked for in any case, and there may be thousands
+            budget -= sum(f.receiving.under_way for f in self._fetches)
         ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
         if ranges:
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)

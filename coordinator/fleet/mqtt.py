@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import resource
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping, Sequence
@@ -69,7 +70,7 @@ from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.transport import SMALL_CHUNK, BrokerSettings, Inbound, Transport
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -78,8 +79,16 @@ SETTLE_S: Final = 15.0
 forgotten them, and they come back within the transport's back-off of 10 s."""
 GOODBYE_S: Final = 5.0
 """How long the last verdicts may take to leave: a device without one would repeat its report to nobody."""
-MAX_UNDER_WAY: Final = 4096
+MAX_UNDER_WAY: Final = 16_384
 """Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
+LARGE_FETCHES: Final = 128
+"""Updates of more than one chunk that are fetched at a time: a chunk of each under way is 64 MB in the broker."""
+SMALL_FETCHES: Final = 4096
+"""Others that are fetched at a time, fewer where the system does not allow two open files for each."""
+GIVES_WAY_S: Final = 20.0
+"""An update of which nothing comes for so long gives its place to the next, and waits for another one."""
+SPARE_FILES: Final = 256
+"""Open files for all else."""
 RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 TOO_LONG: Final = (
@@ -199,6 +208,8 @@ class MqttFleet:
         self._something_happened = asyncio.Event()
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
+        small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
+        self._small, self._large = asyncio.Semaphore(small), asyncio.Semaphore(LARGE_FETCHES)
         self._decoding = asyncio.Lock()  # one update in memory at a time
         self._norms: dict[BlobRef, codec.Norms] = {}  # of the updates of this step; not of those from before a restart
         self._under_way: set[tuple[str, str]] = set()  # topic, order
@@ -795,16 +806,29 @@ class MqttFleet:
 
     async def _fetch(self, ref: BlobRef, device: str, layout: Layout | None) -> None:
         """Have a blob in the folder; an update that is one of these tensors of our model."""
-        await self._receiver.fetch(
-            ref,
-            chunks=self._topics.update_chunk(device, ref.digest),
-            wants=self._topics.coordinator_wants(device),
-            device_id=device,
-        )
+        while not await self._fetched(ref, device):
+            log.info("event=gives_way device=%s digest=%s", device, ref.digest)
         if layout is None:
             return
         async with self._decoding:
             self._norms[ref] = await asyncio.to_thread(self._checked, ref, layout)
+
+    async def _fetched(self, ref: BlobRef, device: str) -> bool:
+        """Fetch a blob, with a place among those that are fetched now; False: the device is silent, others may go."""
+        async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
+            try:
+                await self._receiver.fetch(
+                    ref,
+                    chunks=self._topics.update_chunk(device, ref.digest),
+                    wants=self._topics.coordinator_wants(device),
+                    device_id=device,
+                    patience_s=GIVES_WAY_S,
+                )
+            except ProtocolError as error:
+                if error.name != "stalled":
+                    raise
+                return False
+        return True
 
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         """Those of the updates of this step were taken when they came; others are read."""

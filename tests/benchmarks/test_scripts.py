@@ -59,6 +59,10 @@ SCRIPTS = {
     "secure_aggregation.py": Script(
         ("--devices", "6", "12", "--hidden", "10", "--dropped", "0.1"), ("masked", "plain", "coordinator_s", "device_s")
     ),
+    "load.py": Script(
+        ("--devices", "30", "--rounds", "2", "--processes", "1", "--deadline-s", "20", "--storm"),
+        ("devices", "reports/s", "coordinator MB", "back s", "lost"),
+    ),
     "order_book.py": Script(("--devices", "20", "40", "--repeats", "1"), ("order book", "growth", "us_per_device")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")
@@ -143,7 +147,7 @@ def test_a_script_runs_and_its_rows_are_named_and_its_figures_finite(
     script = SCRIPTS[name]
     if script.data and not (DATA / script.data).exists():
         pytest.skip(f"it needs {script.data} in {DATA}")
-    if name == "round_overhead.py":
+    if name in {"load.py", "round_overhead.py"}:
         request.getfixturevalue("mosquitto_program")
     printed = run(name, (*script.arguments, "--json", "figures.json"), tmp_path)
     assert len(printed.splitlines()) >= 2

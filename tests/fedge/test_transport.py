@@ -403,7 +403,7 @@ async def test_large_messages_wait_in_the_broker_while_a_handler_is_slow(broker)
         held = []
         for start in range(0, n, 8):
             await asyncio.gather(*(two.publish("t", bytes([i]) * size) for i in range(start, start + 8)))
-            held.append(one._held_bytes())
+            held.append(one._held_bytes)
         await until(lambda: len(handled) >= n)
         assert set(handled) == set(range(n))
         assert one.messages_dropped == 0
