@@ -16,10 +16,14 @@ speed   100 devices, the CNN of McMahan et al. (two 5 x 5 convolutions, 1.66 mil
 scale   `fedge` for 20 rounds with 1,000 devices on digits: aim 10 minutes and 4 GiB (largest resident set). Digits has
         1,797 samples; each device gets 40 that are drawn with replacement from its own Dirichlet shares of the classes,
         so devices share samples: the figures are about time and memory, not about accuracy.
+many    `fedge simulate` with 100,000 devices that are made from their number, 60 samples each, 1 % in each of 20
+        rounds, 100 measured: time, and the largest memory of all its processes together (PSS, looked at twice a
+        second). Aim: 4 GiB.
 
     python benchmarks/simulate.py speed --data DIR [--flower] [--json FILE]
     python benchmarks/simulate.py speed --model mlp
     python benchmarks/simulate.py scale [--json FILE]
+    python benchmarks/simulate.py many [--method fedavg] [--engine ray] [--json FILE]
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import json
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +52,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 from plain import Plan
 from torch.nn import functional
@@ -293,6 +299,46 @@ def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------------------------- many
+
+
+def many_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
+    flags = {
+        "method": args.method,
+        "devices": args.devices,
+        "participation": args.participation,
+        "rounds": args.rounds,
+        "partition": "generated",
+        "min-samples": 60,
+        "measured": 100,
+        "engine": args.engine,
+        "json": home / "run",
+    }
+    command = [sys.executable, "-m", "fedge.cli", "simulate", *(f"--{name}={value}" for name, value in flags.items())]
+    began, peak = time.perf_counter(), 0
+    run = psutil.Popen(command)
+    while run.poll() is None:
+        peak = max(peak, sum(map(pss, [run, *run.children(recursive=True)])))
+        time.sleep(0.5)
+    outcome = json.loads((home / "run").read_text())
+    return {
+        **{name: str(value) for name, value in flags.items() if name != "json"},
+        "seconds": round(time.perf_counter() - began, 1),
+        "seconds_of_measuring": outcome["evaluation_s"],
+        "peak_gib": round(peak / 2**30, 3),
+        "accuracy": outcome["accuracy"],
+        "aims": {"4 GiB": peak <= 4 * 2**30},
+    }
+
+
+def pss(process: psutil.Process) -> int:
+    """Bytes of a process, those that several share in equal parts; 0: it has gone."""
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -312,9 +358,16 @@ def main() -> None:
     scale.add_argument("--devices", type=int, default=1000)
     scale.add_argument("--rounds", type=int, default=20)
     scale.add_argument("--participation", type=float, default=1.0)
+    many = kinds.add_parser("many", parents=[after])
+    many.add_argument("--devices", type=int, default=100_000)
+    many.add_argument("--method", default="fedge")
+    many.add_argument("--rounds", type=int, default=20)
+    many.add_argument("--participation", type=float, default=0.01)
+    many.add_argument("--engine", default="local")
     args = parser.parse_args()
+    figures_of = {"speed": speed_figures, "scale": scale_figures, "many": many_figures}[args.kind]
     with tempfile.TemporaryDirectory() as folder:
-        figures = (speed_figures if args.kind == "speed" else scale_figures)(args, Path(folder))
+        figures = figures_of(args, Path(folder))
     figures = {
         "benchmark": f"simulate {args.kind}",
         "machine": platform.processor() or platform.machine(),

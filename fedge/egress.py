@@ -25,7 +25,7 @@ from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.ledger import Ledger
 from fedge.messages import Capabilities, Context, Health, Outcome, Quality, Report, Status, Want, blobs_of, decode
 from fedge.sealed import unsealed
-from fedge.step import Action, Reveals, read_result
+from fedge.step import Action, Reveals, fields_of, read_result
 from fedge.topics import ROOT, Topics
 
 S = TypeVar("S", bound=Struct)
@@ -118,7 +118,7 @@ class Rules:
         """
         told = TOLD[type(message)] if told is None else told
         left_out: dict[str, object] = {}
-        for field in msgspec.structs.fields(type(message)):
+        for field in fields_of(type(message)):
             value = getattr(message, field.name)
             kind = told.get(field.name, Reveals.NOTHING)
             if kind not in self.allowed and field.required:
@@ -192,7 +192,7 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 def kinds_in(message: Struct, told: Told | None = None) -> Iterator[Reveals]:
     """What a message lets out: of each field that says anything. `told`: as in `Rules.stripped`."""
     told = TOLD[type(message)] if told is None else told
-    for field in msgspec.structs.fields(type(message)):
+    for field in fields_of(type(message)):
         value = getattr(message, field.name)
         if field.required or value != _default(field):
             yield told.get(field.name, Reveals.NOTHING)

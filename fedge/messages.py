@@ -11,8 +11,9 @@ Which message travels on which topic: `fedge.topics`. What each one reveals: doc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from types import NoneType
 from typing import Annotated, ClassVar, Final, TypeVar
 
 import msgspec
@@ -403,12 +404,17 @@ def blobs_of(value: object) -> Iterator[BlobRef]:
     """All tensors that a message, or any other value made of structs and containers, names."""
     if isinstance(value, BlobRef):
         yield value
-    elif isinstance(value, Struct):
-        for field in value.__struct_fields__:
-            yield from blobs_of(getattr(value, field))
+        return
+    held: Iterable[object] = ()
+    if isinstance(value, Struct):
+        held = (getattr(value, field) for field in value.__struct_fields__)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from blobs_of(item)
+        held = value.values()
     elif isinstance(value, list | tuple):
-        for item in value:
+        held = value
+    for item in held:
+        if not isinstance(item, _PLAIN):  # most of a large state is: no generator for each
             yield from blobs_of(item)
+
+
+_PLAIN: Final = (int, float, str, bytes, NoneType)

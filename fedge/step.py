@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from fedge.tensors import Layout
 
 T = TypeVar("T", bound=Struct)
+fields_of = cache(msgspec.structs.fields)
+"""The fields of a type of struct: finding them takes longer than most messages do."""
 
 GROUP: Final = "fedge.steps"
 """Entry points of installed packages, ours among them, that name an `Action` each."""
@@ -176,7 +178,7 @@ class Action(Struct, frozen=True, kw_only=True):
         So it is where a field without default is withheld, or all that the result is about.
         """
         reveals = self.reveals()
-        needed = {reveals[field.name] for field in msgspec.structs.fields(self.RESULT) if field.required}
+        needed = {reveals[field.name] for field in fields_of(self.RESULT) if field.required}
         about = set(reveals.values()) - {Reveals.NOTHING}
         empty = bool(about) and about.issubset(withheld)
         return self if needed.isdisjoint(withheld) and not empty else None

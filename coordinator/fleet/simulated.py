@@ -43,6 +43,8 @@ GIVEN_UP_S: Final = 60.0
 """What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
+AT_ONCE: Final = 2048
+"""Devices at work at the same time: their samples are in memory then."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
 
@@ -61,13 +63,12 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """How many samples a device has, whether it trains, and the steps that it was made for."""
+    """What methods see of a device, and how many samples it has."""
 
+    device: Device
     n_shared: int
     n_train: int
     n_val: int
-    trains: bool
-    steps: Mapping[str, int] | None
 
 
 class SimulatedFleet:
@@ -85,6 +86,7 @@ class SimulatedFleet:
         hardware: what each device is; those not named, and without it all, take no time and are always there.
         deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
         arrives: the first round in which a device is there; those not named are there from the beginning.
+        leaves: the first round in which a device is gone for good; those not named stay.
         rules: what their owners let out; of those not named, everything.
         execute: how the orders of a step are carried out; `batched.one_by_one` gives what devices give to the last bit.
     """
@@ -99,6 +101,7 @@ class SimulatedFleet:
         hardware: Mapping[str, Hardware] | None = None,
         deadline_s: float | None = None,
         arrives: Mapping[str, int] | None = None,
+        leaves: Mapping[str, int] | None = None,
         rules: Mapping[str, Rules] | None = None,
         execute: Execute = batched.execute,
     ) -> None:
@@ -115,7 +118,7 @@ class SimulatedFleet:
         self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
         self._timed = hardware is not None
         self._deadline_s = deadline_s
-        self._arrives = dict(arrives or {})
+        self._arrives, self._leaves = dict(arrives or {}), dict(leaves or {})
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._execute = execute
         self._blobs: dict[str, bytes | Unpacked] = {}
@@ -128,32 +131,30 @@ class SimulatedFleet:
 
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
-        present = [(i, self._about(i)) for i in self._present()]
-        return tuple(self._device(i, known.n_shared, known) for i, known in present if known.trains)
+        there = [self._about(i).device for i in self._present()]
+        return tuple(device for device in there if device.trains)
 
     def inference_only(self) -> tuple[Device, ...]:
         """Those that do not train and are there."""
-        present = [(i, self._about(i)) for i in self._present()]
-        return tuple(self._device(i, 0, known) for i, known in present if not known.trains)
-
-    def _device(self, device_id: str, n_samples: int, known: _Known) -> Device:
-        rules = self._rules[device_id]
-        return Device(
-            device_id,
-            n_samples if Reveals.COUNT in rules.allowed else 0,
-            self._context(device_id, n_samples),
-            trains=known.trains,
-            steps=known.steps,
-            withholds=rules.withheld,
-        )
+        there = [self._about(i).device for i in self._present()]
+        return tuple(device for device in there if not device.trains)
 
     def _about(self, device_id: str) -> _Known:
         """What the fleet knows of a device; of one that is made when it is asked for once and for all."""
         known = self._known.get(device_id)
         if known is None:
-            worker = self.workers[device_id]
+            worker, rules = self.workers[device_id], self._rules[device_id]
             data = worker.data
-            known = _Known(data.n_shared, data.n_train, len(data.y_val), worker.trains, worker.versions)
+            n_samples = data.n_shared if worker.trains else 0
+            device = Device(
+                device_id,
+                n_samples if Reveals.COUNT in rules.allowed else 0,
+                self._context(device_id, n_samples),
+                trains=worker.trains,
+                steps=worker.versions,
+                withholds=rules.withheld,
+            )
+            known = _Known(device, data.n_shared, data.n_train, len(data.y_val))
             if not isinstance(self.workers, dict):
                 self._known[device_id] = known
         return known
@@ -185,7 +186,7 @@ class SimulatedFleet:
         return [i for i in self.workers if self._there[i] and self._arrived(i) and i not in out]
 
     def _arrived(self, device_id: str) -> bool:
-        return self.round >= self._arrives.get(device_id, 0)
+        return self._arrives.get(device_id, 0) <= self.round < self._leaves.get(device_id, self.round + 1)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
@@ -235,11 +236,13 @@ class SimulatedFleet:
         """What comes of the actions, by ascending device id, before anybody doubts it; the actions as asked."""
         require_sendable(actions.values())
         present = set(self._present())
-        own, refused = asked({i: self._device(i, 0, self._about(i)) for i in actions}, actions)
+        own, refused = asked({i: self._about(i).device for i in actions}, actions)
         reached = [i for i in sorted(own) if i in present and not self._drops(label, i)]
-        jobs = [self._job(label, i, own[i]) for i in reached]
+        finished: dict[str, Finished] = {}
         with volatile(), in_one_process():
-            finished = dict(zip(reached, self._execute(jobs), strict=True))
+            for first in range(0, len(reached), AT_ONCE):
+                lot = reached[first : first + AT_ONCE]
+                finished |= zip(lot, self._execute([self._job(label, i, own[i]) for i in lot]), strict=True)
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in finished:

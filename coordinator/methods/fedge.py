@@ -11,6 +11,7 @@ Silent devices rest (`coordinator.methods.unresponsive`): the bandits see those 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -63,6 +64,7 @@ from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
 log = logging.getLogger("fedge.method")
 
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
+PANEL = 2000  # devices that are "everybody", drawn by lot, where there are more, section 4
 MAX_CLUSTERS = 8  # K, section 5
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
@@ -195,9 +197,9 @@ class Fedge(Method[FedgeState]):
         if r > WARM_UP:
             state = await profile(state, fleet, r)
         present = awake(state, fleet, r)
-        tries = self._tries(state, r)
+        tries, panel = self._tries(state, r), self._panel(present)
         choices = {} if tries else self._select(state, present, r)
-        cohort = list(present) if tries else self._cohort(state, choices, present, r)
+        cohort = panel if tries or r <= WARM_UP else self._cohort(state, choices, present, r)
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
@@ -207,7 +209,7 @@ class Fedge(Method[FedgeState]):
             if state.experts:
                 state = train_experts(self, state, updates, fleet)
             else:
-                state = train_shared(self, state, updates, fleet, everybody=len(cohort) == len(present))
+                state = train_shared(self, state, updates, fleet, panel if set(panel) <= set(cohort) else ())
         if tries:
             state = await self._split(state, fleet, r)
         return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
@@ -241,6 +243,13 @@ class Fedge(Method[FedgeState]):
             seed=(self.settings.seed, r),
             last_visit={k: bandit.selections for k, bandit in enumerate(state.bandits)},
         )
+
+    def _panel(self, present: Collection[str]) -> list[str]:
+        """Everybody who is there; of more than `PANEL` devices so many, the same ones in every round (section 4)."""
+        if len(present) <= PANEL:
+            return list(present)
+        lots = {i: hashlib.sha256(f"{self.settings.seed}.{i}".encode()).digest() for i in present}
+        return sorted(sorted(present, key=lots.__getitem__)[:PANEL])
 
     def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
         """Whom `choose` chose; without it a draw within each group; everybody before there are groups.
@@ -518,9 +527,9 @@ def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
 
 def placed(state: FedgeState, stranger: str, profiles: NDArray[np.float64], unit: float) -> FedgeState:
     """FedEPC section 4.6, point 1: a stranger joins the nearest group, or founds one."""
-    ids = list(state.profiles)
-    members = [[ids.index(i) for i in group] for group in state.groups]
-    k = aidc.place(profiles[ids.index(stranger)], profiles, members, unit=unit).cluster
+    position = {i: n for n, i in enumerate(state.profiles)}
+    members = [[position[i] for i in group] for group in state.groups]
+    k = aidc.place(profiles[position[stranger]], profiles, members, unit=unit).cluster
     if k is None:
         return msgspec.structs.replace(
             state, groups=(*state.groups, (stranger,)), bandits=(*state.bandits, ccmab.State())
@@ -532,7 +541,8 @@ def placed(state: FedgeState, stranger: str, profiles: NDArray[np.float64], unit
 def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeState:
     """New groups, given by positions among the profiles; each inherits the bandit of the group it overlaps most."""
     ids = list(state.profiles)
-    old = [[ids.index(member) for member in members] for members in state.groups]
+    position = {i: n for n, i in enumerate(ids)}
+    old = [[position[member] for member in members] for members in state.groups]
     heirs = aidc.inherit(old, clusters).bandits if old else (None,) * len(clusters)
     return msgspec.structs.replace(
         state,
@@ -546,24 +556,25 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
 
 
 def train_shared(
-    method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, *, everybody: bool
+    method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, panel: Collection[str]
 ) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
 
-    Before the trial, directions and last changes are kept of the rounds that `everybody` was asked in: in another one
-    a device's direction says as much about the round, and about who else was drawn, as about the device.
+    Before the trial, directions and last changes of the `panel` are kept of the rounds that all of it was asked in: in
+    another one a device's direction says as much about the round, and about who else was drawn, as about the device.
     """
-    seeking = everybody and state.trial is None
+    seen = set() if state.trial else set(panel)
     directions = fleet.get_tensors(state.directions) if state.directions else {}
 
     def note(device_id: str, change: Model) -> None:
-        add_direction(directions, device_id, change.params)
+        if device_id in seen:
+            add_direction(directions, device_id, change.params)
 
-    mean = average(method, fleet, updates, state.layout, note=note if seeking else None)
+    mean = average(method, fleet, updates, state.layout, note=note if seen else None)
     shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.options.gamma)
-    if not seeking:
+    if not seen:
         return msgspec.structs.replace(state, shared=shared)
-    last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items()}
+    last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items() if i in seen}
     return msgspec.structs.replace(state, shared=shared, directions=fleet.put(directions), last=state.last | last)
 
 

@@ -301,9 +301,9 @@ class Purse:
     left_s: float
     seconds: Vectors
 
-    def pays(self, devices: Sequence[int]) -> list[int]:
+    def pays(self, devices: NDArray[np.intp]) -> NDArray[np.intp]:
         """Those that still fit."""
-        return [i for i in devices if self.seconds[i] <= self.left_s * (1 + TIE)]
+        return devices[self.seconds[devices] <= self.left_s * (1 + TIE)]
 
     def after(self, device: int) -> Purse:
         """What is left when this one is taken."""
@@ -339,16 +339,16 @@ def greedy(
         across = across + column(device)
         chosen.append(device)
 
-    remaining = purse.pays(sorted(set(allowed) - set(first)))
+    remaining = purse.pays(np.array(sorted(set(allowed) - set(first)), np.intp))
     for overdue in first:
         take(overdue)
-    while len(chosen) < size and remaining:
+    while len(chosen) < size and len(remaining):
         variances = within + 2 * across[remaining] + variance[remaining]
         scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
-        best = remaining.pop(_best(scores))
-        take(best)
-        purse = purse.after(best)
-        remaining = purse.pays(remaining)
+        best = _best(scores)
+        take(int(remaining[best]))
+        purse = purse.after(chosen[-1])
+        remaining = purse.pays(np.delete(remaining, best))
     return chosen
 
 
@@ -378,15 +378,15 @@ def greedy_batch(
         left[:] -= factors[len(chosen)] ** 2
         chosen.append(device)
 
-    remaining = purse.pays(sorted(set(allowed) - set(first)))
+    remaining = purse.pays(np.array(sorted(set(allowed) - set(first)), np.intp))
     for overdue in first:
         take(overdue)
-    while len(chosen) < size and remaining:
+    while len(chosen) < size and len(remaining):
         scores = mean[remaining] + np.sqrt(beta * np.maximum(left[remaining], 0.0))
-        best = remaining.pop(_best(scores))
-        take(best)
-        purse = purse.after(best)
-        remaining = purse.pays(remaining)
+        best = _best(scores)
+        take(int(remaining[best]))
+        purse = purse.after(chosen[-1])
+        remaining = purse.pays(np.delete(remaining, best))
     return chosen
 
 

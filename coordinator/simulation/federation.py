@@ -135,6 +135,7 @@ def gather(
 ) -> tuple[SimulatedFleet, BlobRef, Mapping[str, Worker]]:
     """The fleet, the first model in it, and its workers, whose folders are made under `home`.
 
+    Devices that are not measured leave after the rounds of training: what all do at the end is for their bundles.
     `execute`: how the orders of a step are carried out; hostile devices come in here.
 
     Raises:
@@ -152,6 +153,7 @@ def gather(
 
     few = scenario.partition is not Partition.GENERATED
     workers = {i: worker(i) for i in data} if few else Workers(data, worker)
+    measured, end = set(federation.measured(scenario.measured, seed)), scenario.rounds + 1
     fleet = SimulatedFleet(
         federation.task,
         federation.layout,
@@ -159,7 +161,8 @@ def gather(
         seed=seed,
         hardware=machines(scenario.hardware, workers, seed),
         deadline_s=scenario.deadline_s,
-        arrives=dict.fromkeys(federation.newcomers, scenario.rounds + 1),
+        arrives=dict.fromkeys(federation.newcomers, end),
+        leaves=dict.fromkeys((i for i in data if i not in measured), end),
         execute=execute,
     )
     return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers

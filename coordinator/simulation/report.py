@@ -166,6 +166,7 @@ def setting_of(scenario: Scenario) -> str:
         Partition.SHARDS: f"{scenario.shards} shards, {scenario.iid_share:.0%} dealt evenly",
         Partition.NATURAL: "people",
         Partition.IID: "no skew",
+        Partition.GENERATED: f"made by number, turned in {scenario.n_groups} groups, {skew}",
     }
     return words[how]
 

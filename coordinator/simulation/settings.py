@@ -190,7 +190,7 @@ class Scenario(Setup, frozen=True, kw_only=True):
 
     measured: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Devices whose accuracy is measured, drawn by lot; default: all."),
+        Meta(description="Devices whose accuracy is measured, and that install bundles, drawn by lot; default: all."),
     ] = None
 
     def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:

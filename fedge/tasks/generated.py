@@ -67,17 +67,18 @@ class Generated(Mapping[str, Share]):
         self._number = {name: number for number, name in enumerate(device_names(n_devices))}
         self._n_samples, self._alpha, self._n_groups = n_samples, alpha, n_groups
         self._sensitive, self._marks, self._seed = sensitive, marks, seed
-        self._of_class = [np.flatnonzero(pool.y == c) for c in range(pool.spec.n_classes)]
+        self._by_class = np.argsort(pool.y, kind="stable")
+        self._of_class = np.bincount(pool.y, minlength=pool.spec.n_classes)
         self._range = float(pool.x.min()), float(pool.x.max())
 
     def __getitem__(self, device_id: str) -> Share:
         number = self._number[device_id]
         rng = np.random.default_rng((self._seed, _DEVICE, number))
-        there = np.array([len(own) > 0 for own in self._of_class])
-        portions = rng.dirichlet(np.full(int(there.sum()), self._alpha))
-        classes = rng.choice(np.flatnonzero(there), self._n_samples, p=portions)
-        chosen = np.array([rng.choice(self._of_class[c]) for c in classes])
-        own = self._pool.take(chosen)
+        there = np.flatnonzero(self._of_class)
+        portions = rng.dirichlet(np.full(len(there), self._alpha))
+        classes = rng.choice(there, self._n_samples, p=portions)
+        first = np.cumsum(self._of_class) - self._of_class
+        own = self._pool.take(self._by_class[first[classes] + rng.integers(self._of_class[classes])])
         own = dataclasses.replace(own, x=self._changed(own.x, rng), user=None, block=None)
         group = number % self._n_groups
         return made_of(own, group, group, self._sensitive, self._marks, rng)
@@ -90,7 +91,8 @@ class Generated(Mapping[str, Share]):
 
     def _changed(self, x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
         low, high = self._range
-        shifts = rng.integers(-SHIFT, SHIFT + 1, (len(x), 2))
-        shifted = np.stack([np.roll(image, shift, axis=(0, 1)) for image, shift in zip(x, shifts, strict=True)])
-        noisy = np.clip(shifted + rng.normal(0.0, NOISE * (high - low), x.shape), low, high)
+        down, right = rng.integers(-SHIFT, SHIFT + 1, (2, len(x), 1))
+        rows, columns = ((np.arange(n) - by) % n for n, by in zip(x.shape[1:3], (down, right), strict=True))
+        shifted: NDArray[Any] = x[np.arange(len(x))[:, None, None], rows[:, :, None], columns[:, None, :]]
+        noisy: NDArray[Any] = np.clip(shifted + rng.normal(0.0, NOISE * (high - low), x.shape), low, high)
         return (np.rint(noisy) if np.issubdtype(x.dtype, np.integer) else noisy).astype(x.dtype)

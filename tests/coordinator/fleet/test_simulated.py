@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coordinator.fleet import Answer, clock, order_for
+from coordinator.fleet import Answer, clock, order_for, simulated
 from coordinator.fleet.devices import PI_4, Hardware, mixed
 from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, run
 from coordinator.methods import MethodSettings
@@ -45,6 +45,17 @@ async def test_answers_are_the_workers_and_their_updates_can_be_read(tmp_path) -
     assert fleet.bytes_down == 2 * first.size_bytes
     again = await fleet.run("train", {"d00": order})
     assert again["d00"].result == answers["d00"].result
+
+
+async def test_many_devices_are_at_work_in_lots_and_answer_as_if_they_were_not(tmp_path, monkeypatch) -> None:
+    made, layout, *_ = digits(tmp_path, n=5)
+    fleet = SimulatedFleet(made.task, layout, made.workers, seed=0, execute=one_by_one)
+    first = fleet.put(unflatten(initial(made.task, 0)[1], layout))
+    order = Train(starts=(Start(model=first),), sgd=Sgd(steps=2))
+    at_once = await fleet.run("train", dict.fromkeys(fleet.workers, order))
+    monkeypatch.setattr(simulated, "AT_ONCE", 2)
+    assert await fleet.run("train", dict.fromkeys(fleet.workers, order)) == at_once
+    assert list(at_once) == list(fleet.workers)
 
 
 async def test_a_model_is_downloaded_once_while_it_is_among_those_that_a_device_used_last(tmp_path) -> None:

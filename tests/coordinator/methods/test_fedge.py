@@ -178,6 +178,30 @@ async def test_clusters_and_trial_rest_on_rounds_with_everybody(tmp_path) -> Non
     assert after.trial.ids == tuple(f"d{i:02d}" for i in range(6))
 
 
+async def test_of_very_many_devices_a_panel_is_everybody(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "PANEL", 4)
+    settings = MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5))
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(settings)
+    state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP)
+    panel = tuple(state.participations)
+    assert (len(panel), set(state.participations.values())) == (4, {module.WARM_UP})
+    state = await rounds(method, state, fleet, 2)
+    assert len(state.profiles) == 6, "groups are of all devices"
+    assert state.trial is not None
+    assert state.trial.ids == panel
+    assert state.history[-1].asked == 4
+
+
+async def test_with_full_participation_directions_are_the_panels_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "PANEL", 4)
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(MethodSettings(rounds=20, sgd=Sgd(steps=2)))
+    state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
+    assert len(state.participations) == 6
+    assert len(state.last) == len(fleet.get_tensors(state.directions)) == 4
+
+
 async def test_what_a_trial_leaves_grows_with_the_devices_not_with_their_pairs(tmp_path, monkeypatch) -> None:
     async def untried(_, state, *__: object):
         return state, {}

@@ -92,3 +92,13 @@ def test_devices_of_their_own_making_are_in_memory_no_longer_than_they_are_asked
     assert workers._made.cache_info().currsize == KEPT
     assert len(federation.measured(7, 1)) == 7
     assert federation.measured(7, 1) != federation.measured(7, 2)
+
+
+def test_devices_that_are_not_measured_leave_after_the_last_round_of_training(tmp_path: Path) -> None:
+    scenario = Scenario(devices=9, samples=300, rounds=3, min_samples=4, measured=4)
+    federation = deal(scenario, 0)
+    fleet, *_ = gather(federation, scenario, 0, tmp_path)
+    there = []
+    for fleet.round in (3, 4):
+        there.append(tuple(device.id for device in fleet.devices()))
+    assert there == [tuple(federation.shares), federation.measured(4, 0)]

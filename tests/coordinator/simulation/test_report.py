@@ -72,6 +72,7 @@ def test_newcomers_have_a_column_where_there_are_any() -> None:
         ({"partition": Partition.SHARDS, "iid_share": 0.2}, "2 shards, 20% dealt evenly"),
         ({"partition": Partition.NATURAL}, "people"),
         ({"partition": Partition.IID}, "no skew"),
+        ({"partition": Partition.GENERATED}, "made by number, turned in 4 groups, α 1"),
     ],
 )
 def test_the_setting_in_words(changes: dict, words: str) -> None:
