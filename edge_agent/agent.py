@@ -85,6 +85,8 @@ from fedge.step import (
     read_result,
     report_of,
 )
+from fedge.steps.mask_keys import KeysMade, MaskKeys
+from fedge.steps.mask_shares import MaskShares
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
@@ -466,8 +468,14 @@ class Agent:
         try:
             if self._worker is None:
                 self._worker = self._make_worker()
+            if isinstance(action, MaskShares) and (refused := self._strangers(order, action)) is not None:
+                return self._report(order, refused, None)
             finished = self._worker.execute(order, self._model, stop=self._stop_work.is_set, action=action)
             result = finished.result
+            if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
+                from fedge.masking import proven
+
+                result = proven(result, order, action.session, self._signed)
             if not isinstance(result, Refusal):
                 result = self._rules.stripped(result, action.reveals())
             report = self._report(order, result, began + finished.untimed_s if action.TIMED else None)
@@ -484,6 +492,16 @@ class Agent:
             if digest in named:
                 self._outbox.put_blob(digest, data)
         return report
+
+    def _strangers(self, order: Order, action: MaskShares) -> Declined | None:
+        """Why secrets are not shared with a cohort; None: all in it are of the federation, as far as anybody signs."""
+        from fedge.masking import read_roster, require_genuine  # with `cryptography`
+
+        try:
+            require_genuine(read_roster(self._model(action.roster)).members, order, action.session, self._signed)
+        except ProtocolError as error:
+            return Declined(why=Why.STRANGERS, reason=str(error))
+        return None
 
     def _report(self, order: Order, result: Result, began: float | None) -> Report:
         """The report of an order; why there is no result is said here, and to the coordinator by its code alone.

@@ -27,7 +27,7 @@ from msgspec import Struct
 from edge_agent.device import Device, FailedError
 from fedge.errors import StoreError
 from fedge.files import write_atomically
-from fedge.masking import Member, Roster, read_roster
+from fedge.masking import Roster, read_roster
 from fedge.messages import BlobRef
 
 T = TypeVar("T")
@@ -122,12 +122,8 @@ class Session:
         """
         roster = read_roster(self._device.fetch(ref))
         own = roster.position(self._device.host.id)
-        mine = Member(
-            id=self._device.host.id,
-            encryption=self.encryption.public_key().public_bytes_raw(),
-            masking=self.masking.public_key().public_bytes_raw(),
-        )
-        if own is None or roster.members[own] != mine:
+        mine = [key.public_key().public_bytes_raw() for key in (self.encryption, self.masking)]
+        if own is None or [roster.members[own].encryption, roster.members[own].masking] != mine:
             raise FailedError("the roster does not have this device with its keys")
         return roster, own
 

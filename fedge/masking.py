@@ -32,12 +32,14 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from fedge import fixed_point
 from fedge.errors import ProtocolError
 from fedge.fixed_point import Summand
-from fedge.messages import Id
-from fedge.steps.mask_keys import PublicKey
+from fedge.messages import Id, Order
+from fedge.sealed import Plain, Signed
+from fedge.steps.mask_keys import KeysMade, Proof, PublicKey
 from fedge.steps.mask_shares import MAX_COHORT
 from fedge.tensors import Layout, digest_of
 
@@ -48,11 +50,17 @@ lost with 2^-22 (2^-15)."""
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of the cohort with its public keys: for shares that are sent to it, and for masks."""
+    """A device of the cohort with its public keys, for shares that are sent to it and for masks, and whose they are."""
 
     id: Id
     encryption: PublicKey
     masking: PublicKey
+    proof: Proof = b""
+
+
+def member(device_id: str, keys: KeysMade) -> Member:
+    """A device with what it has advertised."""
+    return Member(id=device_id, encryption=keys.encryption, masking=keys.masking, proof=keys.proof)
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,31 @@ def read_roster(data: bytes) -> Roster:
     if ids != sorted(set(ids)) or len(keys) != 2 * len(members):
         raise ProtocolError("malformed", "a roster that names a device or a key twice")
     return Roster(members, digest_of(data))
+
+
+def _sum_of(order: Order, session: str) -> str:
+    """What a proof is for: no other sum."""
+    return f"masking {order.run} {order.round} {session}"
+
+
+def proven(keys: KeysMade, order: Order, session: str, signed: Plain | Signed) -> KeysMade:
+    """A device's keys with its proof that they are its own, where messages are signed."""
+    return replace(keys, proof=signed.vouch(_sum_of(order, session), keys.encryption + keys.masking))
+
+
+def require_genuine(members: Iterable[Member], order: Order, session: str, signed: Plain | Signed) -> None:
+    """See that all keys are those of devices of the federation: a coordinator could make up all but one.
+
+    Without signed messages there is nobody to say so.
+
+    Raises:
+        ProtocolError: as `fedge.sealed.Signed.open`; the text names the device.
+    """
+    for member in members:
+        try:
+            signed.require_vouched(_sum_of(order, session), member.encryption + member.masking, member.proof, member.id)
+        except ProtocolError as error:
+            raise ProtocolError(error.name, f"nobody vouches for the keys of {member.id}: {error}") from None
 
 
 def prg(seed: bytes, layout: Layout) -> Summand:

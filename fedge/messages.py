@@ -178,6 +178,7 @@ class Why(StrEnum):
     BUDGET = "budget"
     OTHER_TASK = "other-task"
     TOO_FEW = "too-few"
+    STRANGERS = "strangers"
     UNREACHABLE = "unreachable"
     MALFORMED = "malformed"
     NOT_FINITE = "not-finite"
@@ -209,6 +210,7 @@ _WORDS: Final = {
     Why.BUDGET: "its privacy budget is spent, or does not allow this",
     Why.OTHER_TASK: "its task is another one",
     Why.TOO_FEW: "the masked sum would cover too few devices, or differ by too few from an earlier one",
+    Why.STRANGERS: "nobody of the federation vouches for a device that it was to be summed with",
     Why.UNREACHABLE: "it cannot fetch a model",
     Why.MALFORMED: "the order or a model in it cannot be read there",
     Why.NOT_FINITE: "training diverged, or a model in the order is not finite",

@@ -85,6 +85,14 @@ class Plain:
             raise ProtocolError("signed", f"this {role} signs, and we have no certificate of its federation")
         return data
 
+    def vouch(self, topic: str, data: bytes) -> bytes:
+        """Nothing."""
+        del topic, data
+        return b""
+
+    def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
+        """Nobody can say."""
+
     async def follow(self, transport: Transport, topics: Topics) -> None:
         """Nobody is revoked."""
 
@@ -160,6 +168,23 @@ class Signed:
             ProtocolError: `unsigned`, `oversized`, `malformed`, `certificate`, `revoked`, `not-a-member`, `forged` or
                 `replayed`.
         """
+        envelope, subject, key = self._checked(topic, data, role, name)
+        if envelope.to != to:
+            raise ProtocolError("replayed", "it was for this device before its last start")
+        life = f" {envelope.number >> 32}" if to else ""
+        self._require_newest(f"{topic} {_name_of(key)}{life}", envelope.number)
+        if role is Role.DEVICE and envelope.certificate:
+            self._certificates[subject.name] = envelope.certificate
+        return envelope.payload
+
+    def _checked(
+        self, topic: str, data: bytes, role: Role, name: str
+    ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
+        """What somebody in this role has signed for this topic, and who it was; it may be old.
+
+        Raises:
+            ProtocolError: as `open`, but for `replayed`.
+        """
         if not data.startswith(BEGINS):
             raise ProtocolError("unsigned", f"a {role} of {self.subject.federation} signs what it says")
         if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:
@@ -173,13 +198,21 @@ class Signed:
             raise ProtocolError("certificate", f"{subject} may not say this")
         self.admit(subject)
         verify(key, envelope.context(topic), envelope.payload, envelope.signature)
-        if envelope.to != to:
-            raise ProtocolError("replayed", "it was for this device before its last start")
-        life = f" {envelope.number >> 32}" if to else ""
-        self._require_newest(f"{topic} {_name_of(key)}{life}", envelope.number)
-        if role is Role.DEVICE:
-            self._certificates[subject.name] = certificate
-        return envelope.payload
+        return envelope, subject, key
+
+    def vouch(self, topic: str, data: bytes) -> bytes:
+        """Our signature of what others of the federation will see by way of somebody else, at any time."""
+        return self.seal(topic, data)
+
+    def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
+        """See that a device has vouched for these bytes.
+
+        Raises:
+            ProtocolError: as `open`, or `forged`: it was for others.
+        """
+        envelope, _, _ = self._checked(topic, proof, Role.DEVICE, name)
+        if envelope.payload != data:
+            raise ProtocolError("forged", f"{name} has vouched for something else")
 
     def _require_newest(self, source: str, number: int) -> None:
         if number == 0:  # a last will: whoever takes it goes by the incarnation in it

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from coordinator.fleet import Answer, Fleet, FleetAround
 from fedge import fixed_point
 from fedge.errors import ConfigError
-from fedge.masking import Member, Roster, add_pair_mask, commitment, prg, read_roster, too_close, write_roster
+from fedge.masking import Roster, add_pair_mask, commitment, member, prg, read_roster, too_close, write_roster
 from fedge.messages import BlobRef, Why
 from fedge.shamir import combine
 from fedge.step import Action, Declined, Refusal, Result
@@ -221,7 +221,7 @@ class MaskedFleet(FleetAround):
             if not cohort:
                 lost(asked, f"of {len(asked)} devices {len(there)} take part, who may not be summed")
                 continue
-            members = [Member(id=i, encryption=keys[i].encryption, masking=keys[i].masking) for i in cohort]
+            members = [member(i, keys[i]) for i in cohort]
             file = write_roster(members)
             alike = self._weights == "equal" and cluster >= 0
             heaviest = 1 if alike else max(n_samples[i] for i in cohort)

@@ -66,6 +66,7 @@ from fedge.messages import (
 )
 from fedge.sealed import Plain, Signed, speaker
 from fedge.step import Action, Refusal, Result, Unsupported, installed_steps, read_action, read_result
+from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
 from fedge.topics import Topics
@@ -788,6 +789,10 @@ class MqttFleet:
         action = self._actions[order.id]
         try:
             result = checked(action, report, self.task)
+            if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
+                from fedge.masking import member, require_genuine  # the others of the cohort would refuse it
+
+                require_genuine([member(order.device_id, result)], order, action.session, self._signed)
             if not isinstance(result, Refusal):
                 self._note_uploads(order, action, result)
                 for ref, layout in action.uploads(result, self._layout).items():

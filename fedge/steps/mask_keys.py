@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from fedge.task import TaskSpec
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Proof = Annotated[bytes, Meta(max_length=4096)]
 
 
 class KeysMade(Result, frozen=True, kw_only=True):
-    """X25519, for `encryption` of the shares that others send it, and for `masking`."""
+    """X25519, for `encryption` of the shares that others send it, and for `masking`.
 
-    REVEALS: ClassVar = {"encryption": Reveals.NOTHING, "masking": Reveals.NOTHING}
+    `proof`: that both are this device's, for the others of the cohort (`fedge.masking.require_genuine`); empty where
+    messages are not signed.
+    """
+
+    REVEALS: ClassVar = {"encryption": Reveals.NOTHING, "masking": Reveals.NOTHING, "proof": Reveals.NOTHING}
     encryption: PublicKey
     masking: PublicKey
+    proof: Proof = b""
 
 
 class MaskStep(Action, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from msgspec.structs import replace
 
 from coordinator.rollout.folder import Folder
 from deploy import protocol
@@ -37,10 +38,13 @@ from edge_agent.steps import describe_labels
 from fedge import bundle, codec, messages, onnx_wire
 from fedge.certificates import new_key, read_request
 from fedge.config import resolve
+from fedge.egress import FILE, rules_of
 from fedge.errors import FedgeError, ProtocolError
 from fedge.files import BlobFolder, highest_release
+from fedge.identity import Role
 from fedge.kit import Kit, seal, unseal
 from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
+from fedge.sealed import Envelope, Signed
 from fedge.step import body_of, installed_steps, read_action, read_result
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import task_spec
@@ -48,8 +52,10 @@ from fedge.tasks.arrays import class_names, read
 from fedge.tasks.images import sensitive_flags, split_numbers
 from fedge.tensors import Layout, TensorInfo, from_bytes, to_bytes
 from fedge.transfer import Receiving, Sending, _Part
+from fedge.transport import BrokerSettings
 from tests.deploy.repository import Simulator
 from tests.deploy.serving import served
+from tests.support.identities import Authority
 
 KINDS: Final = get_args(messages.Message)
 LAYOUT: Final = Layout(
@@ -308,6 +314,33 @@ def _key() -> EllipticCurvePrivateKey:
     return new_key()
 
 
+def sealed(data: bytes) -> None:
+    """What comes in where messages are signed: an envelope, any in which only one part is wrong, a list of revoked."""
+    number, payload = chosen(data, 5)
+    device, ours = _speakers()
+    genuine = msgspec.msgpack.decode(device.seal("t", b"said"), type=Envelope)
+    match number:
+        case 0:
+            ours.open("t", payload, Role.DEVICE)
+        case 1:
+            ours.open("t", msgspec.msgpack.encode(replace(genuine, certificate=payload)), Role.DEVICE)
+        case 2:
+            changed = replace(genuine, signature=payload)
+            ours.open("t", msgspec.msgpack.encode(changed), Role.DEVICE)
+            raise AssertionError("a signature that nobody made")
+        case 3:
+            assert ours.open("t", device.seal("t", payload), Role.DEVICE) == payload
+        case _:
+            ours.authority.learn(payload)
+
+
+@cache
+def _speakers() -> tuple[Signed, Signed]:
+    authority = Authority(folder() / "authority")
+    files = authority.issue("cam1"), authority.issue("coordinator", Role.COORDINATOR)
+    return Signed(BrokerSettings("x", **files[0]), None), Signed(BrokerSettings("x", **files[1]), None)
+
+
 def state(data: bytes) -> None:
     """Files that a device or a coordinator wrote itself, on a disk that has changed them."""
     home = folder() / "state"
@@ -328,14 +361,15 @@ def state(data: bytes) -> None:
 
 
 def owner(data: bytes) -> None:
-    """Files that a person brings: a task, a split, marks of sensitive images."""
-    for name in ("task.json", "split.json", "sensitive.txt"):
+    """Files that a person brings: a task, a split, marks of sensitive images, what may leave."""
+    for name in ("task.json", "split.json", "sensitive.txt", FILE):
         written(f"owner/{name}", data)
     home = folder() / "owner"
     all_of(
         lambda: task_spec(str(home / "task.json")),
         lambda: split_numbers(home, IMAGES),
         lambda: sensitive_flags(home, IMAGES),
+        lambda: rules_of(home, None, None),
     )
 
 
@@ -398,7 +432,7 @@ _open: list[contextlib.AsyncExitStack] = []
 
 ALL: Final = (
     *(message, step, safetensors, blob, transfer, record),
-    *(npz, config, manifest, graph, metadata, credentials, state, owner),
+    *(npz, config, manifest, graph, metadata, credentials, sealed, state, owner),
     *(request, http),
 )
 DECODERS: Final[Mapping[str, Callable[[bytes], None]]] = {function.__name__: function for function in ALL}

@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from coordinator.fleet.simulated import SimulatedFleet, run
-from coordinator.methods import MethodSettings, Server, make
+from coordinator.methods import MethodSettings, Server, installed_methods, make, method_class
+from coordinator.protection import Protection
 from coordinator.rollout import Plan, RolloutState
 from coordinator.rollout.service import Release
 from coordinator.service import CoordinatorSettings, serve
@@ -24,6 +25,7 @@ from deploy.slots import Slots
 from deploy.trust import install_root
 from edge_agent import context
 from edge_agent.batched import Job, one_by_one
+from edge_agent.device import repeatable
 from edge_agent.worker import Finished, Worker
 from export.signing import Repository
 from fedge import models
@@ -48,6 +50,14 @@ METHODS = [
     *("local", "fedavg", "fedavg+ft", "fedavgm", "fedprox", "ditto", "ditto+ft", "fedper", "fedrep", "lg-fedavg"),
     *("fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl"),
     *("fedge", "fedge:split=always"),
+]
+PRIVATE = ["fedavg", "fedavgm", "fedprox", "fedper", "fedrep", "lg-fedavg"]
+"""Methods that differential privacy is for."""
+TUNED = {name for name in installed_methods() if not method_class(name).NO_FINE_TUNING} - {"fedge"}
+OFTEN = [
+    *sorted({f"{name}+ft" for name in TUNED} - {*METHODS}),
+    "fedge+ft:mode=shift",
+    *(f"{name}{tuned} dp" for name in PRIVATE for tuned in ("", "+ft")),
 ]
 
 
@@ -93,29 +103,43 @@ def samples() -> Pool:
 def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, home: Path) -> list[bytes]:
     """What they send in a run."""
     layout, first = models.initial(samples.spec, seed)
-    workers = {i: Worker(i, samples.spec, data, home / i) for i, data in devices.items()}
+    workers = {i: Worker(i, samples.spec, data, home / i, source=repeatable) for i, data in devices.items()}
     wire = Wire()
     fleet = SimulatedFleet(samples.spec, layout, workers, seed=seed, execute=wire)
+    method, _, private = method.partition(" ")
     name, _, option = method.partition(":")
     options = dict([option.split("=")]) if option else {}
-    settings = MethodSettings(rounds=ROUNDS, seed=seed, sgd=Sgd(steps=4), options=options)
+    guards = Protection(dp_noise=1.0 if private else None)
+    settings = MethodSettings(rounds=ROUNDS, seed=seed, sgd=Sgd(steps=4), options=options, protection=guards)
     x = (samples.x[:80] / 16).astype(np.float32).reshape(80, *samples.spec.input_shape)
     made = make(name, settings, Server(samples.spec, (x, samples.y[:80])))
     asyncio.run(run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
     return wire.said
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("method", METHODS)
-def test_sensitive_samples_shape_nothing_that_leaves(method: str, seed: int, samples: Pool, tmp_path: Path) -> None:
+def check(method: str, seed: int, samples: Pool, folder: Path) -> None:
+    """Two runs that differ in sensitive samples alone; noise is drawn from the orders' seeds in both."""
     shares = partition(samples, 4, how="groups", alpha=1.0, sensitive=0.4, seed=seed, n_groups=2)
     devices = {f"d{i}": share_data(samples.spec, share) for i, share in enumerate(shares)}
     rng = np.random.default_rng(100 + seed)
     others = {i: other_sensitive(data, rng) for i, data in devices.items()}
-    first = said(method, devices, samples, seed, tmp_path / "first")
-    second = said(method, others, samples, seed, tmp_path / "second")
+    first = said(method, devices, samples, seed, folder / "first")
+    second = said(method, others, samples, seed, folder / "second")
     assert len(first) == len(second)
     assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b] == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("method", METHODS)
+def test_sensitive_samples_shape_nothing_that_leaves(method: str, seed: int, samples: Pool, tmp_path: Path) -> None:
+    check(method, seed, samples, tmp_path)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("method", OFTEN)
+def test_nor_with_fine_tuning_or_with_noise(method: str, samples: Pool, tmp_path: Path) -> None:
+    for seed in range(5):
+        check(method, seed, samples, tmp_path / str(seed))
 
 
 # -------------------------------------------------------------------------------------------- over a real broker
@@ -200,7 +224,7 @@ async def lived(
         assert (await rolled_out(broker, home / "repo", release, plan)).state is RolloutState.DONE
 
 
-@pytest.mark.parametrize("method", ["fedge", "ditto"])
+@pytest.mark.parametrize("method", ["fedge", "ditto", "fedrep", "scmoe-pfl"])
 async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the_same(
     method: str, samples: Pool, mosquitto_program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +253,9 @@ async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the
     told = {"status", "context", "reports", "wants", "health", "release-wants"}
     assert {topic.split("/")[5] for topic, _ in first} == told | {"blobs"}
     for tap in found:
-        installs = [report for report in tap.reports if report.order_id.endswith((".gate.d0", ".install.d0"))]
+        installs = [
+            report for report in tap.reports if report.order_id.endswith((".gate.d0", ".install.d0", ".mixture.d0"))
+        ]
         assert {report.seconds for report in installs} == {0.0}
         assert {health.bundle_digest for health in tap.health} == {None, plan.digest}
         assert all(health.before is None for health in tap.health), "figures of a bundle that was made here"

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 
 from edge_agent.worker import Finished, Worker
-from fedge.masking import Member, Roster, read_roster, write_roster
+from fedge.masking import Member, Roster, member, read_roster, write_roster
 from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
 from fedge.step import Action, Result
-from fedge.steps.mask_keys import MaskKeys
+from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Start, Train
 from fedge.steps.train_masked import TrainMasked
@@ -49,15 +49,15 @@ class Cohort:
     def advertise(self, who: range | None = None, number: int = 1) -> None:
         """Keys, and the roster of some devices."""
         keys = {k: self.result(k, MaskKeys(session=SESSION), number) for k in who or range(len(self.workers))}
-        self.enrol([Member(id=f"d{k}", encryption=own.encryption, masking=own.masking) for k, own in keys.items()])
+        self.enrol([member(f"d{k}", own) for k, own in keys.items() if isinstance(own, KeysMade)])
 
     def enrol(self, members: list[Member]) -> None:
         file = write_roster(members)
         self.ref, self.roster = self.blobs.file(file), read_roster(file)
 
     def share(self, number: int = 1) -> None:
-        for k, member in enumerate(self.roster.members):
-            shared = self.result(int(member.id[1:]), self.sharing(), number)
+        for k, one in enumerate(self.roster.members):
+            shared = self.result(int(one.id[1:]), self.sharing(), number)
             assert isinstance(shared, SharesMade), shared
             self.made[k] = shared
 
