@@ -190,7 +190,7 @@ def require_genuine(members: Iterable[Member], order: Order, session: str, signe
         try:
             signed.require_vouched(_sum_of(order, session), member.encryption + member.masking, member.proof, member.id)
         except ProtocolError as error:
-            raise ProtocolError(error.name, f"nobody vouches for the keys of {member.id}: {error}") from None
+            raise ProtocolError("certificate", f"nobody vouches for the keys of {member.id} ({error})") from None
 
 
 def prg(seed: bytes, layout: Layout) -> Summand:

@@ -11,16 +11,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.orders import OrderStatus
 from coordinator.store import Store
-from edge_agent.agent import Agent, Identity
-from edge_agent.worker import Finished
+from edge_agent.agent import Agent, Identity, Works
+from edge_agent.worker import Finished, Worker
 from fedge import codec
 from fedge.identity import CRL, Role
+from fedge.masking import Member, member, write_roster
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -34,11 +37,16 @@ from fedge.messages import (
     Report,
     Status,
     Want,
+    Why,
     encode,
 )
 from fedge.sealed import Envelope, Signed
 from fedge.sgd import Sgd
+from fedge.step import Action, Declined, Result
+from fedge.steps.mask_keys import KeysMade, MaskKeys
+from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Start, Train, Trained
+from fedge.tasks import DeviceData
 from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
@@ -121,10 +129,11 @@ class Scene:
         )
         return await self.stack.enter_async_context(fleet)
 
-    async def agent(self, name: str) -> Agent:
+    async def agent(self, name: str, works: Works | None = None) -> Agent:
         files = self.authority.issue(name) if name not in self.authority.members else self.files(name)
         events = self.events.setdefault(name, [])
-        worker = self.workers[name] = Working()
+        self.workers[name] = Working()
+        worker = works or self.workers[name]
         agent = Agent(
             Identity(name, "test", TASK, n_shared=5),
             self.broker.settings(files),
@@ -365,3 +374,53 @@ async def test_a_coordinator_that_was_revoked_commands_nobody(scene: Scene, take
     answers = await one_round(fleet, 2, "cam1")
     assert isinstance(answers["cam1"].result, Trained)
     assert (scene.folder / "cam1" / CRL).exists()
+
+
+async def test_a_coordinator_that_makes_up_devices_for_a_masked_sum_is_refused_by_those_that_there_are(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """With four of its own it would know what the fifth has sent."""
+    fleet = await scene.coordinator()
+    genuine = ("cam1", "cam2")
+    data = DeviceData.unlabelled(np.zeros((3, *TASK.input_shape)))
+    for name in genuine:
+        await scene.agent(name, Worker(name, TASK, data, tmp_path / name, min_cohort=2))
+
+    async def results(label: str, action: Action) -> list[Result | None]:
+        async with asyncio.timeout(WAIT_S):
+            answers = await fleet.run(label, dict.fromkeys(genuine, action))
+        return [answers[name].result for name in genuine]
+
+    async def keys(session: str) -> list[Member]:
+        found = await results(f"{session}-keys", MaskKeys(session=session))
+        return [member(i, made) for i, made in zip(genuine, found, strict=True) if isinstance(made, KeysMade)]
+
+    async def shared(*cohort: Member) -> list[Result | None]:
+        ref = fleet.put_bytes(write_roster(cohort))
+        return await results(f"shares-{ref.digest[:8]}", MaskShares(session="one", roster=ref))
+
+    await fleet.begin(1, 2)
+    cam1, cam2 = await keys("one")
+    later = (await keys("two"))[1]
+    public = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(2)]
+    made_up = Member(id="cam3", encryption=public[0], masking=public[1])
+    foreign = Authority(tmp_path / "foreign").issue("cam3")
+    proofs = [
+        Signed(BrokerSettings("x", **files), None).vouch("masking r 1 one", b"".join(public))
+        for files in (foreign, scene.files("coordinator"))
+    ]
+    replace = msgspec.structs.replace
+    for stranger in (
+        made_up,
+        *(replace(made_up, proof=proof) for proof in proofs),
+        replace(made_up, id="coordinator", proof=proofs[1]),
+        replace(made_up, proof=cam2.proof),
+    ):
+        for declined in await shared(cam1, cam2, stranger):
+            assert isinstance(declined, Declined)
+            assert declined.why is Why.STRANGERS
+    for wrong in (replace(cam2, proof=b""), replace(made_up, id="cam2", proof=cam2.proof), later):
+        declined = (await shared(cam1, wrong))[0]
+        assert isinstance(declined, Declined)
+        assert declined.why is Why.STRANGERS
+    assert [type(result) for result in await shared(cam1, cam2)] == [SharesMade, SharesMade]
