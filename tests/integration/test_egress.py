@@ -33,6 +33,8 @@ from fedge.tasks import Pool, device_data, partition, pool, share_data
 from fedge.tensors import unflatten
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
+from tests.deploy.serve_process import process
+from tests.deploy.serving import body
 
 STRICT = Rules(PRESETS["strict"])
 RECEIVES = Rules(frozenset({Reveals.NOTHING}))
@@ -91,12 +93,18 @@ class Tap:
 
     async def hear(self, message: Inbound) -> None:
         levels = message.topic.split("/")
-        if levels[3] == "agents" and levels[5] in {"orders", "acks"}:  # the coordinator's
+        if levels[3] == "agents" and levels[5] in {"orders", "acks", "predict"}:  # of others
             return
         if levels[3] == "agents" and levels[5] == "blobs":
             self._chunks[levels[6]][int(levels[7])] = message.payload
         elif levels[3] == "agents":
             self.messages.append((message.topic, message.payload))
+
+    async def heard(self, leaf: str, n: int) -> None:
+        """Wait for messages, by the last level of the topic."""
+        async with asyncio.timeout(60):
+            while sum(topic.split("/")[5] == leaf for topic, _ in self.messages) < n:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
     def payloads(self) -> list[bytes]:
         blobs = [b"".join(data for _, data in sorted(chunks.items())) for chunks in self._chunks.values()]
@@ -235,3 +243,49 @@ def _noted_as_sent(home: Path, device: str, tap: Tap) -> None:
     for line in lines(home):
         noted[line.message] += line.n
     assert {message for message in heard if noted[message] < heard[message]} == set()
+
+
+async def test_no_canary_is_in_what_a_serving_device_says(
+    samples: Pool, mosquitto: LocalBroker, tmp_path: Path
+) -> None:
+    """Health and answers on MQTT and over HTTP: of what the bundle was trained on, and of what is asked."""
+    name = "secret-diary.npz"
+    np.savez(tmp_path / name, x=samples.x[:200], y=samples.y[:200], sensitive=np.arange(200) % 4 == 0)
+    asked = samples.x[300:340]
+    wanted = canaries(samples.x[:200], samples.y[:200], [name, "secret-diary", str(tmp_path)])
+    wanted |= canaries(asked, samples.y[300:340], [])
+    broker = f"{mosquitto.host}:{mosquitto.port}"
+    settings = CoordinatorSettings(
+        broker=broker,
+        federation="all",
+        home=tmp_path / "coordinator",
+        task="digits",
+        method="ditto",
+        rounds=2,
+        local_steps=5,
+        devices=1,
+    )
+    async with agents(mosquitto, samples, tmp_path, {"d0": name}, {"d0": Rules()}) as tap:
+        with contextlib.closing(Store(settings.home)) as store:
+            assert (await serve(settings, samples.spec, store, lambda *_: None, {}))["done"]
+        said: list[bytes] = []
+        words = ("--home", tmp_path / "d0", "--broker", broker, "--federation", "all", "--id", "d0")
+        async with process(*words) as (_, _, http):
+            sensor = Transport(BrokerSettings(mosquitto.host, mosquitto.port), "sensor")
+            async with sensor:
+                await tap.heard("health", 1)  # it is connected
+                for k, x in enumerate(asked):
+                    fields = {"parameters": {"label": samples.spec.classes[0]}} if k % 2 else {}
+                    await sensor.publish(Topics("all").agent("d0", "predict"), body(x[None], id=str(k), **fields))
+                    paths = ("", "/models/digits", "/models/digits/config", "/models/digits/ready", "/health/live")
+                    for path in paths if k == 30 else ():
+                        async with http.get(f"/v2{path}") as answer:
+                            said += [str(answer.headers).encode(), await answer.read()]
+                    async with http.post("/v2/models/digits/infer", data=body(x[None], id=str(k), **fields)) as answer:
+                        assert answer.status == 200
+                        said += [str(answer.headers).encode(), await answer.read()]
+                    async with http.post("/v2/models/digits/infer", data=body(x[:1], id=str(k))) as answer:
+                        assert answer.status == 400
+                        said += [str(answer.headers).encode(), await answer.read()]
+                await tap.heard("predictions", len(asked))
+    assert caught([*tap.payloads(), *said], wanted) == set()
