@@ -30,6 +30,7 @@ from fedge.sealed import speaker
 from fedge.tasks import task_spec
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.weights import with_network
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -66,6 +67,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     own = resolve_options(config, options)
     check(settings.method, own)
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
+    task = with_network(task, settings.model, settings.weights, settings.adapt)
     with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
         summary = asyncio.run(until_stopped(serve(settings, task, store, observe, own)))
     if summary is None:

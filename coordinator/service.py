@@ -52,6 +52,7 @@ from coordinator.protection import (
     MinCohort,
 )
 from coordinator.store import Store
+from fedge import weights
 from fedge.codec import encode
 from fedge.config import Name
 from fedge.credentials import Credentials
@@ -65,6 +66,7 @@ from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
+from fedge.weights import Adapt, ModelName, Weights, needed_on_devices
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -94,6 +96,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     data: (
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
+    model: ModelName = None
+    weights: Weights = None
+    adapt: Adapt = None
     allow: Annotated[
         str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
     ] = ""
@@ -164,6 +169,11 @@ def start(
         told = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
         raise ConfigError(f"{settings.home} holds another federation ({told}): use another --home")
     write_task(task, settings.home / "task.json")
+    if (frozen := needed_on_devices(task)) is not None:
+        if frozen.digest in store.blobs:
+            weights.keep(store.blobs.get(frozen.digest))
+        else:
+            store.blobs.put(weights.read(frozen.digest))
     known = store.recall("start")
     if known is None:
         layout, model = initial_in_subprocess(task, settings.seed)

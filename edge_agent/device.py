@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from fedge import weights
 from fedge.errors import FedgeError, ProtocolError, StoreError, TransportError
 from fedge.files import highest_release, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
@@ -220,6 +221,9 @@ class Device:
     @cached_property
     def network(self) -> Network:
         """The task's network, which all devices of a thread share: nobody relies on the weights that it has."""
+        frozen = weights.needed_on_devices(self.task)
+        if frozen is not None and not weights.has(frozen.digest):
+            weights.keep(self.fetch(frozen))
         return self.host.network()
 
     @property

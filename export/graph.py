@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LOWEST: Final = np.float32(-3e38)
 """Score of a candidate that is dropped: below every other, and finite, so that a softmax over such scores is too."""
+LARGE: Final = 1024
+"""Bytes of a constant that all branches share."""
 
 
 def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
@@ -101,16 +103,25 @@ class Graph:
         self._names = 0
 
     def add_branch(self, model: onnx.ModelProto, prefix: str, index: int, part: bytes) -> None:
-        """A copy of the network whose names begin with `prefix`; its weights lie in part number `index`."""
+        """A copy of the network whose names begin with `prefix`; its weights lie in part number `index`.
+
+        What no candidate changes, such as frozen weights, is in the graph once.
+        """
         import onnx
 
         places = tensor_places(part)
         renamed = onnx.compose.add_prefix(model, prefix, rename_inputs=False).graph if prefix else model.graph
-        self._nodes.extend(renamed.node)
+        large = [i.name for i in model.graph.initializer if len(i.raw_data) >= LARGE]
+        shared, there = {prefix + name: name for name in large}, {i.name for i in self._initializers}
+        for node in renamed.node:
+            node.input[:] = [shared.get(name, name) for name in node.input]
+            self._nodes.append(node)
         for held in renamed.initializer:
             if held.data_location == onnx.TensorProto.EXTERNAL:
                 _point(held, index, places[held.name.removeprefix(prefix)])
-            self._initializers.append(held)
+            held.name = shared.get(held.name, held.name)
+            if held.name not in there:
+                self._initializers.append(held)
 
     def add_part(self, index: int, part: bytes, prefix: str = "") -> None:
         """Declare the tensors of part number `index`, each named `prefix` and its own name."""

@@ -6,6 +6,7 @@ from fedge import child
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
+from fedge.weights import tell_fresh_head
 
 
 def initial_in_subprocess(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
@@ -15,6 +16,8 @@ def initial_in_subprocess(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
         ConfigError: the child failed; the text holds what it said.
     """
     try:
-        return child.call("fedge.models:initial", task, seed, returns=tuple[Layout, Model])
+        layout, model = child.call("fedge.models:initial", task, seed, returns=tuple[Layout, Model])
     except ConfigError as error:
         raise ConfigError(f"the network of task {task.name} cannot be built: {error}") from error
+    tell_fresh_head(task, layout)
+    return layout, model

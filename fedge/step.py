@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.loading import load_object
@@ -141,6 +141,8 @@ class Action(Struct, frozen=True, kw_only=True):
     RESULT: ClassVar[type[Result]]
     DEVICE: ClassVar[str]
     TRAINS: ClassVar[bool] = True
+    weights: BlobRef | UnsetType = UNSET
+    """What a frozen part of the network is (`fedge.weights`): set by the fleet, whatever the step."""
     TIMED: ClassVar[bool] = True
     """Whether the time of the work is told: not where sensitive samples shape it from the start, nor next to none."""
 

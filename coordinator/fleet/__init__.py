@@ -21,6 +21,7 @@ from fedge.messages import BlobRef, Codec, Context, Order, Report, Why
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
+from fedge.weights import needed_on_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,12 @@ class Device:
         return spared
 
 
-def asked(devices: Mapping[str, Device], actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Refusal]]:
+def asked(
+    devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec
+) -> tuple[dict[str, Action], dict[str, Refusal]]:
     """The actions as the devices are asked them, and in place of some an answer without asking; both by id."""
+    if (frozen := needed_on_devices(task)) is not None:
+        actions = {i: msgspec.structs.replace(a, weights=frozen) if a.TRAINS else a for i, a in actions.items()}
     found = {i: devices[i].asked(action) for i, action in actions.items()}
     refused = {i: each for i, each in found.items() if isinstance(each, Refusal)}
     return {i: each for i, each in found.items() if isinstance(each, Action)}, refused

@@ -72,6 +72,7 @@ from fedge.tensors import Layout, Model, Tensors, from_bytes
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import SMALL_CHUNK, BrokerSettings, Inbound, Transport
+from fedge.weights import needed_on_devices
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -458,12 +459,13 @@ class MqttFleet:
     def needed(self) -> set[str]:
         """Digests of the tensors that streamed orders name, and of those that came for them."""
         named = {ref.digest for order_id in self._streamed for ref in blobs_of(self._actions[order_id])}
+        named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
         return named | {ref.digest for brought in self._uploads.values() for ref in brought}
 
     def _asked(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
         """What devices are asked, and the answers of those that are not: by their status they cannot, or may not."""
         require_sendable(actions.values())
-        own, refused = asked({device.id: device for device in self._devices}, actions)
+        own, refused = asked({device.id: device for device in self._devices}, actions, self.task)
         for i, refusal in refused.items():
             log.warning("event=not_asked device=%s step=%s reason=%r", i, actions[i].STEP, refusal.reason)
             self._note_problem(i, refusal.reason)

@@ -26,7 +26,7 @@ from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
 from edge_agent.encoding import in_one_process
 from edge_agent.worker import Finished, Worker
-from fedge import codec
+from fedge import codec, weights
 from fedge.egress import ALL, Rules
 from fedge.errors import ProtocolError
 from fedge.files import volatile
@@ -36,6 +36,7 @@ from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
+from fedge.weights import needed_on_devices
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -122,6 +123,8 @@ class SimulatedFleet:
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._execute = execute
         self._blobs: dict[str, bytes | Unpacked] = {}
+        if (frozen := needed_on_devices(task)) is not None:
+            self._blobs[frozen.digest] = weights.read(frozen.digest)
         self._held = defaultdict[str, list[str]](list)  # digests, that used last at the end
         self._known: dict[str, _Known] = {}
         self._there = dict[str, bool]()
@@ -225,8 +228,9 @@ class SimulatedFleet:
         return frozenset(coming.device_id for coming in self._under_way)
 
     def needed(self) -> set[str]:
-        """Digests of the tensors of answers that have not been handed out."""
-        return {ref.digest for coming in self._under_way for ref in blobs_of(coming.answer.result)}
+        """Digests of the tensors of answers that have not been handed out, and of what is frozen on all devices."""
+        frozen = {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
+        return frozen | {ref.digest for coming in self._under_way for ref in blobs_of(coming.answer.result)}
 
     def _free_at(self) -> dict[str, float]:
         """When devices are done that work on streamed orders; one that was not reached does not."""
@@ -236,7 +240,7 @@ class SimulatedFleet:
         """What comes of the actions, by ascending device id, before anybody doubts it; the actions as asked."""
         require_sendable(actions.values())
         present = set(self._present())
-        own, refused = asked({i: self._about(i).device for i in actions}, actions)
+        own, refused = asked({i: self._about(i).device for i in actions}, actions, self.task)
         reached = [i for i in sorted(own) if i in present and not self._drops(label, i)]
         finished: dict[str, Finished] = {}
         with volatile(), in_one_process():

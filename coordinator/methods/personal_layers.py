@@ -18,6 +18,7 @@ from coordinator.methods.fedavg import FedAvgState, train
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
 from fedge.tensors import HEAD, Layout, Selector, overlaid, unflatten
+from fedge.weights import named
 
 
 class PersonalState(FedAvgState, frozen=True, kw_only=True):
@@ -74,8 +75,9 @@ class PersonalLayers(Method[P], Generic[P]):
         )
 
     def first(self, state: P) -> BlobRef | None:
-        """Where the personal layers of a device begin."""
-        return state.initial if self.personal and self.sends_initial else None
+        """Where the personal layers of a device begin: at weights that the task names, whatever the method does."""
+        given = self.server.task is not None and named(self.server.task) is not None
+        return state.initial if self.personal and (self.sends_initial or given) else None
 
     def kept_by(self, state: P) -> str | None:
         """The step that keeps something on the devices; None: none does."""

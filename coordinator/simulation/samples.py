@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
 from coordinator.simulation.settings import Dealing, Groups, Partition
 from fedge.tasks import Pool, Share, partition, pool, set_apart
 from fedge.tasks.generated import Generated
 from fedge.tasks.partitioners import Milder
+from fedge.weights import with_network
 
 if TYPE_CHECKING:
     from fedge.tasks.partition import How
@@ -25,9 +24,8 @@ def samples_of(dealing: Dealing, seed: int, apart: float, limit: int | None = No
         ConfigError: there are no such data.
     """
     found = pool(dealing.task, dealing.data, seed=seed, limit=dealing.samples or limit)
-    if dealing.model is not None:
-        spec = msgspec.structs.replace(found.spec, model=dealing.model, model_options={})
-        found = dataclasses.replace(found, spec=spec)
+    spec = with_network(found.spec, dealing.model, dealing.weights, dealing.adapt)
+    found = dataclasses.replace(found, spec=spec)
     turned = dealing.partition is Partition.GROUPS and dealing.groups is Groups.ROTATION
     return set_apart(found, apart, seed=seed, turns=dealing.n_groups if turned else 1)
 

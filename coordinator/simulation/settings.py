@@ -36,6 +36,7 @@ from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
 from fedge.steps.mask_shares import MIN_COHORT
+from fedge.weights import Adapt, ModelName, Weights
 
 
 class Partition(StrEnum):
@@ -98,9 +99,9 @@ class Dealing(Struct, frozen=True, kw_only=True):
         ),
     ] = "digits"
     data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
-    model: Annotated[
-        str | None, Meta(description="Network: mlp, cnn, ... or package.module:factory; by default the task's.")
-    ] = None
+    model: ModelName = None
+    weights: Weights = None
+    adapt: Adapt = None
     devices: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="20; natural: as many as there are people.")
     ] = None

@@ -23,6 +23,7 @@ from fedge.models import torchvision_ops
 from fedge.models.networks import NETWORKS
 from fedge.task import TaskSpec
 from fedge.tensors import HEAD, Layout, Model, TensorInfo, flatten, unflatten
+from fedge.weights import ADAPT, tell_fresh_head
 
 _KINDS = {torch.float32: "buffer", torch.int64: "counter"}
 _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
@@ -33,14 +34,26 @@ _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
 
 
 def build(task: TaskSpec) -> nn.Module:
-    """The task's network with weights from torch's global generator.
+    """The task's network with weights from torch's global generator; one that is adapted, with those that it names.
 
     A factory of the user's own is called with the task, or with nothing if it needs no argument: a class of modules
     will do. A module that was handed over in Python is copied, with the weights that it has.
 
     Raises:
-        ConfigError: the network is unknown, an option is wrong, or the user's factory fails or returns no module.
+        ConfigError: the network is unknown, an option is wrong, the user's factory fails or returns no module, or the
+            task's weights are not here or do not fit.
     """
+    module = _plain(task)
+    if ADAPT not in task.model_options:
+        return module
+    from fedge.models import adapters
+
+    adapters.begin(module, task)
+    adapters.adapt(module, task)
+    return module
+
+
+def _plain(task: TaskSpec) -> nn.Module:
     if ":" not in task.model:
         if task.model not in NETWORKS:
             hint = nearest(task.model, NETWORKS)
@@ -67,11 +80,20 @@ def _call(factory: Callable[..., object], task: TaskSpec) -> object:
 
 
 def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
-    """Layout and first weights of the task's network: equal seeds, equal bytes. The global generator is left alone."""
+    """Layout and first weights of the task's network: equal seeds, equal bytes. The global generator is left alone.
+
+    Raises:
+        ConfigError: as `build`.
+    """
+    from fedge.models import adapters
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = build(task)
+    if ADAPT not in task.model_options:
+        adapters.begin(module, task)
     layout = layout_of(module, head_name(module, task))
+    tell_fresh_head(task, layout)
     return layout, dump(module, layout)
 
 

@@ -1,15 +1,17 @@
-"""The built-in networks: small, without batch normalisation, and quick to export."""
+"""The built-in networks: small ones without batch normalisation, quick to export, and two of torchvision's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
 from fedge.errors import ConfigError
+from fedge.models import torchvision_ops
 from fedge.models.resnet_moe import ResNetMoE
 from fedge.task import TaskSpec
+from fedge.weights import RESERVED
 
 Options = Mapping[str, int | float | str | bool]
 
@@ -50,12 +52,55 @@ def resnet_moe(task: TaskSpec) -> nn.Module:
     return ResNetMoE(task.input_shape, task.n_classes, **options)
 
 
+def mobilenet_v3_small(task: TaskSpec) -> nn.Module:
+    """Torchvision's, d = 1.53 M with ten classes. Images of less than 64 pixels: the first convolution has stride 1.
+
+    Source: Howard et al., "Searching for MobileNetV3", ICCV 2019.
+    """
+    net = _of_torchvision(task, "mobilenet_v3_small")
+    first: Any = net.get_submodule("features.0")
+    first[0] = _first(task, first[0])
+    return net
+
+
+def resnet_18(task: TaskSpec) -> nn.Module:
+    """Torchvision's, d = 11.2 M with ten classes. Images of less than 64 pixels: the first convolution has stride 1.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
+    """
+    net = _of_torchvision(task, "resnet18")
+    net.set_submodule("conv1", _first(task, net.get_submodule("conv1")))
+    return net
+
+
 NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {
     "mlp": mlp,
     "cnn": cnn,
     "cnn_fedavg": cnn_fedavg,
     "resnet_moe": resnet_moe,
+    "mobilenet-v3-small": mobilenet_v3_small,
+    "resnet-18": resnet_18,
 }
+_SMALL: Final = 64
+"""Pixels; torchvision's networks are made for 224, and leave little of fewer."""
+
+
+def _of_torchvision(task: TaskSpec, name: str) -> nn.Module:
+    _sizes(task)
+    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 8:
+        raise ConfigError(f"{task.model} needs images (channels, height >= 8, width >= 8), not {task.input_shape}")
+    torchvision_ops.declare()
+    from torchvision import models  # seconds
+
+    net: nn.Module = getattr(models, name)(num_classes=task.n_classes)
+    return net
+
+
+def _first(task: TaskSpec, usual: Any) -> nn.Conv2d:
+    """The first convolution for images with any number of channels, and for small ones."""
+    channels, *sides = task.input_shape
+    stride = 1 if min(sides) < _SMALL else 2
+    return nn.Conv2d(channels, usual.out_channels, usual.kernel_size, stride, usual.padding, bias=False)
 
 
 def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hidden: int) -> nn.Module:
@@ -78,7 +123,7 @@ def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hi
 
 def _sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
     """The options of a network: positive whole numbers, those not given from `defaults`."""
-    if unknown := set(task.model_options) - set(defaults):
+    if unknown := set(task.model_options) - {*defaults, *RESERVED}:
         raise ConfigError(f"{task.model} has no option {sorted(unknown)}; it has {sorted(defaults)}")
     sizes: dict[str, int] = {}
     for name, default in defaults.items():

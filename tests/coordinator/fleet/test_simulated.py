@@ -21,7 +21,9 @@ from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial, Tried
 from fedge.stopping import Stop, never
-from fedge.tensors import HEAD, unflatten
+from fedge.tasks import partition, pool, share_data
+from fedge.tensors import HEAD, Model, to_bytes, unflatten
+from fedge.weights import with_network
 from tests.support.simulation import digits
 
 
@@ -56,6 +58,24 @@ async def test_many_devices_are_at_work_in_lots_and_answer_as_if_they_were_not(t
     monkeypatch.setattr(simulated, "AT_ONCE", 2)
     assert await fleet.run("train", dict.fromkeys(fleet.workers, order)) == at_once
     assert list(at_once) == list(fleet.workers)
+
+
+async def test_what_is_frozen_is_downloaded_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    samples = pool("digits", limit=100)
+    layout, model = initial(with_network(samples.spec, "cnn"), 0)
+    (tmp_path / "w.safetensors").write_bytes(to_bytes(unflatten(model, layout)))
+    task = with_network(samples.spec, "cnn", tmp_path / "w.safetensors", "head")
+    layout, model = initial(task, 0)
+    (share,) = partition(samples, 1, how="iid", alpha=1.0, sensitive=0.0, seed=0)
+    fleet = SimulatedFleet(task, layout, {"d": Worker("d", task, share_data(task, share), tmp_path / "d")}, seed=0)
+    refs = [fleet.put(unflatten(Model(model.params + k, model.buffers, model.counters), layout)) for k in range(3)]
+    for k, ref in enumerate(refs):
+        answers = await fleet.run(f"train-{k}", {"d": Train(starts=(Start(model=ref),), sgd=Sgd(steps=2))})
+        assert isinstance(answers["d"].result, Trained)
+        fleet.keep_only({own.digest for own in refs} | fleet.needed())
+    assert fleet.bytes_down == 3 * refs[0].size_bytes + (tmp_path / "w.safetensors").stat().st_size
+    assert refs[0].size_bytes < 4 * layout.n_params + 400
 
 
 async def test_a_model_is_downloaded_once_while_it_is_among_those_that_a_device_used_last(tmp_path) -> None:

@@ -1,0 +1,178 @@
+"""A network that begins with given weights, and of which a part alone is trained.
+
+`--adapt` names what is trained, by selectors (`fedge.tensors.Selector`), whole layers at a time: `head`, or
+`head,layer4.*`, or `!norm`: all but the normalisation. The head always is. With `lora` or `lora:RANK` the other
+convolutions and linear layers get an adapter each. What is not trained is frozen: no part of the layout, so it is
+neither sent nor averaged, and its running statistics stand still.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; A is frozen at random numbers as in
+Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024 (FFA-LoRA): the mean of the devices'
+B A is then the mean of their B times A, and half of the numbers travel.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedge import models, weights
+from fedge.errors import ConfigError, ProtocolError
+from fedge.task import TaskSpec
+from fedge.tensors import Tensors, views_of
+
+LORA: Final = "lora"
+RANK: Final = 4
+
+
+class Adapter(nn.Module):
+    """A convolution or linear layer with W + B A in place of W; B (rows, rank) alone is trained, and begins with 0.
+
+    Args:
+        layer: W is (rows, ...), seen as a matrix (rows, n).
+        rank: of B A; at most min(rows, n).
+        seed: of A (rank, n), whose numbers are N(0, 1/n).
+
+    ONNX Runtime computes the sum once, when it loads the graph.
+    """
+
+    a: Tensor
+
+    def __init__(self, layer: nn.Conv2d | nn.Linear, rank: int, seed: int) -> None:
+        super().__init__()
+        rows, n = layer.weight.flatten(1).shape
+        rank = min(rank, rows, n)
+        a = np.random.default_rng(seed).standard_normal((rank, n), np.float32) / np.float32(np.sqrt(n))
+        _freeze(layer)
+        self.layer = layer
+        self.register_buffer("a", torch.from_numpy(a), persistent=False)
+        self.b = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the layer."""
+        weight = self.layer.weight + (self.b @ self.a).view(self.layer.weight.shape)
+        if isinstance(self.layer, nn.Linear):
+            return functional.linear(x, weight, self.layer.bias)
+        return self.layer._conv_forward(x, weight, self.layer.bias)  # noqa: SLF001 - with any kind of padding
+
+
+class StillNorm(nn.Module):
+    """BatchNorm whose statistics and weights stand still, also in training: x * scale + shift for each channel."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, norm: nn.modules.batchnorm._BatchNorm) -> None:
+        super().__init__()
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        with torch.no_grad():
+            scale = torch.rsqrt(norm.running_var + norm.eps) * (1 if norm.weight is None else norm.weight)
+            shift = (0 if norm.bias is None else norm.bias) - norm.running_mean * scale
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, channels, ...)."""
+        shape = (-1, *(1,) * (x.ndim - 2))
+        return x * self.scale.view(shape) + self.shift.view(shape)
+
+
+def begin(module: nn.Module, task: TaskSpec) -> None:
+    """Give a network the weights that its task names, in place; a head of other classes keeps its own.
+
+    Raises:
+        ConfigError: they are not here, or do not fit; the text says what does not.
+    """
+    ref = weights.named(task)
+    if ref is None:
+        return
+    try:
+        found = views_of(weights.read(ref.digest))
+    except ProtocolError as error:
+        raise ConfigError(f"the weights of {task.model} are no safetensors file: {error}") from error
+    own = dict(models.state(module))
+    head = models.head_name(module, task)
+    of_head = {f"{head}.weight", f"{head}.bias"}
+    if head is not None and any(_differs(found, own, name) for name in of_head):
+        found = {name: array for name, array in found.items() if name not in of_head}
+        own = {name: tensor for name, tensor in own.items() if name not in of_head}
+    found = {name: _grey(array, own[name]) if name in own else array for name, array in found.items()}
+    faults = [f"lacks {name}" for name in own if name not in found]
+    faults += [f"has {name}, which the network has not" for name in found if name not in own]
+    faults += [
+        f"{name} is {found[name].dtype}{found[name].shape}, in the network {_type(tensor)}{tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in found and (_differs(found, own, name) or found[name].dtype != _type(tensor))
+    ]
+    if faults:
+        more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
+        raise ConfigError(f"the weights do not fit the network {task.model}: {'; '.join(faults[:4])}{more}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(torch.from_numpy(np.array(found[name])))
+
+
+def adapt(module: nn.Module, task: TaskSpec) -> None:
+    """Freeze what is not to be trained, and add adapters, in place.
+
+    Raises:
+        ConfigError: `adapt` names no layer of the network, or makes no sense.
+    """
+    patterns = [p.strip() for p in str(task.model_options[weights.ADAPT]).split(",") if p.strip()]
+    rank = max((_rank(p) for p in patterns if p.partition(":")[0] == LORA), default=0)
+    selector = tuple(p for p in patterns if p.partition(":")[0] != LORA)
+    head = models.head_name(module, task)
+    layout = models.layout_of(module, head)
+    chosen = {_layer_of(info.name) for info in layout.select(selector).tensors} if selector else set()
+    if not selector and not rank:
+        raise ConfigError("--adapt names nothing: say lora, head, or other layers")
+    for number, (name, layer) in enumerate(list(module.named_modules())):
+        if name in chosen or name == head:
+            continue
+        if rank and isinstance(layer, nn.Conv2d | nn.Linear):
+            module.set_submodule(name, Adapter(layer, rank, zlib.crc32(f"{number} {name}".encode())))
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats:  # noqa: SLF001
+            module.set_submodule(name, StillNorm(layer))
+        else:
+            _freeze(layer)
+
+
+def _rank(pattern: str) -> int:
+    _, colon, number = pattern.partition(":")
+    if not colon:
+        return RANK
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--adapt {pattern}: the rank is a whole number from 1 on, as in lora:4")
+    return int(number)
+
+
+def _layer_of(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _freeze(layer: nn.Module) -> None:
+    """Make the layer's own tensors constants, which are no part of a layout (`fedge.models.state`)."""
+    for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+        delattr(layer, name)
+        layer.register_buffer(name, tensor.detach(), persistent=False)
+
+
+def _grey(array: NDArray[np.generic], tensor: Tensor) -> NDArray[np.generic]:
+    """A first convolution's weights for three colours as those for grey, which is all three at once."""
+    if array.ndim == 4 and array.shape[1] == 3 and tensor.shape == (array.shape[0], 1, *array.shape[2:]):
+        return np.asarray(array.sum(axis=1, keepdims=True, dtype=array.dtype))
+    return array
+
+
+def _differs(found: Tensors, own: dict[str, Tensor], name: str) -> bool:
+    return name not in found or found[name].shape != tuple(own[name].shape)
+
+
+def _type(tensor: Tensor) -> np.dtype[np.generic]:
+    return np.dtype(np.int64 if tensor.dtype is torch.int64 else np.float32)

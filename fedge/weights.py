@@ -1,0 +1,145 @@
+"""Weights that a network begins with, from a file of the user's: `--weights FILE.safetensors`.
+
+A task names them by digest, so that all machines of a federation mean the same. Only the coordinator has the file. A
+device needs them where a part of the network is frozen (`fedge.models.adapters`): it fetches them once, and they stay
+in the cache folder; nothing of them is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fedge.errors import ConfigError, StoreError
+from fedge.files import write_atomically
+from fedge.messages import BlobRef
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, digest_of, places_in
+
+log = logging.getLogger("fedge.models")
+
+WEIGHTS: Final = "weights"
+SIZE: Final = "weights_bytes"
+ADAPT: Final = "adapt"
+RESERVED: Final = (WEIGHTS, SIZE, ADAPT)
+"""The names of these settings among a task's `model_options`."""
+
+_held: dict[str, bytes] = {}  # where the cache folder cannot be written
+_whole: set[Path] = set()  # files that this process has found whole
+
+ModelName = Annotated[
+    str | None, Meta(description="Network: mlp, cnn, ... or package.module:factory; by default the task's.")
+]
+Weights = Annotated[
+    Path | None,
+    Meta(description="Weights that the network begins with, a .safetensors file that fits by names and shapes."),
+]
+Adapt = Annotated[
+    str | None,
+    Meta(
+        description="What is trained, the rest of --weights is frozen and not sent: lora or lora:RANK, head, or layers "
+        "such as head,layer4.*; !norm: all but the normalisation. Default: everything."
+    ),
+]
+
+
+def with_network(
+    task: TaskSpec, model: str | None = None, weights: Path | None = None, adapt: str | None = None
+) -> TaskSpec:
+    """The task with another network, the weights that it begins with, and what of it is trained.
+
+    Args:
+        task: whose own network it is where `model` is None.
+        model: as `TaskSpec.model`.
+        weights: a safetensors file with the tensors of the network by name.
+        adapt: see `fedge.models.adapters`; None: everything is trained.
+
+    Raises:
+        ConfigError: the file cannot be read, or a network is to be adapted that begins from nothing.
+    """
+    options = dict(task.model_options) if model is None else {}
+    if weights is not None:
+        try:
+            data = weights.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--weights {weights} cannot be read: {error}") from error
+        options |= {WEIGHTS: keep(data), SIZE: len(data)}
+    if adapt is not None:
+        options[ADAPT] = adapt
+    task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
+    if ADAPT in options and WEIGHTS not in options:
+        raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
+    return task
+
+
+def named(task: TaskSpec) -> BlobRef | None:
+    """The weights that the task's network begins with; None: random ones."""
+    digest, size = task.model_options.get(WEIGHTS), task.model_options.get(SIZE)
+    return BlobRef(digest=digest, size_bytes=size) if isinstance(digest, str) and isinstance(size, int) else None
+
+
+def needed_on_devices(task: TaskSpec) -> BlobRef | None:
+    """The weights that no order's model has: of a network of which a part is frozen."""
+    return named(task) if ADAPT in task.model_options else None
+
+
+def tell_fresh_head(task: TaskSpec, layout: Layout) -> None:
+    """Log it where the weights are of other classes, so that the head begins anew."""
+    ref = named(task)
+    if ref is not None:
+        stored = places_in(io.BytesIO(read(ref.digest)))
+        fresh = [i.name for i in layout.tensors if i.layer == "head" and i.name in stored]
+        if any(stored[i.name].shape != i.shape for i in layout.tensors if i.name in fresh):
+            log.warning("event=fresh_head tensors=%s detail='the weights are of other classes'", ",".join(fresh))
+
+
+def keep(data: bytes) -> str:
+    """Keep weights for this and later processes; their digest."""
+    digest = digest_of(data)
+    if not has(digest):
+        try:
+            write_atomically(_path(digest), data)
+        except StoreError:  # such as a home that is read-only
+            _held[digest] = data
+    return digest
+
+
+def has(digest: str) -> bool:
+    """Whether the weights are here, whole."""
+    with suppress(ConfigError):
+        path = _path(digest)
+        if digest in _held or (path in _whole and path.exists()) or read(digest):
+            _whole.add(path)
+            return True
+    return False
+
+
+def read(digest: str) -> bytes:
+    """The weights of this digest.
+
+    Raises:
+        ConfigError: they are not here, or damaged.
+    """
+    if digest in _held:
+        return _held[digest]
+    path = _path(digest)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the weights {digest} of the task's network are not here: give --weights again") from error
+    if digest_of(data) != digest:
+        raise ConfigError(f"{path} is damaged: delete it, and give --weights again")
+    return data
+
+
+def _path(digest: str) -> Path:
+    """In $XDG_CACHE_HOME/fedge/weights, or the same below ~/.cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "fedge" / "weights" / f"{digest}.safetensors"
