@@ -60,15 +60,16 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
       fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
 
     \b
-    Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 6 done, but no
-    device has a bundle, 130 stopped.
+    Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or the
+    store's server does not answer, 6 done, but no device has a bundle, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     own = resolve_options(config, options)
     check(settings.method, own)
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
-    with contextlib.closing(Store(settings.home)) as store, _observer(as_json) as observe:
+    opened = Store(settings.home, settings.store, federation=settings.federation)
+    with contextlib.closing(opened) as store, _observer(as_json) as observe:
         summary = asyncio.run(until_stopped(serve(settings, task, store, observe, own)))
     if summary is None:
         return INTERRUPTED

@@ -54,7 +54,7 @@ from coordinator.protection import (
 from coordinator.store import Store
 from fedge import weights
 from fedge.codec import encode
-from fedge.config import Name
+from fedge.config import Name, Secret
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
@@ -86,6 +86,13 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
     federation: Annotated[Name, Meta(description="Name of the federation.")]
     home: Annotated[Path, Meta(description="Folder of the durable state. One coordinator each.")]
+    store: (
+        Annotated[
+            Secret,
+            Meta(description="postgresql://USER:PASSWORD@HOST/DATABASE of what is no tensor; without: HOME/store.db."),
+        ]
+        | None
+    ) = None
     task: Annotated[
         str,
         Meta(
@@ -281,7 +288,7 @@ async def serve(
             number = state.round + 1
             await fleet.begin(number, settings.devices if number == 1 else 1)
             state = await method.advance(state, fleet)
-            commit(store, fleet, number, state, time.monotonic() - began)
+            await commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
             observe("round_done", write_summary(settings, method, state, store, fleet))
         fleet.end_streams()
@@ -308,15 +315,15 @@ async def welcome(
         await fleet.admit(number, tried, state.installed)
         observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
         state = msgspec.structs.replace(await method.welcome(state, fleet), round=number)
-        commit(store, fleet, number, state, time.monotonic() - began)
+        await commit(store, fleet, number, state, time.monotonic() - began)
         observe("round_done", write_summary(settings, method, state, store, fleet))
         tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}
 
 
-def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:
+async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:
     """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
-    store.commit_round(number, dump(state), time.time(), counted)
+    await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted)
     store.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
 
 

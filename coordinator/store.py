@@ -1,20 +1,27 @@
-"""The coordinator's truth: SQLite in WAL mode for what happened, a content-addressed folder for tensors.
+"""The coordinator's truth: SQLite or PostgreSQL for what happened, a content-addressed folder for tensors.
 
-One event is one transaction: the state change, and what keeps it from happening twice. Whatever is published is
-published after its commit. A failed write stops the process (`StoreError`): going on would lose an accepted update.
+One event is one change, all of it or nothing, with what keeps it from happening twice; changes that wait together are
+one transaction. Whatever is published is published after its commit. A failed write stops the process (`StoreError`):
+going on would lose an accepted update.
+
+Methods that close orders, or come with answers, return a future, which is done when the change is durable; they are
+carried out in the order of the calls. All others wait for it themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from coordinator.database import Database, database, failures
 from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
 from coordinator.fleet.quarantine import Offence
@@ -27,6 +34,11 @@ EXPIRED: Final = "no report before the deadline"
 UNWANTED: Final = "the run ended before the report came"
 FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
+MAX_BATCH: Final = 1000
+"""Changes in one transaction."""
+ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
+
+Found = TypeVar("Found")
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -36,226 +48,271 @@ class Entry(Struct, frozen=True, kw_only=True):
     status: OrderStatus
     reason: str = ""
     report: Report | None = None
+    arrival: int = 0  # when it was closed, among all orders: 1, 2, ...; 0: it is open
+
+
+class Writer:
+    """A thread that carries changes out in their order; those that wait together are one transaction."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[Database], Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    def submit(self, change: Callable[[Database], Found]) -> Future[Found]:
+        """Have it carried out; the future is done when it is durable. It cannot be cancelled."""
+        future: Future[Found] = Future()
+        future.set_running_or_notify_cancel()
+        self._waiting.put((future, change))
+        return future
+
+    def close(self) -> None:
+        """Carry out what waits, and end."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            while not self._waiting.empty() and len(batch) < MAX_BATCH:
+                batch.append(self._waiting.get())
+            if changes := [waiting for waiting in batch if waiting is not None]:
+                self._carry_out(changes)
+            if len(changes) < len(batch):
+                return
+
+    def _carry_out(self, changes: list[tuple[Future[Any], Callable[[Database], Any]]]) -> None:
+        try:
+            with _guarded():
+                self.db.begin()
+                try:
+                    found = [change(self.db) for _, change in changes]
+                    self.db.execute("COMMIT")
+                except BaseException:
+                    with contextlib.suppress(*failures()):  # a full disk has rolled back already
+                        self.db.execute("ROLLBACK")
+                    raise
+        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+            for future, _ in changes:
+                future.set_exception(error)
+        else:
+            for (future, _), one in zip(changes, found, strict=True):
+                future.set_result(one)
 
 
 class Store:
-    """One federation's durable state in one folder. Not for two processes at once: the second is refused."""
+    """One federation's durable state. The dispatcher has it to itself; intakes may come and go beside it.
 
-    def __init__(self, home: Path) -> None:
-        """Open the folder, or make it.
+    What an intake may do: `recall("start")` (layout and initial model), `entry`, and `accept` or `reject` what devices
+    report. An order is closed once, whoever comes first. What others have closed the dispatcher learns by
+    `closed_since`.
+    """
+
+    def __init__(self, home: Path, url: str | None = None, *, federation: str = "", intake: bool = False) -> None:
+        """Open it, or make it.
+
+        Args:
+            home: folder of the tensors, and without `url` of the tables.
+            url: postgresql://... of the tables; several federations may share a database.
+            federation: names the schema there.
+            intake: beside a dispatcher, which has made it.
 
         Raises:
-            ConfigError: another process has it open.
+            ConfigError: another dispatcher has it open; or there is nothing yet that an intake could work for.
             StoreError: it cannot be read or written, or was written by a newer fedge.
         """
         self.home = home
-        with _guarded(), contextlib.ExitStack() as undo:
-            taken = f"another coordinator works in {home}; stop it, or use another --home"
-            undo.enter_context(locked(home, taken))
-            self._db = undo.enter_context(contextlib.closing(sqlite3.connect(home / "store.db", isolation_level=None)))
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            migrate(self._db)
-            self.blobs = BlobFolder(home / "blobs")
+        connect = database(home, url, federation)
+        with contextlib.ExitStack() as undo:
+            if not intake:
+                undo.enter_context(locked(home, f"another coordinator works in {home}; stop it, or use another --home"))
+            with _guarded():
+                self.blobs = BlobFolder(home / "blobs")
+                writing, self._db = (undo.enter_context(contextlib.closing(connect())) for _ in range(2))
+            with _guarded():
+                if not intake:
+                    writing.alone(f"another coordinator works for federation {federation} on this server: stop it")
+                migrate(writing, check=intake)
+            self._writer = undo.enter_context(contextlib.closing(Writer(writing)))
             self._open = undo.pop_all()
 
     def close(self) -> None:
         """Close the database and let another process have the folder."""
         self._open.close()
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _change(self, change: Callable[[Database], Found]) -> Found:
+        return self._writer.submit(change).result()
+
+    def _read(self, sql: str, *values: object) -> list[Any]:
         with _guarded():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                if self._db.in_transaction:  # a full disk has rolled back already
-                    self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+            return list(self._db.execute(sql, *values))
 
     # -------------------------------------------------------------------------------------------------------- rounds
 
     def begin_round(self, number: int, devices: Iterable[Device], now: float) -> None:
         """Begin a round with these devices, which stay the round's devices for good."""
         snapshot = msgspec.msgpack.encode(list(devices))
-        with self._transaction() as db:
-            db.execute("INSERT INTO rounds (round, devices, begun_at) VALUES (?, ?, ?)", (number, snapshot, now))
+        sql = "INSERT INTO rounds (round, devices, begun_at) VALUES ($1, $2, $3)"
+        self._change(lambda db: db.execute(sql, number, snapshot, now))
 
     def snapshot(self, number: int) -> tuple[Device, ...] | None:
         """The devices of a round that has begun; None: it has not."""
-        with _guarded():
-            row = self._db.execute("SELECT devices FROM rounds WHERE round = ?", (number,)).fetchone()
-        return None if row is None else msgspec.msgpack.decode(row[0], type=tuple[Device, ...])
+        rows = self._read("SELECT devices FROM rounds WHERE round = $1", number)
+        return msgspec.msgpack.decode(rows[0][0], type=tuple[Device, ...]) if rows else None
 
     def commit_round(self, number: int, state: bytes, now: float, counted: Mapping[str, int]) -> None:
         """The round is done, this is the method's state, and so much is to be counted; all or nothing."""
-        with self._transaction() as db:
-            db.execute("UPDATE rounds SET done_at = ? WHERE round = ?", (now, number))
-            db.execute("INSERT INTO states (round, body) VALUES (?, ?)", (number, state))
-            db.execute("DELETE FROM states WHERE round < ?", (number,))
-            for name, by in counted.items():
-                _count(db, name, by)
+
+        def commit(db: Database) -> None:
+            db.execute("UPDATE rounds SET done_at = $1 WHERE round = $2", now, number)
+            db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", number, state)
+            db.execute("DELETE FROM states WHERE round < $1", number)
+            _count(db, counted)
+
+        self._change(commit)
 
     def state(self) -> bytes | None:
         """The method's state after the last round that was committed; None before the first."""
-        with _guarded():
-            row = self._db.execute("SELECT body FROM states ORDER BY round DESC LIMIT 1").fetchone()
-        return None if row is None else row[0]
+        rows = self._read("SELECT body FROM states ORDER BY round DESC LIMIT 1")
+        return rows[0][0] if rows else None
 
     def round_seconds(self) -> dict[int, float]:
         """How long each finished round took, from its beginning (before a crash, if there was one) to its end."""
-        with _guarded():
-            rows = self._db.execute("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY 1")
-            return dict(rows.fetchall())
+        return dict(self._read("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY round"))
 
     def last_contexts(self) -> dict[str, Context | None]:
         """What the devices of the last round that was begun had said of themselves, by id."""
-        with _guarded():
-            row = self._db.execute("SELECT max(round) FROM rounds").fetchone()
-        devices = self.snapshot(row[0]) if row[0] is not None else None
+        ((last,),) = self._read("SELECT max(round) FROM rounds")
+        devices = self.snapshot(last) if last is not None else None
         return {device.id: device.context for device in devices or ()}
 
     # -------------------------------------------------------------------------------------------------------- orders
 
     def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:
-        """Write orders that are not there yet; all of them as they stand, by device id.
+        """Write orders of one step that are not there yet; all of them as they stand, by device id.
 
         `streamed`: their answers are handed out one by one, and it is recorded in which round.
         """
-        entries = {}
-        with self._transaction() as db:
-            for order in orders:
-                db.execute(
-                    "INSERT OR IGNORE INTO orders (id, round, label, device_id, body, status, streamed) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        order.id,
-                        order.round,
-                        order.label,
-                        order.device_id,
-                        msgspec.msgpack.encode(order),
-                        OrderStatus.OPEN,
-                        streamed,
-                    ),
-                )
-                entries[order.device_id] = _entry(
-                    db.execute("SELECT body, status, reason, report FROM orders WHERE id = ?", (order.id,)).fetchone()
-                )
-        return entries
+        given = list(orders)
+        if not given:
+            return {}
+        values = [
+            (o.id, o.round, o.label, o.device_id, msgspec.msgpack.encode(o), OrderStatus.OPEN.value, int(streamed))
+            for o in given
+        ]
+
+        def write(db: Database) -> list[Any]:
+            db.executemany(
+                "INSERT INTO orders (id, round, label, device_id, body, status, streamed) "
+                "VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
+                values,
+            )
+            return list(db.execute(f"{ENTRY} WHERE round = $1 AND label = $2", given[0].round, given[0].label))
+
+        found = {entry.order.id: entry for entry in map(_entry, self._change(write))}
+        return {order.device_id: found[order.id] for order in given}
 
     def entry(self, order_id: str) -> Entry | None:
         """An order and what came of it; None: there never was such an order."""
-        with _guarded():
-            row = self._db.execute(
-                "SELECT body, status, reason, report FROM orders WHERE id = ?", (order_id,)
-            ).fetchone()
-        return None if row is None else _entry(row)
+        rows = self._read(f"{ENTRY} WHERE id = $1", order_id)
+        return _entry(rows[0]) if rows else None
 
-    def entries(self, number: int) -> tuple[Entry, ...]:
-        """All orders of a round, by label and device id."""
-        with _guarded():
-            rows = self._db.execute(
-                "SELECT body, status, reason, report FROM orders WHERE round = ? ORDER BY label, device_id", (number,)
-            ).fetchall()
-        return tuple(_entry(row) for row in rows)
+    def entries(self, number: int, label: str | None = None) -> tuple[Entry, ...]:
+        """All orders of a round, or of one of its steps, by label and device id."""
+        which = "round = $1 AND label = coalesce($2, label) ORDER BY label, device_id"
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number, label)))
 
     def streamed(self, number: int) -> tuple[Entry, ...]:
         """The streamed orders that no round before this one was given the answers of.
 
         First those that are closed, in the order in which they were, then those that are open.
         """
-        with _guarded():
-            rows = self._db.execute(
-                "SELECT body, status, reason, report FROM orders "
-                "WHERE streamed = 1 AND (handed IS NULL OR handed = ?) ORDER BY arrival IS NULL, arrival, id",
-                (number,),
-            ).fetchall()
-        return tuple(_entry(row) for row in rows)
+        which = "streamed = 1 AND (handed IS NULL OR handed = $1) ORDER BY arrival IS NULL, arrival, id"
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number)))
 
-    def hand_out(self, order_id: str, number: int) -> None:
+    def hand_out(self, order_id: str, number: int) -> Future[object]:
         """Record that a round is given the answer of a streamed order, before it is; the first time counts."""
-        with self._transaction() as db:
-            db.execute("UPDATE orders SET handed = ? WHERE id = ? AND handed IS NULL", (number, order_id))
+        sql = "UPDATE orders SET handed = $1 WHERE id = $2 AND handed IS NULL"
+        return self._writer.submit(lambda db: db.execute(sql, number, order_id))
 
     def end_streams(self, now: float) -> None:
         """Nobody waits for the answers of streamed orders any more: those that are open expire."""
-        with _guarded():
-            rows = self._db.execute(
-                "SELECT id FROM orders WHERE streamed = 1 AND status = ?", (OrderStatus.OPEN,)
-            ).fetchall()
-        for (order_id,) in rows:
-            self._close(order_id, OrderStatus.EXPIRED, UNWANTED, None, now)
+        open_ = self._read("SELECT id FROM orders WHERE streamed = 1 AND status = $1", OrderStatus.OPEN.value)
+        for future in [self._close(i, OrderStatus.EXPIRED, UNWANTED, None, now) for (i,) in open_]:
+            future.result()
 
-    def accept(self, report: Report, now: float) -> bool:
+    def accept(self, report: Report, now: float) -> Future[bool]:
         """Record the report of an open order; False, and nothing changed, if it is not open any more."""
         body = msgspec.msgpack.encode(report)
         return self._close(report.order_id, OrderStatus.ACCEPTED, "", body, now)
 
-    def reject(self, order_id: str, reason: str, now: float) -> bool:
+    def reject(self, order_id: str, reason: str, now: float) -> Future[bool]:
         """Close an open order whose report is not acceptable; False if it is not open any more."""
         return self._close(order_id, OrderStatus.REJECTED, reason, None, now)
 
-    def expire(self, order_id: str, now: float) -> bool:
+    def expire(self, order_id: str, now: float) -> Future[bool]:
         """Close an open order that nobody answered in time; False if it is not open any more."""
         return self._close(order_id, OrderStatus.EXPIRED, EXPIRED, None, now)
 
-    def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> bool:
-        with self._transaction() as db:
-            cursor = db.execute(
-                "UPDATE orders SET status = ?, reason = ?, report = ?, closed_at = ?, "
-                "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) WHERE id = ? AND status = ?",
-                (status, reason[:1000], report, now, order_id, OrderStatus.OPEN),
-            )
-            return cursor.rowcount == 1
+    def closed_since(self, arrival: int) -> tuple[Entry, ...]:
+        """The orders that were closed after the one with this number, by whomever, as they were closed.
+
+        Numbers have no gaps and never become visible out of order, so that the last one found is the next `arrival`.
+        """
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
+
+    def last_arrival(self) -> int:
+        """The number of the order that was closed last; 0: none was."""
+        return int(self._read("SELECT coalesce(max(arrival), 0) FROM orders")[0][0])
+
+    def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> Future[bool]:
+        sql = (
+            "UPDATE orders SET status = $1, reason = $2, report = $3, closed_at = $4, "
+            "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) WHERE id = $5 AND status = $6 RETURNING id"
+        )
+        values = status.value, _text(reason), report, now, order_id, OrderStatus.OPEN.value
+        return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
 
     # ------------------------------------------------------------------------------------------------------ the rest
 
-    def accuse(self, offence: Offence) -> bool:
+    def accuse(self, offence: Offence) -> Future[bool]:
         """Keep evidence against a device; False if a round has this against it already."""
-        with self._transaction() as db:
-            cursor = db.execute(
-                "INSERT OR IGNORE INTO offences VALUES (?, ?, ?, ?)",
-                (offence.device_id, offence.round, offence.name, offence.detail[:1000]),
-            )
-            return cursor.rowcount == 1
+        sql = "INSERT INTO offences VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING round"
+        values = offence.device_id, offence.round, offence.name, _text(offence.detail)
+        return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
 
     def offences(self) -> tuple[Offence, ...]:
         """All evidence against devices."""
-        with _guarded():
-            rows = self._db.execute("SELECT device_id, round, name, detail FROM offences ORDER BY 1, 2, 3").fetchall()
+        rows = self._read("SELECT device_id, round, name, detail FROM offences ORDER BY 1, 2, 3")
         return tuple(Offence(device_id=i, round=r, name=name, detail=detail) for i, r, name, detail in rows)
 
     def count(self, counted: Mapping[str, int]) -> None:
         """Add to counters."""
-        with self._transaction() as db:
-            for name, by in counted.items():
-                _count(db, name, by)
+        self._change(lambda db: _count(db, counted))
 
     def counters(self) -> dict[str, int]:
         """All counters, by name."""
-        with _guarded():
-            return dict(self._db.execute("SELECT name, value FROM counters ORDER BY name").fetchall())
+        return dict(self._read("SELECT name, value FROM counters ORDER BY name"))
 
     def remember(self, name: str, value: str) -> str:
         """Keep a value for good; what was kept before wins and is returned."""
-        with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
-            (stored,) = db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return str(stored)
+
+        def remember(db: Database) -> str:
+            db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT DO NOTHING", name, value)
+            return str(db.execute("SELECT value FROM meta WHERE name = $1", name)[0][0])
+
+        return self._change(remember)
 
     def keep(self, name: str, value: str) -> None:
         """Keep a value until the next one of this name."""
-        with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+        sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+        self._change(lambda db: db.execute(sql, name, value))
 
     def recall(self, name: str) -> str | None:
         """A value that was kept; None: there is none."""
-        with _guarded():
-            row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return None if row is None else str(row[0])
+        rows = self._read("SELECT value FROM meta WHERE name = $1", name)
+        return str(rows[0][0]) if rows else None
 
     def keep_only(self, digests: Collection[str]) -> None:
         """Delete all other tensors, and what was received of others."""
@@ -265,30 +322,41 @@ class Store:
                     path.unlink(missing_ok=True)
 
 
-def _count(db: sqlite3.Connection, name: str, by: int) -> None:
-    db.execute(
-        "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value", (name, by)
+def _count(db: Database, counted: Mapping[str, int]) -> None:
+    db.executemany(
+        "INSERT INTO counters VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = counters.value + excluded.value",
+        counted.items(),
     )
 
 
-def _entry(row: tuple[bytes, str, str, bytes | None]) -> Entry:
-    body, status, reason, report = row
+def _entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
+    body, status, reason, report, arrival = row
     return Entry(
         order=msgspec.msgpack.decode(body, type=Order),
         status=OrderStatus(status),
         reason=reason,
         report=None if report is None else msgspec.msgpack.decode(report, type=Report),
+        arrival=arrival or 0,
     )
 
 
-def migrate(db: sqlite3.Connection) -> None:
+def _text(told: str) -> str:
+    """What a device may have had a hand in: bounded, and without the character that PostgreSQL does not store."""
+    return told[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def migrate(db: Database, *, check: bool = False) -> None:
     """Bring the schema up to date; each migration and its record are one transaction.
 
+    Args:
+        db: where.
+        check: only see that it is.
+
     Raises:
-        ConfigError: the store is fedge 0.1's, whose orders no agent understands any more.
+        ConfigError: the store is fedge 0.1's, whose orders no agent understands any more; or it is not up to date.
         StoreError: it is a newer fedge's.
     """
-    (version,) = db.execute("PRAGMA user_version").fetchone()
+    version = db.version()
     scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}
     if version == FEDGE_0_1:
         raise ConfigError(
@@ -297,14 +365,16 @@ def migrate(db: sqlite3.Connection) -> None:
         )
     if version > max(scripts):
         raise StoreError(f"the store has schema {version}, this fedge knows {max(scripts)}: update fedge")
+    if check and version < max(scripts):
+        raise ConfigError("there is no store of this version of fedge yet: start its coordinator first")
     for number, script in scripts.items():
         if number > version:
-            db.executescript(f"BEGIN IMMEDIATE;\n{script.read_text()}\nPRAGMA user_version = {number};\nCOMMIT;")
+            db.migrate(number, script.read_text())
 
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"the store cannot be read or written: {error}") from error
+    except failures() as error:
+        raise StoreError(f"the store cannot be read or written: {str(error) or 'it did not answer in time'}") from error

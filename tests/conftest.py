@@ -17,6 +17,7 @@ import pytest
 
 from fedge.broker import LocalBroker, mosquitto_path
 from tests.support.broker import BROKERS, local_broker
+from tests.support.postgres import new_database, postgres
 
 # No test measures how fast this machine is: others may be at work on it.
 hypothesis.settings.register_profile("fedge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -87,3 +88,16 @@ async def mosquitto(mosquitto_program: str, tmp_path: Path) -> AsyncIterator[Loc
     """A fresh Mosquitto, for tests of what only MQTT 5 has."""
     async with local_broker("mosquitto", tmp_path) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """Address of a PostgreSQL server that all tests share; skipped where it is not installed."""
+    with postgres() as address:
+        yield address
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest) -> str | None:
+    """Where the tables of a store are, once in a file of its home and once on a server."""
+    return new_database(request.getfixturevalue("postgresql")) if request.param == "postgresql" else None

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
 WITHOUT_TESTS_OF_THEIR_OWN = {
+    "coordinator/database.py": "tests/coordinator/test_store.py",
     "coordinator/provision/renewals.py": "tests/fedge/test_renewal.py",
     "export/mixture.py": "tests/export/test_graph.py",
     "fedge/stopping.py": "tests/edge_agent/test_worker.py",

@@ -8,8 +8,9 @@ import dataclasses
 import logging
 import resource
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -205,9 +206,10 @@ class MqttFleet:
         self._n_samples: dict[str, int] = {}
         self._books: list[OrderBook] = []  # of the present step, and of streams with open orders
         self._streamed: dict[str, Order] = {}  # orders whose answers have not been handed out, by id
-        self._arrived: deque[str] = deque()  # those of them that are closed, the first one first
+        self._arrived: dict[str, None] = {}  # those of them that are closed, the first one first
         self._uploads: dict[str, set[BlobRef]] = {}  # what they brought
         self._something_happened = asyncio.Event()
+        self._last_change: asyncio.Future[None]  # of the store, with what follows from it
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
         small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
@@ -222,7 +224,8 @@ class MqttFleet:
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._failure = loop.create_future()
+        self._failure, self._last_change = loop.create_future(), loop.create_future()
+        self._last_change.set_result(None)
         topics = self._topics
         await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
@@ -253,8 +256,10 @@ class MqttFleet:
         if self._watching is not None:
             self._watching.cancel()
         tasks = self._background.tasks
-        if kind is None and tasks:
-            await asyncio.wait(tasks, timeout=GOODBYE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                while kind is None and tasks:  # one may start another: a commit, then its verdict
+                    await asyncio.wait(tasks)
         self._background.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -270,7 +275,7 @@ class MqttFleet:
                 self._observe("waiting", {"round": number, "devices": at_least})
             await self._or_failure(self.registry.wait_for(at_least))
             devices = (*self.registry.online(), *self.registry.inference_only())
-            self._store.begin_round(number, devices, time.time())
+            await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
         self._take(number, devices)
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
@@ -281,7 +286,7 @@ class MqttFleet:
         if devices is None:
             await self._or_failure(self.registry.wait_for_newcomer(tried, equipped))
             devices = (*self.registry.online(), *self.registry.inference_only())
-            self._store.begin_round(number, devices, time.time())
+            await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
         self._take(number, devices)
 
     def _leave_out(self, number: int) -> None:
@@ -300,10 +305,15 @@ class MqttFleet:
 
     def _accuse(self, device_id: str, name: str, detail: str) -> None:
         """Keep evidence against a device, in the store and in the log; it counts from the next round on."""
-        offence = Offence(device_id=device_id, round=self._round, name=name, detail=detail)
-        if self.registry.knows(device_id) and self._store.accuse(offence) and name == LONG_UPDATE:
-            log.warning("event=suspect name=%s device=%s detail=%r", name, device_id, detail)
-            self._note_problem(device_id, f"{name}: {detail}")
+
+        def suspect(new: bool) -> None:
+            if new and name == LONG_UPDATE:
+                log.warning("event=suspect name=%s device=%s detail=%r", name, device_id, detail)
+                self._note_problem(device_id, f"{name}: {detail}")
+
+        if self.registry.knows(device_id):
+            offence = Offence(device_id=device_id, round=self._round, name=name, detail=detail)
+            self._once_durable(self._store.accuse(offence), suspect)
 
     def readmit(self, ids: Iterable[str]) -> None:
         """Let devices take part again, with a clean slate, from the next round on.
@@ -316,7 +326,7 @@ class MqttFleet:
             if i not in known:
                 raise ConfigError(f"{i} cannot be readmitted: there is no evidence against a device of that name")
             last = known[i].round
-            self._store.accuse(Offence(device_id=i, round=last, name=READMITTED, detail="by the command line"))
+            self._store.accuse(Offence(device_id=i, round=last, name=READMITTED, detail="by the command line")).result()
 
     def _take(self, number: int, devices: tuple[Device, ...]) -> None:
         """These are the round's devices. After a start: recall how fast they are, what went wrong, what is open."""
@@ -383,12 +393,14 @@ class MqttFleet:
         """Write the orders, send those that are open, wait for their reports or the deadlines."""
         self._norms.clear()
         actions, refused = self._asked(actions)
-        entries = self._write(label, actions)
+        entries = await self._write(label, actions)
         book = self._books[-1]
         self._decide(Tick())
         while not book.done:
             await self._wait()
-        found = {i: self._answer(entry.order) for i, entry in entries.items()}
+        await self._durable()
+        found = {entry.order.device_id: self._answer(entry) for entry in self._store.entries(self._round, label)}
+        found = {i: found[i] for i in entries}
         for i, answer in found.items():
             self._learn(i, actions[i], answer)
             del self._actions[entries[i].order.id]
@@ -399,15 +411,16 @@ class MqttFleet:
             self._accuse(device, error.name, str(error))
         for device, detail in suspects.items():
             self._accuse(device, LONG_UPDATE, detail)
+        await self._durable()
         return dict(sorted((answers | refused).items()))
 
     async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
         """Write the orders, send those that are open, hand out answers in the order in which the store has them."""
         actions, refused = self._asked(actions)
-        entries = self._write(label, actions, streamed=True)
+        entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
         closed = [entry.order.id for entry in self._store.streamed(self._round) if entry.status is not OrderStatus.OPEN]
-        self._arrived = deque(order_id for order_id in closed if order_id in self._streamed)
+        self._arrived = dict.fromkeys(order_id for order_id in closed if order_id in self._streamed)
         guard = OneByOne(self._layout, self.norms)
         for _, answer in sorted(refused.items()):
             yield answer
@@ -416,15 +429,17 @@ class MqttFleet:
             if not self._arrived:
                 await self._wait()
                 continue
-            order = self._streamed[self._arrived[0]]
-            action, answer = self._actions[order.id], self._answer(order)
+            order = self._streamed[next(iter(self._arrived))]
+            entry = self._store.entry(order.id)
+            assert entry is not None
+            action, answer = self._actions[order.id], self._answer(entry)
             self._learn(order.device_id, action, answer)
             answer, error = await asyncio.to_thread(guard.believed, order.id, answer, action)
-            self._store.hand_out(order.id, self._round)
-            self._let_go(self._arrived.popleft())
             if error is not None:
                 self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
                 self._accuse(order.device_id, error.name, str(error))
+            await asyncio.wrap_future(self._store.hand_out(order.id, self._round))
+            self._let_go(order.id)
             yield answer
 
     def _hold(self, entries: Iterable[Entry]) -> None:
@@ -440,7 +455,7 @@ class MqttFleet:
             self._uploads[order.id] = set(action.uploads(result, self._layout))
 
     def _let_go(self, order_id: str) -> None:
-        del self._streamed[order_id], self._actions[order_id]
+        del self._arrived[order_id], self._streamed[order_id], self._actions[order_id]
         for ref in self._uploads.pop(order_id, ()):
             self._norms.pop(ref, None)
 
@@ -471,11 +486,12 @@ class MqttFleet:
             self._note_problem(i, refusal.reason)
         return own, {i: Answer(i, refusal, round=self._round) for i, refusal in refused.items()}
 
-    def _write(self, label: str, actions: Mapping[str, Action], *, streamed: bool = False) -> dict[str, Entry]:
+    async def _write(self, label: str, actions: Mapping[str, Action], *, streamed: bool = False) -> dict[str, Entry]:
         """Write orders and open a book of those without an answer."""
         allowed_s = self._allowed_s(actions)
-        entries = self._store.write_orders(
-            (
+        entries = await asyncio.to_thread(
+            self._store.write_orders,
+            [
                 order_for(
                     self._run,
                     self._seed,
@@ -487,7 +503,7 @@ class MqttFleet:
                     left_s=allowed_s[device],
                 )
                 for device in sorted(allowed_s)
-            ),
+            ],
             streamed=streamed,
         )
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
@@ -523,9 +539,8 @@ class MqttFleet:
                 await self._or_failure(self._something_happened.wait())
         self._decide(Tick())
 
-    def _answer(self, order: Order) -> Answer:
-        entry = self._store.entry(order.id)
-        report = entry.report if entry else None
+    def _answer(self, entry: Entry) -> Answer:
+        order, report = entry.order, entry.report
         if report is None:
             return Answer(order.device_id, None, round=order.round)
         return Answer(order.device_id, read_result(report, self._actions[order.id]), report.seconds, order.round)
@@ -716,10 +731,25 @@ class MqttFleet:
     def _book_of(self, order_id: str) -> OrderBook | None:
         return next((book for book in self._books if book.status(order_id) is not None), None)
 
+    def _once_durable(self, change: Future[Any] | None, then: Callable[[Any], object]) -> None:
+        """Do this, with its result, when a change is in the store, and those before it; None: when those are."""
+        before, own = self._last_change, asyncio.wrap_future(change) if change is not None else None
+
+        async def wait() -> None:
+            await before
+            then(None if own is None else await own)
+
+        self._last_change = self._background.spawn(wait())
+
+    async def _durable(self) -> None:
+        """Wait until all changes so far are in the store, and what follows from them is done."""
+        await self._or_failure(asyncio.shield(self._last_change))
+
     def _closed(self, order_id: str) -> None:
         """Take note that an order is closed, which the store knows already."""
         if order_id in self._streamed:
-            self._arrived.append(order_id)
+            self._arrived[order_id] = None
+            self._something_happened.set()
 
     def _perform(self, action: BookAction) -> None:
         match action:
@@ -728,29 +758,34 @@ class MqttFleet:
             case Check(order, report):
                 self._checks[order.id] = self._background.spawn(self._check(order, report))
             case Accept(report):
-                self._store.accept(report, time.time())
-                self._closed(report.order_id)
-                kind = str(report.outcome)
-                self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
-                if reason := _trouble(report):
-                    log.warning(
-                        "event=order_%s device=%s order=%s reason=%r", kind, report.device_id, report.order_id, reason
-                    )
-                    self._note_problem(report.device_id, reason)
+                self._once_durable(self._store.accept(report, time.time()), lambda _: self._accepted(report))
             case Reject(order, reason):
-                self._store.reject(order.id, reason, time.time())
-                self._closed(order.id)
-                log.warning("event=report_rejected device=%s order=%s reason=%r", order.device_id, order.id, reason)
-                self._note_problem(order.device_id, reason)
+                self._once_durable(
+                    self._store.reject(order.id, reason, time.time()),
+                    lambda _: self._lost(order, "report_rejected", reason),
+                )
             case Expire(order):
-                self._store.expire(order.id, time.time())
-                self._closed(order.id)
                 if order.id in self._checks:
                     self._checks.pop(order.id).cancel()
-                log.warning("event=order_expired device=%s order=%s reason=%r", order.device_id, order.id, EXPIRED)
-                self._note_problem(order.device_id, EXPIRED)
+                self._once_durable(
+                    self._store.expire(order.id, time.time()), lambda _: self._lost(order, "order_expired", EXPIRED)
+                )
             case Tell(ack):
-                self._publish(self._topics.agent(ack.device_id, "acks"), ack, expires_in_s=3600)
+                topic = self._topics.agent(ack.device_id, "acks")
+                self._once_durable(None, lambda _: self._publish(topic, ack, expires_in_s=3600))
+
+    def _accepted(self, report: Report) -> None:
+        self._closed(report.order_id)
+        kind = str(report.outcome)
+        self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
+        if reason := _trouble(report):
+            log.warning("event=order_%s device=%s order=%s reason=%r", kind, report.device_id, report.order_id, reason)
+            self._note_problem(report.device_id, reason)
+
+    def _lost(self, order: Order, event: str, reason: str) -> None:
+        self._closed(order.id)
+        log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
+        self._note_problem(order.device_id, reason)
 
     def _send(self, order: Order) -> None:
         unknown = self.registry.incarnation(order.device_id) is None
@@ -854,7 +889,7 @@ class MqttFleet:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
-    async def _or_failure(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _or_failure(self, work: Awaitable[Any]) -> Any:
         """Wait for something, or for the failure of a background task, which is raised."""
         assert self._failure is not None
         waiting = asyncio.ensure_future(work)

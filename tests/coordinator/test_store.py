@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import multiprocessing
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from coordinator import database
 from coordinator import store as module
 from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
@@ -42,19 +45,32 @@ def report(device: str = "a", value: float = 0.5) -> Report:
     return Report(order_id=f"r.1.s.{device}", device_id=device, seconds=value, outcome=Outcome.DONE)
 
 
+Open = functools.partial[Store]
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with contextlib.closing(Store(tmp_path)) as opened:
-        opened.begin_round(1, [Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6)], now=1.0)
-        yield opened
+def opened(tmp_path: Path, store_url: str | None) -> Open:
+    """Opens the store of this test, again and again, on either database."""
+    return functools.partial(Store, tmp_path, store_url, federation="f")
 
 
-def test_it_is_in_wal_mode_and_waits_for_the_disk(store: Store) -> None:
-    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
+@pytest.fixture
+def store(opened: Open) -> Iterator[Store]:
+    with contextlib.closing(opened()) as store:
+        store.begin_round(1, [Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6)], now=1.0)
+        yield store
 
 
-def test_the_snapshot_of_a_round_stays(store: Store, tmp_path: Path) -> None:
+def test_it_waits_for_the_disk(store: Store, store_url: str | None) -> None:
+    writing = store._writer.db
+    if store_url is None:
+        assert writing.execute("PRAGMA journal_mode") == [("wal",)]
+        assert writing.execute("PRAGMA synchronous") == [(2,)]
+    else:
+        assert writing.execute("SHOW synchronous_commit") == [("on",)]
+
+
+def test_the_snapshot_of_a_round_stays(store: Store) -> None:
     assert store.snapshot(1) == (Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6, None))
     assert store.snapshot(2) is None
     assert store.last_contexts() == {"a": Context(device_id="a", load=0.5), "b": None}
@@ -73,10 +89,10 @@ def test_orders_that_are_there_stay_as_they_were(store: Store) -> None:
 
 def test_a_report_is_accepted_once(store: Store) -> None:
     store.write_orders([order()])
-    assert store.accept(report(value=0.1), now=2.0)
-    assert not store.accept(report(value=0.9), now=3.0)
-    assert not store.reject("r.1.s.a", "late", now=3.0)
-    assert not store.expire("r.1.s.a", now=3.0)
+    assert store.accept(report(value=0.1), now=2.0).result()
+    assert not store.accept(report(value=0.9), now=3.0).result()
+    assert not store.reject("r.1.s.a", "late", now=3.0).result()
+    assert not store.expire("r.1.s.a", now=3.0).result()
     entry = store.entry("r.1.s.a")
     assert entry is not None
     assert (entry.status, entry.report) == (OrderStatus.ACCEPTED, report(value=0.1))
@@ -85,15 +101,19 @@ def test_a_report_is_accepted_once(store: Store) -> None:
 @pytest.mark.parametrize("closing", ["reject", "expire"])
 def test_an_order_that_is_closed_takes_no_report(store: Store, closing: str) -> None:
     store.write_orders([order()])
-    assert store.reject("r.1.s.a", "bad", now=2.0) if closing == "reject" else store.expire("r.1.s.a", now=2.0)
-    assert not store.accept(report(), now=3.0)
+    assert (
+        store.reject("r.1.s.a", "bad", now=2.0).result()
+        if closing == "reject"
+        else store.expire("r.1.s.a", now=2.0).result()
+    )
+    assert not store.accept(report(), now=3.0).result()
     (entry,) = store.entries(1)
     assert entry.status == {"reject": OrderStatus.REJECTED, "expire": OrderStatus.EXPIRED}[closing]
     assert entry.report is None
 
 
 def test_a_report_without_an_order_is_not_taken(store: Store) -> None:
-    assert not store.accept(report("x"), now=2.0)
+    assert not store.accept(report("x"), now=2.0).result()
     assert store.entry("r.1.s.x") is None
 
 
@@ -136,18 +156,18 @@ def test_only_named_tensors_are_kept(store: Store) -> None:
 def test_streamed_orders_come_as_they_were_closed_until_a_round_has_had_them(store: Store) -> None:
     store.write_orders([order("a"), order("b"), order("c")], streamed=True)
     store.write_orders([order("a", label="t")])  # of a step, which is no stream
-    store.expire("r.1.s.c", now=2.0)
-    store.accept(report("a"), now=3.0)
+    store.expire("r.1.s.c", now=2.0).result()
+    store.accept(report("a"), now=3.0).result()
 
     def seen(number: int) -> list[str]:
         return [entry.order.device_id for entry in store.streamed(number)]
 
     assert seen(1) == ["c", "a", "b"]
-    store.hand_out("r.1.s.c", 1)
+    store.hand_out("r.1.s.c", 1).result()
     assert (seen(1), seen(2)) == (["c", "a", "b"], ["a", "b"])
     store.begin_round(2, [], now=4.0)
-    store.hand_out("r.1.s.c", 2)  # had it in round 1
-    store.hand_out("r.1.s.a", 2)
+    store.hand_out("r.1.s.c", 2).result()  # had it in round 1
+    store.hand_out("r.1.s.a", 2).result()
     assert (seen(1), seen(2), seen(3)) == (["c", "b"], ["a", "b"], ["b"])
     store.end_streams(now=5.0)
     assert [entry.status for entry in store.streamed(3)] == ["expired"]
@@ -159,27 +179,31 @@ def test_streamed_orders_come_as_they_were_closed_until_a_round_has_had_them(sto
 # ------------------------------------------------------------------------------------------------------ two and none
 
 
-def test_a_second_coordinator_is_refused_until_the_first_is_gone(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another coordinator works"):
-        Store(tmp_path)
+def test_a_second_coordinator_is_refused_until_the_first_is_gone(
+    store: Store, opened: Open, store_url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "WAIT_S", 0.1)
+    homes = [tmp_path] if store_url is None else [tmp_path, tmp_path / "on another machine"]
+    for home in homes:
+        with pytest.raises(ConfigError, match="another coordinator works"):
+            Store(home, *opened.args[1:], **opened.keywords)
     store.close()
-    Store(tmp_path).close()
+    opened().close()
 
 
-def race(folder: Path, value: float, start: object, won: object) -> None:
-    """Accept one's own report; the lock is left out, to see what the transaction alone is worth."""
-    module.locked = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
-    with contextlib.closing(Store(folder)) as store:
+def race(opened: Open, value: float, start: object, won: object) -> None:
+    """Accept one's own report, as an intake."""
+    with contextlib.closing(opened(intake=True)) as store:
         start.wait()  # type: ignore[attr-defined]
-        if store.accept(report(value=value), now=value):
+        if store.accept(report(value=value), now=value).result():
             won.put(value)  # type: ignore[attr-defined]
 
 
-def test_of_two_processes_that_race_for_an_order_one_wins(store: Store, tmp_path: Path) -> None:
+def test_of_two_processes_that_race_for_an_order_one_wins(store: Store, opened: Open) -> None:
     store.write_orders([order()])
     spawn = multiprocessing.get_context("spawn")
     start, won = spawn.Barrier(2), spawn.Queue()
-    racers = [spawn.Process(target=race, args=(tmp_path, value, start, won)) for value in (0.25, 0.75)]
+    racers = [spawn.Process(target=race, args=(opened, value, start, won)) for value in (0.25, 0.75)]
     for racer in racers:
         racer.start()
     for racer in racers:
@@ -192,45 +216,46 @@ def test_of_two_processes_that_race_for_an_order_one_wins(store: Store, tmp_path
 
 
 DIES = """
-import os, signal, sqlite3, sys
+import json, os, signal, sys
 from pathlib import Path
 from coordinator.store import Store
 from tests.coordinator.test_store import order, report
-folder, statement = Path(sys.argv[1]), int(sys.argv[2])
-store = Store(folder)
+home, url, federation, statement = json.loads(sys.argv[1])
+store = Store(Path(home), url, federation=federation)
 class Dying:
     def __init__(self, db): self.db, self.left = db, statement
-    def execute(self, *args):
+    def __getattr__(self, name):
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self.left -= 1
-        return self.db.execute(*args)
-    def close(self): self.db.close()
-store._db = Dying(store._db)
+        return getattr(self.db, name)
+store._writer.db = Dying(store._writer.db)
 store.write_orders([order()])
-store.accept(report(), 2.0)
+store.accept(report(), 2.0).result()
 store.commit_round(1, b"state", 3.0, {"bytes_up": 1})
 """
 
 
-def test_killed_between_any_two_statements_each_event_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_killed_between_any_two_statements_each_event_is_whole_or_not_there(
+    tmp_path: Path, store_url: str | None
+) -> None:
     seen = []
     for statement in range(20):
-        folder = tmp_path / str(statement)
-        with contextlib.closing(Store(folder)) as store:
+        home, federation = tmp_path / str(statement), f"f{statement}"
+        with contextlib.closing(Store(home, store_url, federation=federation)) as store:
             store.begin_round(1, [Device("a", 5)], now=1.0)
-        died = subprocess.run(
-            [sys.executable, "-c", DIES, str(folder), str(statement)], env={**os.environ, "PYTHONPATH": "."}
-        )
-        with contextlib.closing(Store(folder)) as store:
+        given = json.dumps([str(home), store_url, federation, statement])
+        died = subprocess.run([sys.executable, "-c", DIES, given], env={**os.environ, "PYTHONPATH": "."})
+        with contextlib.closing(Store(home, store_url, federation=federation)) as store:
             entries = store.entries(1)
-            assert store._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            if store_url is None:
+                assert store._db.execute("PRAGMA integrity_check") == [("ok",)]
             committed = store.state() is not None
             assert committed == (store.counters() == {"bytes_up": 1}) == (1 in store.round_seconds())
             seen.append((len(entries), entries[0].status.value if entries else "", committed))
             # Whatever was there, doing it all again ends in the same state.
             store.write_orders([order()])
-            store.accept(report(), 2.0)
+            store.accept(report(), 2.0).result()
             if not committed:
                 store.commit_round(1, b"state", 3.0, {"bytes_up": 1})
             assert [e.status for e in store.entries(1)] == [OrderStatus.ACCEPTED]
@@ -245,13 +270,69 @@ def test_killed_between_any_two_statements_each_event_is_whole_or_not_there(tmp_
     ]
 
 
+# ----------------------------------------------------------------------------------------------------------- intakes
+
+
+def test_an_intake_works_beside_the_dispatcher_which_learns_what_it_closed(store: Store, opened: Open) -> None:
+    store.remember("start", "layout and model")
+    store.write_orders([order("a"), order("b"), order("c")])
+    assert store.accept(report("c"), now=2.0).result()
+    seen = store.last_arrival()
+    with contextlib.closing(opened(intake=True)) as one, contextlib.closing(opened(intake=True)) as other:
+        assert one.recall("start") == "layout and model"
+        entry = one.entry("r.1.s.a")
+        assert entry is not None
+        assert (entry.order, entry.status) == (order("a"), OrderStatus.OPEN)
+        assert other.reject("r.1.s.b", "bad\0 text", now=3.0).result()
+        assert one.accept(report("a"), now=4.0).result()
+        assert not other.accept(report("a", value=0.9), now=5.0).result()
+        assert not store.expire("r.1.s.a", now=6.0).result()
+    closed = store.closed_since(seen)
+    assert [(e.order.device_id, e.status, e.arrival) for e in closed] == [("b", "rejected", 2), ("a", "accepted", 3)]
+    assert closed[1].report == report("a")
+    assert store.closed_since(store.last_arrival()) == ()
+
+
+def test_an_intake_before_the_first_dispatcher_is_refused(opened: Open) -> None:
+    with pytest.raises(ConfigError, match="start its coordinator first"):
+        opened(intake=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- together
+
+
+def test_changes_that_wait_together_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"d{i}" for i in range(100)]
+    store.write_orders(map(order, names))
+    held, begun = threading.Event(), []
+    begin = store._writer.db.begin
+    monkeypatch.setattr(store._writer.db, "begin", lambda: begun.append(held.wait(60)) or begin())
+    futures = [store.accept(report(name), now=2.0) for name in names]
+    assert store.last_arrival() == 0
+    assert not any(future.done() for future in futures)  # nothing before its commit
+    held.set()
+    assert all(future.result() for future in futures)
+    assert len(begun) <= 2
+    assert [entry.order.device_id for entry in store.closed_since(0)] == names  # in the order of the calls
+
+
+def test_what_waits_when_it_is_closed_is_still_carried_out(store: Store, opened: Open) -> None:
+    store.write_orders([order()])
+    future = store.accept(report(), now=2.0)
+    store.close()
+    assert future.done()
+    with contextlib.closing(opened()) as again:
+        assert again.last_arrival() == 1
+
+
 # ------------------------------------------------------------------------------------------------------ broken disks
 
 
+@pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
 def test_a_full_disk_is_an_error_and_nothing_is_half_written(store: Store) -> None:
     store.write_orders([order()])
-    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
-    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    ((pages,),) = store._writer.db.execute("PRAGMA page_count")
+    store._writer.db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreError, match="full"):
         store.commit_round(1, os.urandom(10**6), 3.0, {})
     assert store.state() is None
@@ -270,19 +351,43 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         Store(tmp_path / "file")
 
 
+@pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
+def test_a_server_that_lets_go_of_us_is_an_error(store: Store, opened: Open) -> None:
+    store.write_orders([order()])
+    ours = "pid != pg_backend_pid() AND application_name = $1"
+    terminate = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}"
+    store._db.execute(terminate, f"fedge {opened.keywords['federation']}")
+    with pytest.raises(StoreError, match="cannot be read or written"):
+        store.accept(report(), now=2.0).result()
+
+
+def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be read or written"):
+        Store(tmp_path, "postgresql://fedge@127.0.0.1:1/fedge", federation="f")
+
+
+def test_an_address_must_be_one_of_postgresql_and_a_home_that_was_begun_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must begin with postgresql://"):
+        Store(tmp_path, "mysql://fedge@db/fedge", federation="f")
+    Store(tmp_path).close()
+    with pytest.raises(ConfigError, match="leave --store out"):
+        Store(tmp_path, "postgresql://fedge@db/fedge", federation="f")
+
+
 # -------------------------------------------------------------------------------------------------------- migrations
 
 
-def test_a_store_of_a_newer_fedge_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
-        db.execute("PRAGMA user_version = 99")
+def test_a_store_of_a_newer_fedge_is_refused(opened: Open) -> None:
+    with contextlib.closing(opened()) as store:
+        store._writer.db.migrate(99, "")
     with pytest.raises(StoreError, match="update fedge"):
-        Store(tmp_path)
+        opened()
 
 
-def test_a_migration_that_fails_leaves_the_old_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store(tmp_path / "home").close()
+def test_a_migration_that_fails_leaves_the_old_schema(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened().close()
     scripts = tmp_path / "migrations"
     scripts.mkdir()
     for script in module.MIGRATIONS.glob("*.sql"):
@@ -291,19 +396,19 @@ def test_a_migration_that_fails_leaves_the_old_schema(tmp_path: Path, monkeypatc
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT; CREATE TABLE orders (x INTEGER) STRICT;")
     monkeypatch.setattr(module, "MIGRATIONS", scripts)
     with pytest.raises(StoreError, match="already exists"):
-        Store(tmp_path / "home")
+        opened()
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT;")
-    with contextlib.closing(Store(tmp_path / "home")) as store:
-        assert store._db.execute("PRAGMA user_version").fetchone() == (4,)
-        assert store._db.execute("SELECT count(*) FROM more").fetchone() == (0,)
+    with contextlib.closing(opened()) as store:
+        assert store._db.version() == 4
+        assert store._db.execute("SELECT count(*) FROM more") == [(0,)]
 
 
-def test_evidence_against_a_device_is_kept_once_a_round_and_name(store: Store, tmp_path: Path) -> None:
+def test_evidence_against_a_device_is_kept_once_a_round_and_name(store: Store, opened: Open) -> None:
     first = Offence(device_id="a", round=1, name="long-update", detail="norm 50")
-    assert store.accuse(first)
-    assert not store.accuse(Offence(device_id="a", round=1, name="long-update", detail="after a restart"))
-    assert store.accuse(Offence(device_id="a", round=2, name="long-update", detail="x" * 2000))
+    assert store.accuse(first).result()
+    assert not store.accuse(Offence(device_id="a", round=1, name="long-update", detail="after a restart")).result()
+    assert store.accuse(Offence(device_id="a", round=2, name="long-update", detail="x" * 2000)).result()
     store.close()
-    with contextlib.closing(Store(tmp_path)) as again:
+    with contextlib.closing(opened()) as again:
         kept = again.offences()
     assert (kept[0], kept[1].round, len(kept[1].detail)) == (first, 2, 1000)

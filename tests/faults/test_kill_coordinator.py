@@ -26,15 +26,20 @@ def counted_once(federation: Federation) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "rounds"),
-    [pytest.param("fedavg", FedAvgState, 3, marks=pytest.mark.smoke), ("fedge", FedgeState, 7)],
+    ("method", "kind", "rounds", "store_url"),
+    [
+        pytest.param("fedavg", FedAvgState, 3, "sqlite", marks=pytest.mark.smoke),
+        ("fedavg", FedAvgState, 3, "postgresql"),
+        ("fedge", FedgeState, 7, "sqlite"),
+    ],
+    indirect=["store_url"],
 )
 async def test_with_a_part_of_the_reports_accepted(
-    mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], rounds: int
+    mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], rounds: int, store_url: str | None
 ) -> None:
     """In round 2 one agent stands still, so that the round is certainly open when two others have been accepted."""
     flags = {"method": method, "rounds": rounds}
-    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+    async with Federation(mosquitto, tmp_path, devices=DEVICES, store_url=store_url) as federation:
         agents = await federation.agents()
         coordinator = await federation.coordinator(**flags)
         await coordinator.said("round_done", round=1)

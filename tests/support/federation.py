@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
+from coordinator.database import database
 from coordinator.fleet.simulated import SimulatedFleet, run
 from coordinator.methods import MethodSettings, State, dump, load, make
 from coordinator.protection import Protection
@@ -126,9 +127,16 @@ class Federation:
     """Coordinator, agents and their folders. Async context manager: whatever was started is killed at the end."""
 
     def __init__(
-        self, broker: LocalBroker, folder: Path, *, devices: Iterable[str], task: TaskSpec | None = None
+        self,
+        broker: LocalBroker,
+        folder: Path,
+        *,
+        devices: Iterable[str],
+        task: TaskSpec | None = None,
+        store_url: str | None = None,
     ) -> None:
         self.broker = broker
+        self.store_url = store_url
         self.folder = folder
         self.devices = tuple(devices)
         self.task = task or task_spec("digits")
@@ -153,6 +161,8 @@ class Federation:
     async def coordinator(self, **flags: object) -> Running:
         """Start the coordinator, or start it again: its folder is always the same."""
         given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, "home": self.home, **flags}
+        if self.store_url is not None:
+            given["store"] = self.store_url
         return await self._start("coordinator", given)
 
     async def agent(self, device: str, **flags: object) -> Running:
@@ -175,6 +185,9 @@ class Federation:
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Look into the store, whether the coordinator runs or not."""
+        if self.store_url is not None:
+            with contextlib.closing(database(self.home, self.store_url, NAME)()) as tables:
+                return list(tables.execute(query))
         with contextlib.closing(sqlite3.connect(f"file:{self.home / 'store.db'}?mode=ro", uri=True)) as db:
             return db.execute(query).fetchall()
 
@@ -184,7 +197,7 @@ class Federation:
 
     def state(self, kind: type[State]) -> State:
         """The method's last state; the coordinator must have ended."""
-        with contextlib.closing(Store(self.home)) as store:
+        with contextlib.closing(Store(self.home, self.store_url, federation=NAME)) as store:
             saved = store.state()
         assert saved is not None
         return load(saved, kind)

@@ -305,7 +305,7 @@ async def test_what_was_accepted_and_not_handed_out_comes_first_in_the_next_roun
     await answering
     assert [(answer.device_id, answer.round) for answer in heard] == [("d01", 1), ("d00", 1)]
     assert again.get(heard[0].result.update, LAYOUT).params.tolist() == [1.0] * 6
-    assert [row[0] for row in mqtt.store._db.execute("SELECT handed FROM orders ORDER BY arrival")] == [1, 2, 2]
+    assert mqtt.store._db.execute("SELECT handed FROM orders ORDER BY arrival") == [(1,), (2,), (2,)]
 
 
 class OwnTrain(Train, frozen=True, kw_only=True):

@@ -191,7 +191,7 @@ async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_ar
         order = await done.order("train")
         await done.report(order, done.trained(0.5))
         await done.ack(order.id)
-        store.expire("r.1.train.gone", 0.0)
+        store.expire("r.1.train.gone", 0.0).result()
         open_order = await slow.order("train")
         running.cancel()
         await asyncio.wait([running])
@@ -419,6 +419,7 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
     with caplog.at_level(logging.WARNING, "fedge"):
         for device, result in zip((*devices[:3], devices[4]), results, strict=True):
             await device.report(await device.order("trial"), result)
+        await devices[0].ack("r.1.trial.declines")
         await devices[0].appear("2", task=OTHER_TASK)
         await running
     reasons = {i: problem.reason for i, problem in fleet.problems.items()}
@@ -604,8 +605,8 @@ async def test_a_report_that_cannot_be_written_is_not_acknowledged_and_stops_the
     extractor = fleet.put(tensors(1.0))
     running = asyncio.create_task(fleet.run("profile", {"a": Profile(extractor=extractor)}))
     order = await a.order("profile")
-    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
-    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    ((pages,),) = store._writer.db.execute("PRAGMA page_count")
+    store._writer.db.execute(f"PRAGMA max_page_count = {pages}")
     await a.report(order, Profiled(extractor=extractor.digest, profile=(0.123,) * 4096, n_samples=5))
     with pytest.raises(StoreError, match="full"):
         await running

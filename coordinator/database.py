@@ -1,0 +1,193 @@
+"""Where the store's tables are: in a file of SQLite's, or on a PostgreSQL server.
+
+Statements number their values `$1`, `$2`, ... and keep to what both know. Migrations are written in SQLite's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from fedge.errors import ConfigError
+
+WAIT_S: Final = 5.0
+"""For another process that writes at this moment, or was just killed and is not gone yet."""
+ANSWER_S: Final = 60.0
+"""A server that needs longer for one statement is gone."""
+SCHEMES: Final = ("postgresql://", "postgres://")
+WORDS: Final = {
+    "INTEGER": "BIGINT",
+    "REAL": "DOUBLE PRECISION",
+    "BLOB": "BYTEA",
+    "TEXT": 'TEXT COLLATE "C"',  # in the order of the code points, like SQLite
+    "STRICT": "",
+}
+
+
+class Database(Protocol):
+    """One connection, used by one thread at a time. What it raises is in `failures`."""
+
+    def execute(self, sql: str, *values: object) -> Sequence[Any]:
+        """Carry out one statement; the rows that it returns."""
+
+    def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
+        """Carry out a statement for each of many."""
+
+    def alone(self, taken: str) -> None:
+        """Be the only dispatcher until the connection ends; of a file, the lock of its folder says who is.
+
+        Raises:
+            ConfigError: another process is; `taken` is the text.
+        """
+
+    def begin(self) -> None:
+        """Begin a transaction that writes, once no other process has one open: they end in the order they begin in."""
+
+    def version(self) -> int:
+        """Number of the last migration; 0: there are no tables yet."""
+
+    def migrate(self, number: int, script: str) -> None:
+        """Carry out a migration and record it, in one transaction."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class _Sqlite:
+    """A file on this machine, in WAL mode, forced to the disk at each commit."""
+
+    def __init__(self, file: Path) -> None:
+        self._db = sqlite3.connect(file, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+        try:
+            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self.execute(f"PRAGMA {pragma}")
+        except sqlite3.Error:
+            self.close()
+            raise
+
+    def execute(self, sql: str, *values: object) -> Sequence[Any]:
+        return self._db.execute(sql.replace("$", "?"), values).fetchall()
+
+    def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
+        self._db.executemany(sql.replace("$", "?"), values)
+
+    def alone(self, taken: str) -> None:
+        pass
+
+    def begin(self) -> None:
+        self.execute("BEGIN IMMEDIATE")
+
+    def version(self) -> int:
+        return int(self.execute("PRAGMA user_version")[0][0])
+
+    def migrate(self, number: int, script: str) -> None:
+        self._db.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version = {number};\nCOMMIT;")
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class _Postgres:
+    """A schema on a server, named like the federation. asyncpg runs in a loop of its own: callers wait, like SQLite's.
+
+    The server must keep the session: advisory locks say who is the dispatcher, and who writes. A pooler that hands
+    sessions round by transaction will not do.
+    """
+
+    def __init__(self, url: str, federation: str) -> None:
+        try:
+            import asyncpg
+        except ModuleNotFoundError as error:
+            raise ConfigError("a store on PostgreSQL needs fedge[postgres]: pip install 'fedge[postgres]'") from error
+        self._busy: type[Exception] = asyncpg.LockNotAvailableError
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        settings = {
+            "application_name": f"fedge {federation}",
+            "search_path": f'"{federation}"',
+            "synchronous_commit": "on",
+            "lock_timeout": f"{WAIT_S}s",
+            "tcp_keepalives_idle": "10",  # the locks of a machine that is gone are given back after half a minute
+            "tcp_keepalives_interval": "5",
+            "tcp_keepalives_count": "4",
+        }
+        try:
+            self._db = self._wait(
+                asyncpg.connect(url, server_settings=settings, command_timeout=ANSWER_S, timeout=ANSWER_S)
+            )
+            self._script(f'CREATE SCHEMA IF NOT EXISTS "{federation}"')
+            self._script("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
+        except BaseException:
+            self._end()
+            raise
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _script(self, text: str) -> None:
+        self._wait(self._db.execute(text))
+
+    def execute(self, sql: str, *values: object) -> Sequence[Any]:
+        return list(map(tuple, self._wait(self._db.fetch(sql, *values))))
+
+    def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
+        self._wait(self._db.executemany(sql, values))
+
+    def begin(self) -> None:
+        self._script("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 1))")
+
+    def alone(self, taken: str) -> None:
+        try:
+            self._script("SELECT pg_advisory_lock(hashtextextended(current_schema(), 0))")
+        except self._busy as error:
+            raise ConfigError(taken) from error
+
+    def version(self) -> int:
+        return int(self.execute("SELECT coalesce(max(version), 0) FROM schema_version")[0][0])
+
+    def migrate(self, number: int, script: str) -> None:
+        translated = re.sub(r"\b(" + "|".join(WORDS) + r")\b", lambda word: WORDS[word[0]], script)
+        self._script(f"BEGIN;\n{translated}\nINSERT INTO schema_version VALUES ({number});\nCOMMIT;")
+
+    def close(self) -> None:
+        try:
+            self._wait(self._db.close(timeout=WAIT_S))
+        except failures():  # nobody answers any more: there is nothing to say goodbye to
+            self._db.terminate()
+        self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a connection raises where the tables cannot be read or written."""
+    asyncpg = sys.modules.get("asyncpg")
+    if asyncpg is None:
+        return sqlite3.Error, OSError
+    return sqlite3.Error, OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError
+
+
+def database(home: Path, url: str | None, federation: str) -> Callable[[], Database]:
+    """What connects to the tables: those of HOME/store.db, or where `url` says. The connection makes what is missing.
+
+    Raises:
+        ConfigError: the URL is none of PostgreSQL's, the home has tables of its own, or asyncpg is not installed.
+    """
+    file = home / "store.db"
+    if url is None:
+        return lambda: _Sqlite(file)
+    if not url.startswith(SCHEMES):
+        raise ConfigError("the store's address must begin with postgresql://; without one it is HOME/store.db")
+    if file.exists():
+        raise ConfigError(f"the federation in {home} was begun with {file}: leave --store out, or use another --home")
+    return lambda: _Postgres(url, federation)
