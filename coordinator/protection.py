@@ -13,15 +13,19 @@ from typing import Annotated, Final, Literal, get_args
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
+from fedge.messages import Codec
 from fedge.step import Action
 from fedge.steps.mask_shares import MIN_COHORT
 from fedge.steps.train_dp import Privacy
 
 Rule = Literal["clipped", "mean", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
 """How updates are averaged (`coordinator.aggregation.rules`)."""
-Guard = Literal["clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping", "norm-limit", "dp", "masking"]
+Guard = Literal[
+    "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping", "norm-limit", "dp", "masking", "top-k"
+]
 """What guards: a rule other than the plain mean; the limit of an update's norm, which is always there
-(`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums."""
+(`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums. top-k is no guard but the codec top1+zstd, which
+does not go with all of them."""
 
 AverageRule = Annotated[
     Rule,
@@ -105,11 +109,15 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 _ONE_RULE: Final = "one rule makes an average: choose one with --average"
 _SINGLE: Final = "it needs each device's update, and masking shows the server sums alone: take --average mean"
+_SPARSE: Final = "of most numbers only a few devices send other than 0"
 _RULES: Final[tuple[Guard, ...]] = ("clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping")
 
 COMBINATIONS: Final[Mapping[frozenset[Guard], str]] = {
     **{frozenset(pair): _ONE_RULE for pair in combinations(_RULES, 2)},
     **{frozenset({rule, "masking"}): _SINGLE for rule in _RULES},
+    **{frozenset({rule, "top-k"}): _SPARSE for rule in ("median", "trimmed-mean")},
+    frozenset({"masking", "top-k"}): "masked updates are whole: one that leaves numbers out would show where",
+    frozenset({"dp", "top-k"}): "what an update leaves out would come later, in one whose noise is not for it",
     frozenset({"dp", "masking"}): "masked training has no noise yet: noise protects samples, masking single devices",
 }
 """Guards that do not combine, pair by pair, and why. A pair that is not here combines."""
@@ -127,21 +135,24 @@ def without_noise(*told: tuple[type[Action], str]) -> str:
     return f"it needs {fields}, which has no noise; fedavg, fedprox, fedavgm, fedper, fedrep and lg-fedavg do without"
 
 
-def check(protection: Protection, unfit: Mapping[Guard, str], method: str) -> None:
+def check(protection: Protection, unfit: Mapping[Guard, str], method: str, codec: Codec = Codec.INT8) -> None:
     """Refuse what does not combine, before a run.
 
     Args:
         protection: the settings.
         unfit: the guards that do not fit the method, and why.
         method: its name.
+        codec: of the updates.
 
     Raises:
         ConfigError: two guards exclude each other, or one does not fit the method; the text has the reason.
     """
-    for guard in sorted(protection.guards):
+    sparse: frozenset[Guard] = frozenset({"top-k"}) if codec is Codec.TOP else frozenset()
+    guards = sorted(protection.guards | sparse)
+    for guard in guards:
         if guard in unfit:
             raise ConfigError(f"{method} cannot have {guard}: {unfit[guard]}")
-    for pair in combinations(sorted(protection.guards), 2):
+    for pair in combinations(guards, 2):
         if why := COMBINATIONS.get(frozenset(pair)):
             raise ConfigError(f"{pair[0]} and {pair[1]} do not combine: {why}")
 

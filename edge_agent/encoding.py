@@ -44,9 +44,12 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
+        StoreError: what is left out cannot be kept.
     """
     tensors = unflatten(update, device.layout)
     own = {info.name: tensors[info.name] for info in part.tensors}
+    if codec_ is Codec.TOP:
+        return device.send(_with_what_waited(device, flatten(own, part), part), codec_)
     if not (codec_ is Codec.FLOAT32 and _in_one_process.get()):
         try:
             data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
@@ -62,6 +65,23 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
     ref = BlobRef(digest=digest_of(device.order.id.encode()), size_bytes=_float32_bytes(part), codec=codec_)
     device.unpacked[ref.digest] = Unpacked(model, part, norms)
     return ref
+
+
+def _with_what_waited(device: Device, update: Model, part: Layout) -> bytes:
+    """An update in TOP with what earlier ones left out; what this one leaves out is kept (error feedback).
+
+    Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; what rounding loses is kept, too.
+    The file that is read is of an earlier round, so an order that is done again gives the same bytes.
+    """
+    file = f"waits-{device.order.label}"
+    kept = device.files.read(file, before=device.order.round)
+    waits = np.frombuffer(kept or b"", np.float32)
+    total = update.params + (waits if waits.size == update.params.size else np.float32(0))
+    tensors = unflatten(Model(total, update.buffers, update.counters), part)
+    data = codec.encode(tensors, Codec.TOP, {info.name for info in part.of_kind("buffer")})
+    sent = codec.decode(data, Codec.TOP, part, again=True).params
+    device.files.write(file, (total - sent).tobytes())
+    return data
 
 
 @lru_cache(maxsize=8)

@@ -4,6 +4,9 @@
     float32+zstd    the same, compressed
     bfloat16+zstd   trainable tensors as the upper 16 bits (uint16), rounded to the nearest, ties to even
     int8+zstd       trainable tensors t as round(t / s), s = max|t| / 127 in a float32 scalar "{name}.scale"
+    top1+zstd       of each trainable tensor the largest hundredth of its numbers as int8+zstd, and their places: in
+                    "{name}.gaps" how far each is from the one before (uint32). The others count as 0; a device adds
+                    what it did not send to its next update (`edge_agent.encoding`)
 
 Buffers and counters stay exact. `decode` trusts nothing: a blob either becomes a finite model of the layout, or is
 refused by name, and takes no more memory than that model needs.
@@ -29,6 +32,9 @@ Norms = tuple[float, float]
 _BLOCK: Final = 65_536  # numbers that are rounded at a time, so that they stay in the CPU's cache from step to step
 _LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
 _SCALE: Final = ".scale"
+_GAPS: Final = ".gaps"
+_SCALED: Final = (Codec.INT8, Codec.TOP)
+_ONE_IN: Final = 100  # numbers of a tensor are sent in TOP
 _LARGEST_BFLOAT16: Final = np.uint32(0x7F7F)  # magnitude bits; a finite number must not be rounded to infinity
 _LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # x 127 is finite
 _HEADER_BYTES: Final = 4096  # of a safetensors file, apart from its tensors' entries
@@ -53,7 +59,8 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
     """
     if codec is Codec.FLOAT32:
         return b"".join(pieces(tensors))
-    if codec is Codec.INT8 and (clash := {name + _SCALE for name in tensors} & set(tensors)):
+    beside = {name + suffix for name in tensors for suffix in (_SCALE, _GAPS)}
+    if codec in _SCALED and (clash := beside & set(tensors)):
         raise ValueError(f"{sorted(clash)} are also the names of scales")
     stored: Tensors = {}
     for name, tensor in tensors.items():
@@ -146,7 +153,7 @@ def _not_finite() -> ProtocolError:
 def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
     """Whether `_restore` makes finite numbers of a tensor."""
     stored: NDArray[Any] = tensors[info.name]
-    if info.kind == "param" and codec is Codec.INT8:
+    if info.kind == "param" and codec in _SCALED:
         extremes = np.array([np.min(stored, initial=0), np.max(stored, initial=0)], np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale
             return bool(np.isfinite(np.multiply(extremes, tensors[info.name + _SCALE])).all())
@@ -158,7 +165,7 @@ def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
 def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
     """Sum of squares of what `_restore` makes of a tensor; NaN or infinite where a number is."""
     stored = tensors[info.name]
-    if info.kind == "param" and codec is Codec.INT8:
+    if info.kind == "param" and codec in _SCALED:
         if not _finite(tensors, info, codec):  # a product may be too large for float32 and not for its square here
             return math.nan
         return _sum_of_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
@@ -188,10 +195,27 @@ def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
         case Codec.INT8:
             scale, rounded = _to_int8(tensor)
             return {name: rounded, name + _SCALE: scale}
+        case Codec.TOP:
+            numbers = tensor.reshape(-1)
+            places = _places_of_largest(numbers, _n_sent(numbers.size))
+            gaps = np.diff(places, prepend=0).astype(np.uint32)
+            return {**_stored(name, numbers[places], Codec.INT8), name + _GAPS: gaps}
         case Codec.BFLOAT16:
             return {name: _to_bfloat16(tensor)}
         case _:
             return {name: tensor}
+
+
+def _n_sent(n: int) -> int:
+    return -(-n // _ONE_IN)
+
+
+def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
+    """Ascending places of the k numbers of largest magnitude, of equal ones the first."""
+    magnitudes = np.abs(numbers)
+    least = np.partition(magnitudes, -k)[-k] if k else np.inf
+    larger = np.flatnonzero(magnitudes > least)
+    return np.sort(np.concatenate([larger, np.flatnonzero(magnitudes == least)[: k - len(larger)]]))
 
 
 def _to_int8(tensor: Floats) -> tuple[Floats, NDArray[np.int8]]:
@@ -223,6 +247,10 @@ def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[A
         target[...] = stored
     elif codec is Codec.INT8:
         np.multiply(stored, tensors[info.name + _SCALE], out=target)
+    elif codec is Codec.TOP:
+        places = np.cumsum(tensors[info.name + _GAPS], dtype=np.int64)
+        target[...] = 0
+        target.reshape(-1)[places] = np.multiply(stored, tensors[info.name + _SCALE])
     else:
         bits = target.view(np.uint32)
         bits[...] = stored
@@ -231,22 +259,30 @@ def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[A
 
 def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
     """Refuse tensors that are not exactly those that `encode` makes of this layout."""
-    param = {Codec.INT8: np.int8, Codec.BFLOAT16: np.uint16}.get(codec, np.float32)
+    param = {Codec.INT8: np.int8, Codec.TOP: np.int8, Codec.BFLOAT16: np.uint16}.get(codec, np.float32)
     dtypes = {"param": param, "buffer": np.float32, "counter": np.int64}
     expected: dict[str, tuple[tuple[int, ...], type]] = {t.name: (t.shape, dtypes[t.kind]) for t in layout.tensors}
-    if codec is Codec.INT8:
-        expected |= {t.name + _SCALE: ((), np.float32) for t in layout.of_kind("param")}
+    params = layout.of_kind("param")
+    if codec in _SCALED:
+        expected |= {t.name + _SCALE: ((), np.float32) for t in params}
+    if codec is Codec.TOP:
+        expected |= {t.name: ((_n_sent(t.size),), np.int8) for t in params}
+        expected |= {t.name + _GAPS: ((_n_sent(t.size),), np.uint32) for t in params}
     if set(tensors) != set(expected):
         raise ProtocolError("layout", f"tensors {sorted(set(tensors) ^ set(expected))} are missing or unknown")
     for name, (shape, dtype) in expected.items():
         found = tensors[name]
         if found.shape != shape or found.dtype != dtype:
             raise ProtocolError("layout", f"{name} is {found.dtype}{found.shape}, expected {np.dtype(dtype)}{shape}")
+    for info in params if codec is Codec.TOP else ():
+        gaps = tensors[info.name + _GAPS]
+        if (gaps[1:] == 0).any() or gaps.sum(dtype=np.uint64) >= max(info.size, 1):
+            raise ProtocolError("layout", f"{info.name}{_GAPS} does not lead to places of {info.size} numbers")
 
 
 def _largest(layout: Layout) -> int:
     """More bytes than any codec's safetensors of this layout need."""
-    entries = sum(2 * (_ENTRY_BYTES + 6 * len(t.name)) for t in layout.tensors)  # JSON may write a character as \uXXXX
+    entries = sum(3 * (_ENTRY_BYTES + 6 * len(t.name)) for t in layout.tensors)  # JSON may write a character as \uXXXX
     return _HEADER_BYTES + entries + sum(t.size * (8 if t.kind == "counter" else 4) for t in layout.tensors)
 
 

@@ -45,6 +45,7 @@ class Codec(StrEnum):
     FLOAT32_ZSTD = "float32+zstd"  # exact, compressed
     BFLOAT16 = "bfloat16+zstd"  # about 3.3 times smaller than float32
     INT8 = "int8+zstd"  # one scale per tensor; about 8 times smaller
+    TOP = "top1+zstd"  # the largest hundredth, in 8 bits; the rest waits on the device
 
 
 class Role(StrEnum):

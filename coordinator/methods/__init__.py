@@ -174,7 +174,7 @@ class Method(Generic[S]):
         if settings.fine_tune and self.NO_FINE_TUNING:
             raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
         unmasked: dict[Guard, str] = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
-        check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name)
+        check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name, settings.codec)
         if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
 

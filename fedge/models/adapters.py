@@ -58,7 +58,8 @@ class Adapter(nn.Module):
         weight = self.layer.weight + (self.b @ self.a).view(self.layer.weight.shape)
         if isinstance(self.layer, nn.Linear):
             return functional.linear(x, weight, self.layer.bias)
-        return self.layer._conv_forward(x, weight, self.layer.bias)  # noqa: SLF001 - with any kind of padding
+        out: Tensor = self.layer._conv_forward(x, weight, self.layer.bias)  # noqa: SLF001 - with any kind of padding
+        return out
 
 
 class StillNorm(nn.Module):

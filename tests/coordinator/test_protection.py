@@ -9,6 +9,7 @@ import pytest
 from coordinator.methods import MethodSettings, make
 from coordinator.protection import COMBINATIONS, Guard, Protection, check, table
 from fedge.errors import ConfigError
+from fedge.messages import Codec
 
 
 class Both(Protection, frozen=True, kw_only=True):
@@ -34,6 +35,12 @@ def test_a_guard_that_does_not_fit_a_method_is_refused_before_the_run() -> None:
     assert make("fedavg", MethodSettings(protection=Protection(average="median"))).settings.protection.guards == {
         "median"
     }
+
+
+def test_masked_or_noisy_updates_are_whole() -> None:
+    with pytest.raises(ConfigError, match="masking and top-k do not combine"):
+        make("fedavg", MethodSettings(codec=Codec.TOP, protection=Protection(average="mean", masking=True)))
+    assert make("fedavg", MethodSettings(codec=Codec.TOP)).settings.codec is Codec.TOP
 
 
 def test_each_pair_is_in_the_table() -> None:

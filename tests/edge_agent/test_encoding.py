@@ -89,3 +89,40 @@ def test_a_number_that_is_not_finite_goes_nowhere(bad: float) -> None:
         for way in (lambda what: here(what), lambda what: there(what, LAYOUT)):
             with pytest.raises(ProtocolError, match="not-finite"):
                 way(broken)
+
+
+def sent(home: Path, number: int, what: Model, label: str = "step") -> tuple[bytes, np.ndarray]:
+    """The bytes of an update in a round, and its numbers as the server reads them."""
+    own = Worker("d", TASK, device_data(), home).device(
+        order(DescribeLabels(), number, task=TASK, label=label), Blobs()
+    )
+    send_update(own, what, LAYOUT, Codec.TOP)
+    (data,) = own.blobs.values()
+    return data, codec.decode(data, Codec.TOP, LAYOUT).params
+
+
+def test_what_is_left_out_comes_later(tmp_path: Path) -> None:
+    one = update()
+    total = np.zeros(LAYOUT.n_params)
+    for number in range(1, 200):
+        total += sent(tmp_path, number, one)[1]
+    np.testing.assert_allclose(total / 199, one.params, atol=0.2)  # each has been sent
+    assert np.count_nonzero(sent(tmp_path / "new", 1, one)[1]) < LAYOUT.n_params / 10
+
+
+def test_an_order_done_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    for number in (1, 2, 5):
+        first = sent(tmp_path, number, update())[0]
+        assert sent(tmp_path, number, update())[0] == first, "killed after its file was written"
+    assert sent(tmp_path, 6, update())[0] != sent(tmp_path / "new", 6, update())[0]
+
+
+def test_another_step_or_network_begins_with_nothing(tmp_path: Path) -> None:
+    sent(tmp_path, 1, update())
+    assert sent(tmp_path, 2, update(), label="other")[0] == sent(tmp_path / "new", 2, update(), label="other")[0]
+
+
+def test_an_update_in_top_that_diverged_is_not_sent(tmp_path: Path) -> None:
+    broken = Model(np.full(LAYOUT.n_params, np.nan, np.float32), update().buffers, update().counters)
+    with pytest.raises(ProtocolError, match="NaN"):
+        sent(tmp_path, 1, broken)

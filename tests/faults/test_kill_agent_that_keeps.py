@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.methods.dbe import DbeState
+from coordinator.methods.fedavg import FedAvgState
 from coordinator.methods.personal_layers import PersonalState
+from fedge.messages import Codec
 from tests.support.broker import local_broker
 from tests.support.federation import Federation, same, settings, until
 
@@ -19,16 +21,23 @@ ROUNDS, STEPS = 4, 200
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "kind"), [("fedrep", PersonalState), ("dbe", DbeState)])
+@pytest.mark.parametrize(
+    ("name", "kind", "codec", "file"),
+    [
+        ("fedrep", PersonalState, Codec.INT8, "personal"),
+        ("dbe", DbeState, Codec.INT8, "personal"),
+        ("fedavg", FedAvgState, Codec.TOP, "waits-train"),
+    ],
+)
 async def test_agents_killed_again_and_again_end_where_undisturbed_ones_do(
-    tmp_path: Path, name: str, kind: type[PersonalState]
+    tmp_path: Path, name: str, kind: type[FedAvgState], codec: Codec, file: str
 ) -> None:
     rng = random.Random(1)
     async with (
         local_broker("auto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=("a", "b", "c")) as federation,
     ):
-        coordinator = await federation.coordinator(method=name, rounds=ROUNDS, local_steps=STEPS)
+        coordinator = await federation.coordinator(method=name, rounds=ROUNDS, local_steps=STEPS, codec=codec)
         agents = await federation.agents()
         await coordinator.said("round_begun", round=1)
         for done in range(2, 2 + 3 * (ROUNDS - 1), 2):
@@ -38,8 +47,8 @@ async def test_agents_killed_again_and_again_end_where_undisturbed_ones_do(
             agents[victim] = await federation.agent(victim)
         assert await coordinator.ended() == 0, coordinator.log.read_text()[-3000:]
         found = federation.state(kind)
-        assert same(found, await federation.undisturbed(name, settings(ROUNDS, steps=STEPS)))
+        assert same(found, await federation.undisturbed(name, settings(ROUNDS, steps=STEPS, codec=codec)))
         for device in federation.devices:
             runs = list((tmp_path / device / "kept").iterdir())
             assert len(runs) == 1
-            assert sorted(path.name for path in (runs[0] / "personal").iterdir()) == [str(ROUNDS - 1), str(ROUNDS)]
+            assert sorted(path.name for path in (runs[0] / file).iterdir()) == [str(ROUNDS - 1), str(ROUNDS)]

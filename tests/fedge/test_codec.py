@@ -155,6 +155,7 @@ def test_the_loss_is_bounded(codec: Codec, tensor: np.ndarray) -> None:
     bounds = {
         Codec.INT8: step / 2 * (1 + 1e-5) + 2.0**-143,  # half a step, and 127 x the rounding of a denormal scale
         Codec.BFLOAT16: np.abs(exact) * 2.0**-8 + 2.0**-134,
+        Codec.TOP: np.abs(exact) + step / 2 * (1 + 1e-5) + 2.0**-143,
     }
     assert (np.abs(found - exact) <= bounds.get(codec, 0)).all()
 
@@ -171,6 +172,30 @@ def test_int8_again_changes_nothing() -> None:
     again = encode({"w": once.params[:6].reshape(2, 3)}, Codec.INT8)
     layout = Layout(tensors=(TensorInfo(name="w", shape=(2, 3)),))
     assert np.array_equal(decode(again, Codec.INT8, layout).params, once.params[:6])
+
+
+def test_the_largest_hundredth_by_hand() -> None:
+    tensor = np.zeros((2, 101), np.float32)  # 202 numbers: 3 are sent
+    tensor[0, [5, 100]] = -1.27, 0.5
+    tensor[1, [0, 7]] = 0.5, 0.5  # of equal ones the first
+    layout = Layout(tensors=(TensorInfo(name="w", shape=tensor.shape),))
+    found = decode(encode({"w": tensor}, Codec.TOP), Codec.TOP, layout).params.reshape(tensor.shape)
+    assert np.flatnonzero(found).tolist() == [5, 100, 101]
+    np.testing.assert_allclose(found[0, [5, 100]], [-1.27, 0.5], atol=0.005)
+
+
+def test_the_largest_hundredth_takes_about_two_bytes_a_number() -> None:
+    update = np.random.default_rng(0).standard_normal(500_000).astype(np.float32)
+    assert len(encode({"w": update}, Codec.TOP)) < 3 * 5_000
+
+
+@pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [101, 1], [102, 0], [3, 2**32 - 1], [2**32 - 1, 2**32 - 1]])
+def test_places_beyond_a_tensor_or_twice_the_same_are_refused(gaps: list[int]) -> None:
+    layout = Layout(tensors=(TensorInfo(name="w", shape=(102,)),))
+    content = {"w": np.ones(2, np.int8), "w.scale": np.array(1, np.float32), "w.gaps": np.array(gaps, np.uint32)}
+    assert refusal(blob(content, Codec.TOP), Codec.TOP, layout) == "layout"
+    fine = content | {"w.gaps": np.array([100, 1], np.uint32)}
+    assert np.flatnonzero(decode(blob(fine, Codec.TOP), Codec.TOP, layout).params).tolist() == [100, 101]
 
 
 def test_an_update_is_about_a_quarter_before_compression_and_zeros_vanish() -> None:
@@ -210,6 +235,10 @@ def stored(codec: Codec) -> Tensors:
     if codec is Codec.INT8:
         scales = {"w.scale": np.array(1, np.float32), "b.scale": np.array(1, np.float32)}
         return {"w": np.ones((2, 3), np.int8), "b": np.array(1, np.int8)} | scales | rest
+    if codec is Codec.TOP:
+        numbers = {name: np.ones(1, np.int8) for name in ("w", "b")}
+        scales = {f"{name}.scale": np.array(1, np.float32) for name in numbers}
+        return numbers | scales | {f"{name}.gaps": np.zeros(1, np.uint32) for name in numbers} | rest
     dtype = np.uint16 if codec is Codec.BFLOAT16 else np.float32
     return {"w": np.ones((2, 3), dtype), "b": np.array(1, dtype)} | rest
 
@@ -232,7 +261,7 @@ def test_missing_unknown_misshapen_and_mistyped_tensors_are_refused(codec: Codec
     assert refusal(blob(missing, codec), codec) == "layout"
     assert refusal(blob(missing | {"other": tensor}, codec), codec) == "layout"
     assert refusal(blob(content | {"other": np.zeros(1, np.float32)}, codec), codec) == "layout"
-    assert refusal(blob(content | {name: tensor.reshape(1, -1)}, codec), codec) == "layout"
+    assert refusal(blob(content | {name: tensor.reshape(1, 1, -1)}, codec), codec) == "layout"
     assert refusal(blob(content | {name: np.zeros(tensor.shape, np.int16)}, codec), codec) == "layout"
 
 
@@ -264,6 +293,7 @@ NOT_FINITE = {
         Codec.INT8,
         {"w": np.full((2, 3), 127, np.int8), "w.scale": np.array(3e38, np.float32)},
     ),
+    "scale of the largest": (Codec.TOP, {"w.scale": np.array(np.inf, np.float32)}),
     "bfloat16 NaN": (Codec.BFLOAT16, {"b": np.array(0x7FC0, np.uint16)}),
     "bfloat16 infinity": (Codec.BFLOAT16, {"b": np.array(0xFF80, np.uint16)}),
 }
