@@ -111,6 +111,7 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
         for name, tensor in own.items()
         if name in found and (_differs(found, own, name) or found[name].dtype != _type(tensor))
     ]
+    faults += [f"{name} holds NaN or infinity" for name, array in found.items() if not np.isfinite(array).all()]
     if faults:
         more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
         raise ConfigError(f"the weights do not fit the network {task.model}: {'; '.join(faults[:4])}{more}")

@@ -88,6 +88,7 @@ SCRIPTS = {
 LONG = (
     "aggregation.py",
     "attacks.py",
+    "deep.py",
     "engines.py",
     "inference.py",
     "marks.py",

@@ -113,6 +113,7 @@ def test_colours_become_grey(file: Path) -> None:
             {"5.weight": np.zeros((24, 8, 1, 1), np.float32)},
             r"5\.weight is float32\(24, 8, 1, 1\), in .*\(24, 16, 1, 1\)",
         ),
+        ({"5.bias": np.full(24, np.nan, np.float32)}, r"5\.bias holds NaN"),
         ({"5.bias": np.zeros(24, np.float16)}, r"5\.bias is float16\(24,\), in the network float32"),
     ],
 )
