@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from coordinator.fleet import Device
+from fedge.config import NAME
 from fedge.errors import ProtocolError
 from fedge.messages import Context, Health, Presence, Status
 
@@ -36,13 +38,17 @@ class Registry:
     Args:
         task_fingerprint: of the federation's task; devices with another one do not take part.
         contexts: the last ones that were stored: after a restart they count until the devices send new ones.
+        no_relays: why there can be none; empty: there can.
     """
 
-    def __init__(self, task_fingerprint: str, contexts: Mapping[str, Context | None] | None = None) -> None:
+    def __init__(
+        self, task_fingerprint: str, contexts: Mapping[str, Context | None] | None = None, no_relays: str = ""
+    ) -> None:
         self._fingerprint = task_fingerprint
+        self._no_relays = no_relays
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
-        self._mismatched: set[str] = set()  # devices of another task
+        self._mismatched: set[str] = set()  # devices of another task, and relays where there can be none
         self._drifting: dict[str, int] = {}  # device -> release of the bundle that drifts
         self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
@@ -54,13 +60,17 @@ class Registry:
         bundle says no such thing.
 
         Raises:
-            ProtocolError: `foreign-id`, `task-mismatch` or `too-many-devices`; nothing changed.
+            ProtocolError: `foreign-id`, `no-relays`, `task-mismatch` or `too-many-devices`; nothing changed.
         """
         if status.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {status.device_id}")
-        if status.presence is Presence.ONLINE and status.task_fingerprint != self._fingerprint:
-            if len(self._mismatched) < MAX_DEVICES:
-                self._mismatched.add(topic_id)
+        refused = status.site is not None and self._no_relays
+        mismatched = status.presence is Presence.ONLINE and status.task_fingerprint != self._fingerprint
+        if (refused or mismatched) and len(self._mismatched) < MAX_DEVICES:
+            self._mismatched.add(topic_id)
+        if refused:
+            raise ProtocolError("no-relays", f"{topic_id} is a relay, and its devices are left out: {self._no_relays}")
+        if mismatched:
             raise ProtocolError(
                 "task-mismatch",
                 f"{topic_id} has task {status.task_fingerprint}, we have {self._fingerprint}: classes, input, network "
@@ -79,7 +89,7 @@ class Registry:
             known.before = before.status.incarnation if another else before.before
             known.twice = status.incarnation == before.before or (before.twice and not another)
         self._changed.set()
-        if before and before.status.release < status.release and _but_for_release(before.status, status):
+        if before and before.status != status and _but_for_news(before.status, status):
             return False
         return status.presence is Presence.ONLINE
 
@@ -159,6 +169,11 @@ class Registry:
         """How each known device is."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
 
+    def behind_relays(self) -> dict[str, Presence]:
+        """The devices behind relays that are there."""
+        here = (*self.online(), *self.inference_only())
+        return {device.id: Presence.ONLINE for device in here if device.via}
+
     def wrong_clocks(self) -> dict[str, float]:
         """The devices whose clocks do not agree with ours: how many seconds they are ahead."""
         found = sorted(self._known.items())
@@ -177,21 +192,35 @@ class Registry:
         return self._here(trains=False)
 
     def _here(self, *, trains: bool) -> tuple[Device, ...]:
-        return tuple(
-            Device(
-                i,
-                known.status.n_samples,
-                known.context,
-                self._incarnation(i),
-                trains,
-                i in self._drifting,
-                known.status.capabilities.steps if known.status.capabilities else None,
-                known.status.release,
-                known.status.withholds,
-            )
-            for i, known in sorted(self._known.items())
-            if known.status.presence is Presence.ONLINE and _trains(known.status) == trains and i not in self._left_out
-        )
+        there = [i for i, known in self._known.items() if known.status.presence is Presence.ONLINE]
+        return tuple(d for d in self.known(there) if d.trains == trains and d.id not in self._left_out)
+
+    def known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
+        """These, or all that ever showed themselves, as their last words say; of relays who is behind them. By id."""
+        found: dict[str, Device] = {}
+        for i in sorted(self._known if ids is None else ids):
+            found |= {d.id: d for d in self._behind(i) if d.id not in self._known and d.id not in found}
+            if (status := self._known[i].status).site is None:
+                found[i] = Device(
+                    i,
+                    status.n_samples,
+                    self._known[i].context,
+                    self._incarnation(i),
+                    _trains(status),
+                    i in self._drifting,
+                    status.capabilities.steps if status.capabilities else None,
+                    status.release,
+                    status.withholds,
+                )
+        return tuple(found[i] for i in sorted(found))
+
+    def _behind(self, relay: str) -> Iterator[Device]:
+        """The devices of its site; their names begin with its own."""
+        for d in self._known[relay].status.site or ():
+            name = f"{relay}.{d.id}"
+            if re.match(NAME, name):
+                parts = d.n_samples, d.context, d.incarnation, d.trains, d.drift, None, d.release, d.withholds
+                yield Device(name, *parts, via=relay)
 
     def _incarnation(self, device_id: str) -> str:
         own = self._known[device_id].status.incarnation
@@ -226,8 +255,9 @@ class Registry:
             await asyncio.sleep(LOOK_AGAIN_S)
 
 
-def _but_for_release(before: Status, now: Status) -> bool:
-    return msgspec.structs.replace(before, release=now.release) == now
+def _but_for_news(before: Status, now: Status) -> bool:
+    """Whether a status tells of nothing but a new bundle, or of other devices behind a relay."""
+    return msgspec.structs.replace(before, release=now.release, site=now.site) == now
 
 
 def _trains(status: Status) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
     FINE_TUNED,
     BatchSize,
@@ -278,7 +279,8 @@ async def serve(
         layout=layout,
         seed=settings.seed,
         deadline_s=settings.deadline_s,
-        steps=method.steps,
+        steps=(*method.steps, *STEPS),
+        no_relays=method.no_relays(),
         observe=told,
     )
     write_summary(settings, method, state, store, fleet)
@@ -287,7 +289,7 @@ async def serve(
         while not method.done(state):
             number = state.round + 1
             await fleet.begin(number, settings.devices if number == 1 else 1)
-            state = await method.advance(state, fleet)
+            state = await method.advance(state, beyond_relays(settings, state, fleet))
             await commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
             observe("round_done", write_summary(settings, method, state, store, fleet))
@@ -314,10 +316,16 @@ async def welcome(
         number = state.round + 1
         await fleet.admit(number, tried, state.installed)
         observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
-        state = msgspec.structs.replace(await method.welcome(state, fleet), round=number)
+        state = await method.welcome(state, beyond_relays(settings, state, fleet))
+        state = msgspec.structs.replace(state, round=number)
         await commit(store, fleet, number, state, time.monotonic() - began)
         observe("round_done", write_summary(settings, method, state, store, fleet))
         tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}
+
+
+def beyond_relays(settings: CoordinatorSettings, state: State, fleet: MqttFleet) -> RelayFleet:
+    """The fleet as a method sees it in the next round."""
+    return RelayFleet(fleet, layout=state.layout, seed=settings.seed, named=blobs_of(state))
 
 
 async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:
@@ -340,7 +348,7 @@ def write_summary(
         "bytes_down": counters.get("bytes_down", 0),
         "wall_s": counters.get("milliseconds", 0) / 1000,
         "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
-        "devices": fleet.registry.presence(),
+        "devices": dict(sorted((fleet.registry.presence() | fleet.registry.behind_relays()).items())),
         "without_bundle": without_bundle(method, state, store),
         "clocks": fleet.registry.wrong_clocks(),
         "expiring": expiring(settings),

@@ -63,6 +63,7 @@ from fedge.messages import (
     Order,
     Presence,
     Report,
+    SiteDevice,
     Status,
     Want,
     Why,
@@ -149,7 +150,7 @@ class Identity:
     """Who the agent is and what it has.
 
     n_shared: training samples not marked sensitive, nobody learns how many are; 0 where nothing is trained. steps: what
-    the device can be asked.
+    the device can be asked. site: of a relay, who is behind it now.
     """
 
     device_id: str
@@ -158,6 +159,7 @@ class Identity:
     n_shared: int
     trains: bool = True
     steps: Steps = field(default_factory=installed_steps)
+    site: Callable[[], tuple[SiteDevice, ...]] | None = None
 
 
 def silent(event: str, fields: dict[str, object]) -> None:
@@ -214,6 +216,11 @@ class Agent:
         self._end: asyncio.Future[None] | None = None
         self._connecting: asyncio.Task[Any] | None = None  # the one in `run`, until a broker lets us in
 
+    def tell(self) -> None:
+        """Say once more who is behind this relay."""
+        if self._end is not None and self._transport.connected:
+            self._send(self._status(Presence.ONLINE))
+
     # ------------------------------------------------------------------------------------------------- running
 
     async def run(self) -> None:
@@ -261,7 +268,8 @@ class Agent:
     async def _wire(self, door: Door) -> Transport:
         """Make the transport, with all that it is subscribed to from the first connection on."""
         me, topics = self._identity.device_id, self._topics
-        subject = Subject(self._identity.federation, Role.DEVICE, me)
+        role = Role.DEVICE if self._identity.site is None else Role.RELAY
+        subject = Subject(self._identity.federation, role, me)
         self._signed = speaker(self._broker, subject, self._home)
         status = topics.agent(me, "status")
         last_words = self._signed.seal(status, encode(self._status(Presence.OFFLINE)), will=True)
@@ -561,6 +569,7 @@ class Agent:
             release=self._release,
             capabilities=capabilities(trains=self._identity.trains, steps=self._identity.steps),
             withholds=self._rules.withheld,
+            site=None if self._identity.site is None else self._identity.site(),
         )
         return self._rules.stripped(status)
 

@@ -47,6 +47,7 @@ COMMANDS: Final = {
     "compare": About("Run several methods on equal terms, over several seeds.", "coordinator", HERE),
     "sample": About("Write samples of a task as the data of devices, to try the others with.", "coordinator", HERE),
     "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator", SERVER),
+    "relay": About("Stand for the devices of a site: models come once, updates leave as sums.", "coordinator", SERVER),
     "status": About("Show rounds, devices and counters of a federation.", "coordinator", SERVER),
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator", SERVER),
     "provision": About("Make the certificates of a federation: who belongs to it, and who not.", "coordinator", SERVER),

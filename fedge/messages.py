@@ -26,6 +26,8 @@ MAX_MESSAGE_BYTES: Final = 60 * 1024
 MAX_ROOTS: Final = 12
 """Of a repository in one announcement, some 2 KB each: a device that missed more of them needs one by hand."""
 
+MAX_SITE: Final = 160
+"""Devices behind one relay: with what they say of themselves they fit into its status."""
 MAX_LEFT_S: Final = 24 * 3600.0
 """No order may take longer: one that was forged or lost is over within a day."""
 
@@ -116,6 +118,7 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
     release: Count = 0  # the highest of a bundle that the device has had
     capabilities: Capabilities | None = None
     withholds: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()  # kinds (`fedge.step.Reveals`) that may not leave
+    site: Annotated[tuple[SiteDevice, ...], Meta(max_length=MAX_SITE)] | None = None  # of a relay: who is behind it
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
@@ -131,6 +134,19 @@ class Context(_Message2, frozen=True, kw_only=True, tag="context"):
     temperature_c: float | None = None
     link_mbit_s: NonNegative | None = None  # mean of both ways; agents do not measure it
     n_samples: Count = 0  # samples whose model may be uploaded, |D_L|
+
+
+class SiteDevice(Struct, frozen=True, array_like=True):
+    """A device behind a relay, as its own status and context say it. `id`: its name on its site."""
+
+    id: Id
+    n_samples: Count
+    incarnation: Annotated[str, Meta(max_length=100)]
+    trains: bool
+    drift: bool
+    release: Count
+    withholds: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()
+    context: Context | None = None
 
 
 # ---------------------------------------------------------------------------------------------- orders and reports

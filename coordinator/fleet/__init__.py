@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
 from fedge.weights import needed_on_devices
 
+if TYPE_CHECKING:
+    from coordinator.fleet.relayed import RelayFleet
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -32,7 +35,8 @@ class Device:
     from before, the device may not be what it was; a connection that was lost and came back changes nothing.
     `trains`: False for an inference-only device. `drift`: its runtime says that what it sees has left its bundle's
     reference. `steps`: what it can be asked, by name the version; None: all there is. `release`: the highest of a
-    bundle that it has had. `withholds`: kinds (`fedge.step.Reveals`) that its owner does not let out.
+    bundle that it has had. `withholds`: kinds (`fedge.step.Reveals`) that its owner does not let out. `via`: the relay
+    that it is behind.
     """
 
     id: str
@@ -44,6 +48,7 @@ class Device:
     steps: Mapping[str, int] | None = None
     release: int = 0
     withholds: tuple[str, ...] = ()
+    via: str = ""
 
     def knows(self, action: Action) -> bool:
         """Whether the device can be asked this, and may."""
@@ -156,6 +161,10 @@ class Fleet(Protocol):
 
     task: TaskSpec
 
+    @property
+    def sites(self) -> RelayFleet | None:
+        """Where the updates of devices behind relays are summed; None: there are no relays."""
+
     def devices(self) -> tuple[Device, ...]:
         """Those that can be asked to train, by ascending id; a snapshot taken and stored when the round began."""
 
@@ -213,6 +222,7 @@ class FleetAround:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.task = fleet.task
+        self.sites: RelayFleet | None = fleet.sites
 
     def devices(self) -> tuple[Device, ...]:
         """The other's."""

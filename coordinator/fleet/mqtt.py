@@ -157,6 +157,7 @@ class MqttFleet:
         deadline_s: time that the devices have for one step at least; more where their earlier reports say that they
             need it (`coordinator.fleet.pace`).
         steps: what the method asks for beside the steps that are installed here.
+        no_relays: why there can be no relays; empty: there can.
         observe: is told what happens, for people to look at.
     """
 
@@ -172,9 +173,11 @@ class MqttFleet:
         seed: int,
         deadline_s: float,
         steps: Iterable[type[Action]] = (),
+        no_relays: str = "",
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self.registry = Registry(task.fingerprint(), store.last_contexts())
+        self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays)
+        self.sites = None
         self.problems: dict[str, Problem] = {}
         self.quarantined: dict[str, Quarantine] = {}
         self._strangers: set[str] = set()  # among them
@@ -376,7 +379,7 @@ class MqttFleet:
 
     async def _settle(self, number: int) -> None:
         """After a restart between two rounds: wait for the devices of the last one, or the first to come is alone."""
-        before = {device.id for device in self._store.snapshot(number - 1) or ()}
+        before = {device.via or device.id for device in self._store.snapshot(number - 1) or ()}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._settled_at):
                 await self._or_failure(self.registry.heard_of(before))
@@ -480,7 +483,8 @@ class MqttFleet:
     def _asked(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
         """What devices are asked, and the answers of those that are not: by their status they cannot, or may not."""
         require_sendable(actions.values())
-        own, refused = asked({device.id: device for device in self._devices}, actions, self.task)
+        relays = {device.via: Device(device.via, 0) for device in self._devices if device.via}
+        own, refused = asked(relays | {device.id: device for device in self._devices}, actions, self.task)
         for i, refusal in refused.items():
             log.warning("event=not_asked device=%s step=%s reason=%r", i, actions[i].STEP, refusal.reason)
             self._note_problem(i, refusal.reason)

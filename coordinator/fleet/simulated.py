@@ -108,6 +108,7 @@ class SimulatedFleet:
     ) -> None:
         tune_malloc(large=True)
         self.round = 0
+        self.sites = None
         self.seconds = 0.0
         self.bytes_up = 0
         self.bytes_down = 0

@@ -159,6 +159,9 @@ class Method(Generic[S]):
     SUMS: ClassVar[Weights | None] = None
     """What devices count for, where the server needs of `train` the mean of each cluster alone, and devices are in one
     cluster each: then training can be masked (`coordinator.fleet.masked`)."""
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {}
+    """Of an option, by NAME=VALUE, or of the method, by "": why devices cannot be behind relays
+    (`coordinator.fleet.relayed`); where nothing is said, they can."""
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
@@ -177,6 +180,17 @@ class Method(Generic[S]):
         check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name, settings.codec)
         if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
+
+    def no_relays(self) -> str:
+        """Why devices cannot be behind relays; empty: they can."""
+        protection = self.settings.protection
+        if protection.masking:
+            return "the server brings masked updates together itself"
+        if protection.average not in {"mean", "clipped"}:
+            return f"--average {protection.average} needs each device's update; clipped and mean do not"
+        chosen = msgspec.structs.asdict(self.options)
+        given = {"", *(f"{name}={value}" for name, value in chosen.items())}
+        return next((why for which, why in self.NO_RELAYS.items() if which in given), "")
 
     def init(self, layout: Layout, model: BlobRef) -> S:
         """The state before round 1; `model` is the common initial model."""

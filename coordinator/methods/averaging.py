@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from coordinator.aggregation import Average
-from coordinator.aggregation.guarded import guarded_averages, shortened
+from coordinator.aggregation.guarded import believed, guarded_averages, shortened
+from coordinator.aggregation.mean import Factors, cluster_averages
+from coordinator.clustering import mctc
 from coordinator.fleet import Fleet
+from coordinator.fleet.relayed import RelayFleet, StandIn
 from coordinator.methods import Method
 from fedge.messages import BlobRef
 from fedge.tensors import Layout, Model
@@ -25,7 +29,15 @@ class Update(Protocol):
         """n_i."""
 
 
-def averages(
+Note = Callable[[str, mctc.Vectors], None]
+"""Is shown the direction of an update (`mctc.direction`) that has one."""
+
+
+def ignore(device_id: str, direction: mctc.Vectors) -> None:
+    """Nobody asks for directions."""
+
+
+async def averages(
     method: Method[Any],
     fleet: Fleet,
     updates: Mapping[str, Update],
@@ -33,9 +45,10 @@ def averages(
     layout: Layout,
     *,
     alike: bool = False,
-    note: Callable[[str, Model], None] | None = None,
+    note: Note = ignore,
+    whose: Collection[str] = (),
 ) -> tuple[Average | None, ...]:
-    """Average updates within clusters.
+    """Average updates within clusters. Those of devices behind relays are summed on their sites.
 
     Args:
         method: whose settings say how.
@@ -44,36 +57,76 @@ def averages(
         members: of each cluster, ids among those of the updates; clusters may overlap or be empty.
         layout: of the updates.
         alike: every device counts as one, whatever it learned from.
-        note: is shown each update when it is read.
+        note: is shown the directions of updates.
+        whose: devices whose directions it is shown.
 
     Returns:
-        The average of each cluster; None where it has no members.
+        The average of each cluster; None where it has no members, or no site of theirs has answered.
     """
     ids = list(updates)
     norms = [fleet.norms(u.update, layout) for u in updates.values()]
     positions = [[p for p, i in enumerate(ids) if i in own] for own in members]
 
-    def changes() -> Iterator[Model]:
-        for i, update in updates.items():
-            change = fleet.get(update.update, layout)
-            if note is not None:
-                note(i, change)
+    def changes(of: Collection[str]) -> Iterator[Model]:
+        for i in of:
+            change = fleet.get(updates[i].update, layout)
+            if i in whose and (direction := mctc.direction(change.params)) is not None:
+                note(i, direction)
             yield change
 
     sizes = [1 if alike else u.n_samples for u in updates.values()]
-    return guarded_averages(changes(), norms, sizes, positions, layout, method.settings.protection)
+    protection = method.settings.protection
+    far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites else {}
+    if not fleet.sites or not far:
+        return guarded_averages(changes(ids), norms, sizes, positions, layout, protection)
+    weights = dict(zip(ids, believed(sizes, protection), strict=True))
+    clipped = protection.average == "clipped"
+    factors = shortened(norms, list(weights.values()), positions) if clipped else {}
+    near = changes([i for i in ids if i not in far])
+    return await _over_sites(fleet.sites, far, near, weights, positions, factors, layout, note, whose)
 
 
-def average(
+async def _over_sites(
+    sites: RelayFleet,
+    far: Mapping[str, StandIn],
+    near: Iterator[Model],
+    weights: Mapping[str, float],
+    positions: Sequence[Sequence[int]],
+    factors: Factors,
+    layout: Layout,
+    note: Note,
+    whose: Collection[str],
+) -> tuple[Average | None, ...]:
+    """As `cluster_averages` of all, where a site's mean of a cluster stands for all of its devices there."""
+    ids = list(weights)
+    wanted = [
+        {ids[p]: factors.get((k, p), (1.0, 1.0)) for p in own if ids[p] in far} for k, own in enumerate(positions)
+    ]
+    means = await sites.means(far, weights, wanted, layout, note, whose)
+    place = {p: n for n, p in enumerate(p for p, i in enumerate(ids) if i not in far)}
+    members = [
+        [
+            *(place[p] for p in own if p in place),
+            *(len(place) + n for n, mean in enumerate(means) if mean.cluster == k),
+        ]
+        for k, own in enumerate(positions)
+    ]
+    sizes = [*(weights[ids[p]] for p in place), *(mean.weight for mean in means)]
+    models = chain(near, (mean.model for mean in means))
+    own_factors = {(k, place[p]): pair for (k, p), pair in factors.items() if p in place}
+    return cluster_averages(models, sizes, members, layout, own_factors)
+
+
+async def average(
     method: Method[Any],
     fleet: Fleet,
     updates: Mapping[str, Update],
     layout: Layout,
-    note: Callable[[str, Model], None] | None = None,
-) -> Average:
-    """The average over everybody, of at least one update."""
-    (found,) = averages(method, fleet, updates, [updates], layout, note=note)
-    assert found is not None
+    note: Note = ignore,
+    whose: Collection[str] = (),
+) -> Average | None:
+    """The average over everybody; None where no site of theirs has answered."""
+    (found,) = await averages(method, fleet, updates, [updates], layout, note=note, whose=whose)
     return found
 
 

@@ -121,6 +121,7 @@ class Cfic(Method[CficState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((DescribeLabels, "feature"))}
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"clustering=mctc": "it clusters by each device's update"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("norm", "scale"),
@@ -157,7 +158,7 @@ class Cfic(Method[CficState]):
         trained = {device.id: device for device in fleet.devices() if device.id in updates}
         state = await self._describe(state, fleet, "describe-trained", trained)
         if len(updates) >= self.settings.min_reports:
-            state = self._step(state, updates, fleet)
+            state = await self._step(state, updates, fleet)
         visits = state.visits | dict.fromkeys(map(str, clusters(state, cohort)), r)
         return round_done(state, len(cohort), updates, visits=visits)
 
@@ -249,14 +250,14 @@ class Cfic(Method[CficState]):
         seed = (self.settings.seed, r)
         return choose(self.selection, arms, bandits, self._bandit, seed=seed, last_visit={})
 
-    def _step(self, state: CficState, updates: Mapping[str, Trained], fleet: Fleet) -> CficState:
+    async def _step(self, state: CficState, updates: Mapping[str, Trained], fleet: Fleet) -> CficState:
         """Section 6 on the answers of the round."""
         layout = state.layout
         ids = list(updates)
         features = [feature_of(state, i) for i in ids]
         keys = [NO_FEATURE if feature is None else feature for feature in features]
         members = [[i for i, key in zip(ids, keys, strict=True) if key == cluster] for cluster in sorted(set(keys))]
-        mean, *of_clusters = averages(self, fleet, updates, [ids, *members], layout)
+        mean, *of_clusters = await averages(self, fleet, updates, [ids, *members], layout)
         moving = [average for average in of_clusters if average is not None]
         if mean is None:
             return state

@@ -67,5 +67,5 @@ async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layou
     shared = ServerModel(model=state.model, velocity=state.velocity)
     if len(updates) >= method.settings.min_reports:
         # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
-        shared = stepped(shared, average(method, fleet, updates, layout), layout, fleet, gamma=gamma)
+        shared = stepped(shared, await average(method, fleet, updates, layout), layout, fleet, gamma=gamma)
     return round_done(state, asked, updates, model=shared.model, velocity=shared.velocity)

@@ -127,6 +127,7 @@ class FedCoE(Method[FedCoEState]):
     name = "fedcoe"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "its server asks each device's model"}
     REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS | {
         "clustering": "experts come from classes of the server data, and every device mixes all of them; n_experts "
         "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",

@@ -161,6 +161,7 @@ class FedEpc(Method[FedEpcState]):
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
     SUMS = "equal"
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"clustering=mctc": "it clusters by each device's update"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         "extractor=proxy": "it is called server now",
         **dict.fromkeys(
@@ -230,7 +231,7 @@ class FedEpc(Method[FedEpcState]):
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
-            mean = average(self, fleet, updates, state.layout)
+            mean = await average(self, fleet, updates, state.layout)
             shared = stepped(ServerModel(model=shared), mean, state.layout, fleet, gamma=0.0).model
         return round_done(state, len(cohort), updates, shared=shared)
 
@@ -394,7 +395,7 @@ class FedEpc(Method[FedEpcState]):
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
         members = [[i for i in selection.ids if i in updates] for selection, _ in chosen.values()]
-        means = averages(self, fleet, updates, members, state.layout, alike=True)  # (15)
+        means = await averages(self, fleet, updates, members, state.layout, alike=True)  # (15)
         clusters = list(state.clusters)
         for (k, (selection, bandit)), mean in zip(chosen.items(), means, strict=True):
             own = [updates[i] for i in selection.ids if i in updates]

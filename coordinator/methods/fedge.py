@@ -59,7 +59,7 @@ from fedge.steps.install import Installed
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial, Tried
-from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
+from fedge.tensors import Layout, unflatten
 
 log = logging.getLogger("fedge.method")
 
@@ -207,9 +207,9 @@ class Fedge(Method[FedgeState]):
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
         if len(updates) >= self.settings.min_reports:
             if state.experts:
-                state = train_experts(self, state, updates, fleet)
+                state = await train_experts(self, state, updates, fleet)
             else:
-                state = train_shared(self, state, updates, fleet, panel if set(panel) <= set(cohort) else ())
+                state = await train_shared(self, state, updates, fleet, panel if set(panel) <= set(cohort) else ())
         if tries:
             state = await self._split(state, fleet, r)
         return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
@@ -555,7 +555,7 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
 # ---------------------------------------------------------------------------------------- step 2: shared rounds
 
 
-def train_shared(
+async def train_shared(
     method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, panel: Collection[str]
 ) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
@@ -566,25 +566,16 @@ def train_shared(
     seen = set() if state.trial else set(panel)
     directions = fleet.get_tensors(state.directions) if state.directions else {}
 
-    def note(device_id: str, change: Model) -> None:
-        if device_id in seen:
-            add_direction(directions, device_id, change.params)
+    def note(device_id: str, direction: mctc.Vectors) -> None:
+        before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
+        directions[device_id] = (before + direction).astype(np.float32)  # the sum of its unit updates (section 4)
 
-    mean = average(method, fleet, updates, state.layout, note=note if seen else None)
+    mean = await average(method, fleet, updates, state.layout, note=note, whose=seen)
     shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.options.gamma)
     if not seen:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items() if i in seen}
     return msgspec.structs.replace(state, shared=shared, directions=fleet.put(directions), last=state.last | last)
-
-
-def add_direction(directions: Tensors, device_id: str, change: Floats) -> None:
-    """Add the unit update of one device to its sum, (d,) float32; of large models a fixed projection (section 4)."""
-    kept = mctc.direction(change)
-    if kept is None:
-        return
-    before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
-    directions[device_id] = (before + kept).astype(np.float32)
 
 
 # -------------------------------------------------------------------------------------- step 3: trial and split
@@ -615,8 +606,11 @@ async def try_clusters(
 ) -> tuple[FedgeState, dict[str, float]]:
     """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
     w = fleet.get(state.shared.model, state.layout)
-    means = averages(method, fleet, state.last, [state.last, *clusters], state.layout)
-    models = [fleet.put(unflatten(mean.added_to(w), state.layout)) for mean in means if mean is not None]
+    means = await averages(method, fleet, state.last, [state.last, *clusters], state.layout)
+    models = [
+        fleet.put(unflatten(mean.added_to(w), state.layout)) if mean is not None else state.shared.model
+        for mean in means
+    ]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
     trials = {
         i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet, r) if i in first
@@ -625,13 +619,13 @@ async def try_clusters(
     return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
 
 
-def train_experts(method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
+async def train_experts(method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
     """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
     assert state.trial is not None
     members = [[i for i in cluster if i in updates] for cluster in state.trial.clusters]
-    means = averages(method, fleet, updates, members, state.layout)
+    means = await averages(method, fleet, updates, members, state.layout)
     experts = tuple(
-        expert if mean is None else stepped(expert, mean, state.layout, fleet, gamma=method.options.gamma)
+        stepped(expert, mean, state.layout, fleet, gamma=method.options.gamma)
         for expert, mean in zip(state.experts, means, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)

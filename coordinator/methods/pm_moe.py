@@ -65,6 +65,7 @@ class PmMoe(Method[PersonalState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((SharePrivate, "module"))}
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "devices hand their private modules to each other"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         **NO_CLUSTERS,
         **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),

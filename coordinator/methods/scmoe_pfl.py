@@ -151,6 +151,7 @@ class ScmoePfl(Method[ScmoeState]):
         "dp": without_noise((Train, "cluster")),
         "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
     }
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "it goes by the model that each device has trained"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
         "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
@@ -189,7 +190,7 @@ class ScmoePfl(Method[ScmoeState]):
             if self._p.freeze_after == 0 or r <= self._p.freeze_after:
                 state = self._cluster(state, list(updates), fleet, r)
             state = self._attach(state, fleet)
-            state = aggregate(self, state, before, updates, fleet)
+            state = await aggregate(self, state, before, updates, fleet)
         return self._converged(round_done(state, asked, updates), before)
 
     def _order(self, state: ScmoeState, device_id: str) -> Train:
@@ -368,7 +369,7 @@ def mean_start(before: ScmoeState, updates: Mapping[str, Trained], weights: Mapp
     return averaged(models, list(totals.values()), before.layout).as_model()
 
 
-def aggregate(
+async def aggregate(
     method: ScmoePfl, state: ScmoeState, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet
 ) -> ScmoeState:
     """Eq. 5: omega_k is the mean of its members' models; a cluster without members this round keeps its expert.
@@ -379,7 +380,7 @@ def aggregate(
         return state
     n_clusters = len(state.clusters.members)
     members = [[i for i in updates if k in clusters_of(state, i)] for k in range(n_clusters)]
-    changes = averages(method, fleet, updates, members, state.layout)
+    changes = await averages(method, fleet, updates, members, state.layout)
     weights = dict(zip(updates, believed(sizes(updates), method.settings.protection), strict=True))
     begun = [mean_start(before, {i: updates[i] for i in own}, weights, fleet) if own else None for own in members]
     old = before.experts if before.clusters is state.clusters else ()

@@ -26,12 +26,12 @@ class ServerModel(Struct, frozen=True, kw_only=True):
     velocity: BlobRef | None = None
 
 
-def stepped(server: ServerModel, mean: Average, layout: Layout, fleet: Fleet, *, gamma: float) -> ServerModel:
+def stepped(server: ServerModel, mean: Average | None, layout: Layout, fleet: Fleet, *, gamma: float) -> ServerModel:
     """One step: v <- gamma v + mean change;  w <- w + v.  Buffers and counters are the mean's.
 
     Args:
         server: w, v.
-        mean: of the devices' changes.
+        mean: of the devices' changes; None: there is none, and the model stays.
         layout: of the model.
         fleet: where models are kept.
         gamma: momentum, in [0, 1); with 0 no velocity is kept.
@@ -39,6 +39,8 @@ def stepped(server: ServerModel, mean: Average, layout: Layout, fleet: Fleet, *,
     Returns:
         The model after the step; the old one, at rest, where the new one would not be finite (this is logged).
     """
+    if mean is None:
+        return server
     w = fleet.get(server.model, layout)
     v = fleet.get_tensors(server.velocity)["v"].astype(np.float32) if server.velocity else None
     step = server_step(w.params, v, mean.params, gamma=gamma)

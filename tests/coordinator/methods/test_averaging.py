@@ -57,6 +57,6 @@ async def test_updates_that_others_weigh_are_shortened_too(tmp_path: Path) -> No
     }
     plain = make("fedavg", MethodSettings(protection=Protection(average="mean")))
     assert set(lengths(plain, fleet, updates, layout).values()) == {(1.0, 1.0)}
-    (found,) = averages(method, fleet, updates, [["a", "b", "c", "d"]], layout)
+    (found,) = await averages(method, fleet, updates, [["a", "b", "c", "d"]], layout)
     assert found is not None
     np.testing.assert_allclose(found.params, 1.25 * w.params, rtol=1e-4)

@@ -250,7 +250,7 @@ async def test_a_change_enters_every_cluster_of_its_device_and_no_other_and_w_st
     order = Train(starts=(Start(model=first, cluster=0),), sgd=EXACT.sgd, codec=Codec.FLOAT32)
     answers = await fleet.run("train", dict.fromkeys(("d00", "d01"), order))
     updates = {i: answer.result for i, answer in answers.items()}
-    after = train_experts(method, state, updates, fleet)
+    after = await train_experts(method, state, updates, fleet)
 
     n = {i: update.n_samples for i, update in updates.items()}
     change = {i: fleet.get(update.update, layout).params.astype(np.float64) for i, update in updates.items()}

@@ -1,0 +1,406 @@
+"""Devices behind relays: what a coordinator asks of a relay, and the fleet that hides it from methods.
+
+A relay (`coordinator.relay`) stands for the devices of its site. All that a step asks of them travels as one order,
+each model that they need once, and what they tell comes back in one report. Their updates stay on the site. What is
+averaged is summed there, with the weights that the rule of the average gives each update by its norm, and travels as
+float32.
+
+A method has references to updates all the same: to a small file in their place, which says on which site an update lies
+and what its norms are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from coordinator.clustering import mctc
+from coordinator.fleet import Answer, Fleet, FleetAround, asked, checked, require_sendable
+from fedge import codec
+from fedge.codec import Norms
+from fedge.errors import MALFORMED, ConfigError, ProtocolError
+from fedge.messages import BlobRef, Count, Digest, Id, NonNegative, Outcome, Report, Why, blobs_of
+from fedge.step import Action, Refusal, Result, Reveals, body_of, require
+from fedge.steps.train import Trained
+from fedge.tensors import Layout, Model, from_bytes
+
+log = logging.getLogger("fedge.coordinator")
+
+T = TypeVar("T")
+
+MAX_MODELS: Final = 256
+"""Models that an order to a relay names: so many references fit into a message."""
+MAX_SUMS: Final = 256
+"""Sums that a relay is asked for at once: clusters of a method, and everybody."""
+HEAD: Final = b"fedge: an update that lies on a site\n"
+"""How a file begins that stands in for an update; no tensors do."""
+MAX_STAND_IN_BYTES: Final = 1024
+
+
+# ------------------------------------------------------------------------------------------------------- contracts
+
+
+class Asked(Struct, frozen=True):
+    """A step that devices of a site are asked, as an order has it."""
+
+    step: Id
+    version: Count
+    body: bytes
+
+
+class SiteOrders(Struct, frozen=True, kw_only=True):
+    """What the devices of a site are asked at once.
+
+    `seed`, `layout`: of the federation; the site's devices draw the random numbers that they would draw without relay.
+    `keep`: updates of earlier rounds that may still be averaged. `devices`: by name, the number of what each is asked.
+    """
+
+    seed: Count
+    layout: Layout
+    keep: tuple[Digest, ...]
+    asked: tuple[Asked, ...]
+    devices: dict[Id, Count]
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """What a device of a site has answered. `norms`: of the update that it has sent."""
+
+    seconds: NonNegative
+    outcome: Outcome
+    why: Why | None = None
+    body: bytes = b""
+    norms: tuple[NonNegative, NonNegative] | None = None
+
+
+class Relayed(Result, frozen=True, kw_only=True):
+    """`answers`: file, by name what the devices have told (`Told`); who is not there has not answered."""
+
+    REVEALS: ClassVar = {"answers": Reveals.PROFILE}  # what the devices' owners let out
+    answers: BlobRef
+
+
+class Relay(Action, frozen=True, kw_only=True):
+    """Ask the devices of the site. `orders`: file, `SiteOrders`. `work`: of the most laborious, in forward passes."""
+
+    STEP: ClassVar = "relay"
+    RESULT: ClassVar = Relayed
+    DEVICE: ClassVar = "coordinator.relay.site"
+    TRAINS: ClassVar = False
+
+    orders: BlobRef
+    models: Annotated[tuple[BlobRef, ...], Meta(max_length=MAX_MODELS)]
+    work: NonNegative
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """The devices work side by side."""
+        del n_shared, n_train, n_val
+        return self.work
+
+    def uploads(self, result: Relayed, layout: Layout) -> Mapping[BlobRef, Layout | None]:
+        """A file, which is checked when it is read."""
+        del layout
+        return {result.answers: None}
+
+
+class SiteSums(Struct, frozen=True, kw_only=True):
+    """What is to be averaged on a site.
+
+    `updates`: by device. `weights`: what each counts. `sums`: for each cluster its members, with the factors by which
+    parameters and buffers of each are multiplied. `directions`: whose are wanted.
+    """
+
+    layout: Layout
+    updates: dict[Id, BlobRef]
+    weights: dict[Id, NonNegative]
+    sums: tuple[dict[Id, tuple[NonNegative, NonNegative]], ...]
+    directions: tuple[Id, ...]
+
+
+class Summed(Result, frozen=True, kw_only=True):
+    """`means`: of each cluster, float32; None where the site has nothing to give. `missing`: whose updates are lost.
+
+    `directions`: float32, by device (`mctc.direction`).
+    """
+
+    REVEALS: ClassVar = {"means": Reveals.UPDATE, "missing": Reveals.NOTHING, "directions": Reveals.UPDATE}
+    means: Annotated[tuple[BlobRef | None, ...], Meta(max_length=MAX_SUMS)]
+    missing: Annotated[tuple[Id, ...], Meta(max_length=256)] = ()
+    directions: BlobRef | None = None
+
+
+class Sum(Action, frozen=True, kw_only=True):
+    """Average updates that lie on the site. `wanted`: file, `SiteSums`."""
+
+    STEP: ClassVar = "relay_sum"
+    RESULT: ClassVar = Summed
+    DEVICE: ClassVar = "coordinator.relay.site"
+    TRAINS: ClassVar = False
+
+    wanted: BlobRef
+
+    def uploads(self, result: Summed, layout: Layout) -> Mapping[BlobRef, Layout | None]:
+        """Files, which are checked when they are read."""
+        del layout
+        return dict.fromkeys(blobs_of(result))
+
+
+STEPS: Final[tuple[type[Action], ...]] = (Relay, Sum)
+"""What a relay can be asked."""
+
+
+# -------------------------------------------------------------------------------------------------------- the fleet
+
+
+class StandIn(Struct, frozen=True, kw_only=True):
+    """What a method's reference to an update on a site refers to."""
+
+    via: Id
+    update: BlobRef
+    norms: tuple[float, float]
+
+
+class SiteMean(NamedTuple):
+    """A site's mean of a cluster, and what its devices weigh together."""
+
+    cluster: int
+    model: Model
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What is asked of a site in one step, by the devices' own names."""
+
+    actions: dict[str, Action]
+
+    def orders(self, seed: int, layout: Layout, keep: Collection[str]) -> SiteOrders:
+        kinds = {id(action): action for action in self.actions.values()}  # most of a step share one
+        numbers = {key: n for n, key in enumerate(kinds)}
+        return SiteOrders(
+            seed=seed,
+            layout=layout,
+            keep=tuple(sorted(keep)),
+            asked=tuple(Asked(a.STEP, a.VERSION, body_of(a)) for a in kinds.values()),
+            devices={i: numbers[id(action)] for i, action in self.actions.items()},
+        )
+
+    def models(self) -> tuple[BlobRef, ...]:
+        kinds = {id(action): action for action in self.actions.values()}
+        found = dict.fromkeys(ref for action in kinds.values() for ref in blobs_of(action))
+        if len(found) > MAX_MODELS:
+            raise ConfigError(f"a step names {len(found)} models, and an order to a relay holds {MAX_MODELS}")
+        return tuple(found)
+
+
+class RelayFleet(FleetAround):
+    """The `Fleet` of one round, in which devices behind relays are devices like others.
+
+    Args:
+        fleet: the relays, and the devices without one.
+        layout: of the model.
+        seed: of the federation.
+        named: what the method's state refers to: of it, updates on sites are kept there.
+    """
+
+    def __init__(self, fleet: Fleet, *, layout: Layout, seed: int, named: Iterable[BlobRef] = ()) -> None:
+        super().__init__(fleet)
+        self.sites = self
+        self._layout = layout
+        self._seed = seed
+        self._n_sums = 0
+        self._via = {d.id: d.via for d in (*self.devices(), *self.inference_only()) if d.via}
+        self._keep: defaultdict[str, set[str]] = defaultdict(set)
+        for ref in named if self._via else ():
+            if held := self._stand_in(ref):
+                self._keep[held.via].add(held.update.digest)
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """As any fleet; what is asked of devices behind one relay is one order."""
+        direct = {i: action for i, action in actions.items() if i not in self._via}
+        devices = {d.id: d for d in (*self.devices(), *self.inference_only())}
+        require_sendable(action for i, action in actions.items() if i in self._via)
+        own, refused = asked(devices, {i: action for i, action in actions.items() if i in self._via}, self.task)
+        sites: dict[str, _Site] = {}
+        work: dict[str, float] = {}
+        for i, action in sorted(own.items()):
+            via, n = self._via[i], devices[i].n_samples
+            sites.setdefault(via, _Site({})).actions[self._name(i)] = action
+            work[via] = max(work.get(via, 0.0), action.passes(n, n, n))
+        orders: dict[str, Action] = {
+            via: Relay(
+                orders=self.put_bytes(msgspec.msgpack.encode(site.orders(self._seed, self._layout, self._keep[via]))),
+                models=site.models(),
+                work=work[via],
+            )
+            for via, site in sites.items()
+        }
+        answers = await self._fleet.run(label, direct | orders)
+        for via, site in sites.items():
+            answers |= self._told(via, answers.pop(via), site.actions)
+        return dict(sorted((answers | {i: Answer(i, refusal) for i, refusal in refused.items()}).items()))
+
+    def _name(self, device_id: str) -> str:
+        """On its site."""
+        return device_id.removeprefix(f"{self._via[device_id]}.")
+
+    def _told(self, via: str, answer: Answer, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """The answers of a site's devices. What does not answer its order is none."""
+        told: dict[str, Told] = {}
+        if isinstance(answer.result, Relayed):
+            told = self._read(via, answer.result.answers, dict[str, Told]) or {}
+        refusal = answer.result if isinstance(answer.result, Refusal) else None
+        found = {}
+        for name, action in actions.items():
+            i = f"{via}.{name}"
+            found[i] = Answer(i, refusal, round=answer.round)
+            if name in told:
+                result = self._result(via, i, told[name], action)
+                found[i] = replace(found[i], result=result, seconds=told[name].seconds)
+        if silent := [i for i, each in found.items() if each.result is None]:
+            log.warning("event=site_silent relay=%s devices=%s", via, ",".join(silent))
+        return found
+
+    def _result(self, via: str, device_id: str, told: Told, action: Action) -> Result | None:
+        report = Report(order_id=via, device_id=device_id, outcome=told.outcome, why=told.why, body=told.body)
+        try:
+            result = checked(action, report, self.task)
+            if isinstance(result, Trained) and told.norms is not None and all(map(math.isfinite, told.norms)):
+                held = StandIn(via=via, update=result.update, norms=told.norms)
+                stand_in = self.put_bytes(HEAD + msgspec.msgpack.encode(held))
+                return msgspec.structs.replace(result, update=stand_in)
+            require(not list(blobs_of(result)), f"{action.STEP} brings tensors that a relay cannot hand on")
+        except ProtocolError as error:
+            self._refuse(via, error, device_id)
+            return None
+        return result
+
+    def _refuse(self, via: str, error: ProtocolError, device_id: str = "") -> None:
+        log.warning("event=refused name=%s relay=%s device=%s detail=%r", error.name, via, device_id, str(error))
+
+    def _read(self, via: str, ref: BlobRef, kind: type[T]) -> T | None:
+        """A file of a relay's; None: it is not what it should be."""
+        try:
+            return msgspec.msgpack.decode(self._fleet.get_bytes(ref), type=kind)
+        except MALFORMED as error:
+            self._refuse(via, ProtocolError("malformed", str(error)))
+            return None
+
+    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+        """Of devices without relay alone: a site answers when all have."""
+        if not self._via.keys().isdisjoint(actions):
+            raise ConfigError("the method takes answers one by one, and a relay gives those of its site together")
+        return self._fleet.stream(label, actions)
+
+    # ------------------------------------------------------------------------------------------------------- updates
+
+    def _stand_in(self, ref: BlobRef) -> StandIn | None:
+        """Where an update lies that is on a site; None: it is here, or no update."""
+        if ref.size_bytes > MAX_STAND_IN_BYTES:
+            return None
+        data = self._fleet.get_bytes(ref)
+        return msgspec.msgpack.decode(data[len(HEAD) :], type=StandIn) if data.startswith(HEAD) else None
+
+    def held(self, updates: Mapping[str, BlobRef]) -> dict[str, StandIn]:
+        """Those of the updates that lie on sites, by device."""
+        return {i: held for i, ref in updates.items() if (held := self._stand_in(ref))}
+
+    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """As the relay has told them, of an update on its site."""
+        held = self._stand_in(ref)
+        return held.norms if held else self._fleet.norms(ref, layout)
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """A model that is here.
+
+        Raises:
+            ConfigError: it is an update on a site.
+        """
+        if held := self._stand_in(ref):
+            raise ConfigError(f"the method needs single updates, and those of {held.via} stay on its site")
+        return self._fleet.get(ref, layout)
+
+    async def means(
+        self,
+        held: Mapping[str, StandIn],
+        weights: Mapping[str, float],
+        clusters: Sequence[Mapping[str, tuple[float, float]]],
+        layout: Layout,
+        note: Callable[[str, NDArray[Any]], None],
+        whose: Collection[str] = (),
+    ) -> list[SiteMean]:
+        """The sites' means of updates that lie there.
+
+        Args:
+            held: the updates, by device.
+            weights: what each counts.
+            clusters: the members of each, with the factors of parameters and buffers.
+            layout: of the updates.
+            note: is shown the directions of updates.
+            whose: devices whose directions it is shown.
+
+        Returns:
+            By site and cluster; none of a site that does not answer, as the log says.
+        """
+        of_site: defaultdict[str, dict[str, StandIn]] = defaultdict(dict)
+        for i, each in sorted(held.items()):
+            of_site[each.via][i] = each
+        asked_for = {via: self._wanted(via, own, weights, clusters, layout, whose) for via, own in of_site.items()}
+        self._n_sums += 1
+        actions = {via: Sum(wanted=self.put_bytes(msgspec.msgpack.encode(w))) for via, w in asked_for.items()}
+        answers = await self._fleet.run(f"sum-{self._n_sums}", actions)
+        found: list[SiteMean] = []
+        for via, answer in sorted(answers.items()):
+            try:
+                found += self._summed(via, asked_for[via], answer, note)
+            except ProtocolError as error:
+                self._refuse(via, error)
+        return found
+
+    @staticmethod
+    def _wanted(
+        via: str,
+        held: Mapping[str, StandIn],
+        weights: Mapping[str, float],
+        clusters: Sequence[Mapping[str, tuple[float, float]]],
+        layout: Layout,
+        whose: Collection[str],
+    ) -> SiteSums:
+        names = {i: i.removeprefix(f"{via}.") for i in held}
+        return SiteSums(
+            layout=layout,
+            updates={names[i]: each.update for i, each in held.items()},
+            weights={names[i]: weights[i] for i in held},
+            sums=tuple({names[i]: pair for i, pair in own.items() if i in held} for own in clusters),
+            directions=tuple(names[i] for i in held if i in whose),
+        )
+
+    def _summed(
+        self, via: str, wanted: SiteSums, answer: Answer, note: Callable[[str, NDArray[Any]], None]
+    ) -> list[SiteMean]:
+        result = answer.result
+        if not isinstance(result, Summed) or len(result.means) != len(wanted.sums):
+            raise ProtocolError("no-sum", f"the updates of {len(wanted.updates)} devices are missed: {result}")
+        if result.missing:
+            log.warning("event=updates_lost relay=%s devices=%s", via, ",".join(result.missing))
+        found = []
+        for k, (ref, own) in enumerate(zip(result.means, wanted.sums, strict=True)):
+            weight = sum(wanted.weights[i] for i in own if i not in result.missing)
+            if ref is not None and weight:
+                codec.check(self.get_bytes(ref), ref.codec, wanted.layout)
+                found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), weight))
+        if result.directions is not None:
+            d = wanted.layout.n_params
+            shape = (d if d <= mctc.LARGE else mctc.PROJECTED,)
+            for name, direction in sorted(from_bytes(self.get_bytes(result.directions)).items()):
+                if name in wanted.directions and direction.shape == shape and bool(np.isfinite(direction).all()):
+                    note(f"{via}.{name}", direction)
+        return found

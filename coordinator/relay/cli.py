@@ -1,0 +1,94 @@
+"""`fedge relay`: the edge server of a site."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+from msgspec import Meta
+
+from coordinator.fleet.relayed import STEPS
+from coordinator.relay.site import Site
+from edge_agent.agent import Agent, Identity
+from fedge.background import INTERRUPTED, STOP_S, on_signal
+from fedge.config import Name, resolve, settings_options
+from fedge.credentials import Credentials
+from fedge.tasks import task_spec
+
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+class RelaySettings(Credentials, frozen=True, kw_only=True):
+    """Section [relay] of the configuration."""
+
+    broker: Annotated[str, Meta(description="MQTT broker of the coordinator above, HOST:PORT.")]
+    federation: Annotated[Name, Meta(description="Name of the federation above.")]
+    id: Annotated[Name, Meta(description="Name of the site; its devices are called ID.DEVICE above.")]
+    home: Annotated[Path, Meta(description="Folder of the durable state. One relay each.")]
+    task: Annotated[str, Meta(description="As that of the coordinator: a name, or its task.json.")]
+    allow: Annotated[
+        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+    ] = ""
+    site_broker: Annotated[str, Meta(description="MQTT broker of the site, HOST:PORT.")]
+    site_federation: Annotated[Name, Meta(description="Name of the federation that the site's devices take part in.")]
+    site_identity: (
+        Annotated[Path, Meta(description="FOLDER/coordinator of the site's own `fedge provision init`.")] | None
+    ) = None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(RelaySettings, "relay")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+def relay(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Stand for the devices of a site, until Ctrl-C or SIGTERM.
+
+    To the coordinator above the devices of the site are devices like others. What it asks of them travels as one order,
+    models come down once, and updates are summed on the site. Killed at any moment and started again with the same
+    --home it goes on where it was. docs/scale.md says which methods can have relays.
+
+    \b
+    Examples:
+      fedge relay --broker server:1883 --federation shop --id north --home north --task task.json
+        --site-broker localhost:1883 --site-federation north
+      fedge relay --config relay.toml --json
+
+    \b
+    Exit codes: 2 wrong configuration, 3 a broker refuses us, 4 the disk is full or broken, 130 stopped.
+    """  # noqa: D301 - click wants the backspace character itself
+    settings = resolve(RelaySettings, "relay", config, flags)
+
+    def observe(event: str, fields: dict[str, Any]) -> None:
+        if as_json:
+            click.echo(json.dumps({"event": event, **fields}))
+
+    asyncio.run(_run(settings, observe))
+    return INTERRUPTED
+
+
+async def _run(settings: RelaySettings, observe: Observer) -> None:
+    async with relaying(settings, observe) as agent:
+        on_signal(agent.stop, within_s=STOP_S)
+        await agent.run()
+
+
+@asynccontextmanager
+async def relaying(settings: RelaySettings, observe: Observer) -> AsyncIterator[Agent]:
+    """The relay that the settings describe: within, its site is connected; it is what `Agent.run` runs."""
+    task = task_spec(settings.task, allow=settings.allow.split(","))
+    below = Credentials(identity=settings.site_identity).at(settings.site_broker)
+    above = settings.at(settings.broker)
+    site = Site(below, settings.site_federation, settings.home, task, lambda event, f: observe(f"site_{event}", f))
+    async with site:
+        steps = {kind.STEP: kind for kind in STEPS}
+        identity = Identity(settings.id, settings.federation, task, 0, steps=steps, site=site.listed)
+        agent = Agent(identity, above, settings.home, lambda: site, observe=observe)
+        watching = asyncio.create_task(site.watch(agent.tell))
+        try:
+            yield agent
+        finally:
+            watching.cancel()

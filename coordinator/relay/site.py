@@ -1,0 +1,288 @@
+"""What a relay does with the orders that it gets: it asks the devices of its site, and averages what they have sent.
+
+Upwards it is an agent (`edge_agent.agent`), which keeps each order until it is answered; this is the worker that it
+hands them to. Downwards it is a fleet (`coordinator.fleet.mqtt`) on the site's own broker, with a store of its own that
+keeps each answer. So an order that is carried out again after a crash repeats nothing that was answered, and ends in
+the same report. The store is that of one run of the coordinator above: HOME/site/RUN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from coordinator.aggregation.mean import cluster_averages
+from coordinator.clustering import mctc
+from coordinator.fleet import Answer
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, SiteSums, Sum, Summed, Told
+from coordinator.store import Store
+from edge_agent.worker import Finished
+from fedge import codec
+from fedge.files import write_atomically
+from fedge.messages import MAX_SITE, BlobRef, Codec, Order, SiteDevice
+from fedge.step import Action, Unsupported, installed_steps, read_action, report_of
+from fedge.steps.train import Train, Trained
+from fedge.stopping import Stop, StoppedError
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, Tensors, digest_of, unflatten
+from fedge.transport import BrokerSettings
+
+log = logging.getLogger("fedge.relay")
+
+T = TypeVar("T")
+
+LOOK_S: Final = 1.0
+"""Pause between two looks at who is there on the site."""
+MARGIN: Final = 0.1
+"""Share of an order's time that the relay has for itself, at most 10 s."""
+POLL_S: Final = 0.2
+"""How soon a relay that is told to stop does."""
+NO_RELAYS: Final = "a relay below a relay is not supported"
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """The run of the coordinator above that the site's devices take part in."""
+
+    id: str = "none"
+    seed: int = 0
+    layout: Layout = Layout(tensors=())
+
+
+class SiteFleet(MqttFleet):
+    """The fleet below, which has as much time for a step as the relay gives it."""
+
+    left_s = 0.0
+
+    def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
+        return dict.fromkeys(actions, self.left_s)
+
+    async def enter(self, number: int, ids: set[str], keep: set[str]) -> None:
+        """Go on to a round of the coordinator above, if it is a new one; `ids`: who is asked there.
+
+        Who is known then is one of its devices, also who is away: the coordinator has seen it, and it may be back.
+        What nobody needs any more is deleted. `keep`: digests of what the coordinator may still need.
+        """
+        if self._round == number:
+            return
+        devices = self._store.snapshot(number)
+        self._leave_out(number)
+        if devices is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.left_s / 4):
+                    await self._or_failure(self.registry.heard_of(ids))
+            self._store.keep_only(keep)
+            devices = self.registry.known()
+            self._store.begin_round(number, devices, time.time())
+        self._take(number, devices)
+
+    def listed(self) -> tuple[SiteDevice, ...]:
+        """Who is there, as the relay's status says it."""
+        there = sorted((*self.registry.online(), *self.registry.inference_only()), key=lambda device: device.id)
+        if len(there) > MAX_SITE:
+            log.warning("event=site_full devices=%d most=%d", len(there), MAX_SITE)
+        return tuple(
+            SiteDevice(d.id, d.n_samples, d.incarnation, d.trains, d.drift, d.release, d.withholds, d.context)
+            for d in there[:MAX_SITE]
+        )
+
+
+class Site:
+    """The worker of a relay (`edge_agent.agent.Works`). Async context manager: inside it, the site is connected.
+
+    Args:
+        broker: of the site.
+        federation: name of the federation below.
+        home: of the relay.
+        task: what is learned.
+        observe: is told what happens on the site.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerSettings,
+        federation: str,
+        home: Path,
+        task: TaskSpec,
+        observe: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._broker = broker
+        self._federation = federation
+        self._folder = home / "site"
+        self._task = task
+        self._observe = observe
+        self._open = AsyncExitStack()
+        self._run = Run()
+
+    async def __aenter__(self) -> Site:
+        self._loop = asyncio.get_running_loop()
+        file = self._folder / "run"
+        await self._begin(msgspec.json.decode(file.read_bytes(), type=Run) if file.exists() else self._run)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._open.aclose()
+
+    async def _begin(self, run: Run) -> None:
+        """Take part in a run, and forget those before it."""
+        await self._open.aclose()
+        home = self._folder / run.id
+        self.store = self._open.enter_context(contextlib.closing(Store(home)))
+        self.fleet = SiteFleet(
+            self._broker,
+            self.store,
+            federation=self._federation,
+            run=run.id,
+            task=self._task,
+            layout=run.layout,
+            seed=run.seed,
+            deadline_s=1.0,
+            no_relays=NO_RELAYS,
+            observe=self._observe,
+        )
+        write_atomically(self._folder / "run", msgspec.json.encode(run))
+        for other in self._folder.iterdir():
+            if other.is_dir() and other != home:
+                shutil.rmtree(other)
+        await self._open.enter_async_context(self.fleet)
+        self._run = run
+
+    def listed(self) -> tuple[SiteDevice, ...]:
+        """Who is there."""
+        return self.fleet.listed()
+
+    async def watch(self, tell: Callable[[], None]) -> None:
+        """Have it told at once who is there when that changes. It never returns."""
+        told: tuple[SiteDevice, ...] | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = tuple(SiteDevice(*msgspec.structs.astuple(device)[:-1]) for device in self.listed())
+            if now != told:
+                told = now
+                tell()
+
+    # ------------------------------------------------------------------------------------------------- orders
+
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Stop, action: Action) -> Finished:
+        """Carry out an order, in the agent's worker thread.
+
+        Raises:
+            StoppedError: `stop()` was true.
+            StoreError: the disk is full or broken.
+            msgspec.DecodeError: the order cannot be read.
+        """
+        if isinstance(action, Sum):
+            return self._sum(msgspec.msgpack.decode(fetch(action.wanted), type=SiteSums))
+        assert isinstance(action, Relay)
+        began = time.monotonic()
+        orders = msgspec.msgpack.decode(fetch(action.orders), type=SiteOrders)
+        run = Run(id=order.run, seed=orders.seed, layout=orders.layout)
+        if run != self._run:
+            self._in_loop(self._begin(run), stop)
+        left_s = order.left_s - min(10.0, MARGIN * order.left_s)
+        self.fleet.left_s = left_s
+        keep = {*orders.keep, *(ref.digest for ref in action.models)}
+        self._in_loop(self.fleet.enter(order.round, set(orders.devices), keep), stop)
+        for ref in action.models:
+            if ref.digest not in self.store.blobs:
+                self.store.blobs.put_as(ref.digest, fetch(ref))
+        self.fleet.left_s = max(left_s - (time.monotonic() - began), 1.0)
+        told = self._in_loop(self._ask(order, orders), stop)
+        data = msgspec.msgpack.encode(told)
+        answers = BlobRef(digest=digest_of(data), size_bytes=len(data))
+        return Finished(Relayed(answers=answers), {answers.digest: data})
+
+    def _in_loop(self, work: Coroutine[Any, Any, T], stop: Stop) -> T:
+        """Have the loop do something, until it is done or to stop."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if stop():
+                    future.cancel()
+                    raise StoppedError from None
+
+    async def _ask(self, order: Order, orders: SiteOrders) -> dict[str, Told]:
+        """What the devices answer; those that do not are not among them."""
+        known = installed_steps()
+        actions = [
+            read_action(msgspec.structs.replace(order, step=a.step, version=a.version, body=a.body), known)
+            for a in orders.asked
+        ]
+        there = {device.id for device in (*self.fleet.devices(), *self.fleet.inference_only())}
+        asked: dict[str, Action] = {}
+        answers: dict[str, Answer] = {}
+        for i, number in orders.devices.items():
+            action = actions[number]
+            if isinstance(action, Unsupported):
+                answers[i] = Answer(i, action)
+            elif i in there:
+                asked[i] = action
+        answers |= await self.fleet.run(order.label, asked)
+        return {
+            i: self._told(order, answer, asked.get(i))
+            for i, answer in sorted(answers.items())
+            if answer.result is not None
+        }
+
+    def _told(self, order: Order, answer: Answer, action: Action | None) -> Told:
+        assert answer.result is not None
+        report = report_of(order, answer.result, answer.seconds)
+        norms = None
+        if isinstance(answer.result, Trained) and isinstance(action, Train):
+            norms = self.fleet.norms(answer.result.update, self._run.layout.without(action.personal))
+        return Told(seconds=report.seconds, outcome=report.outcome, why=report.why, body=report.body, norms=norms)
+
+    # --------------------------------------------------------------------------------------------------- sums
+
+    def _sum(self, wanted: SiteSums) -> Finished:
+        """The mean of each cluster, of the updates that are here, by ascending device id."""
+        here = {i: ref for i, ref in sorted(wanted.updates.items()) if ref.digest in self.store.blobs}
+        ids = list(here)
+        directions: Tensors = {}
+
+        def changes() -> Iterator[Model]:
+            for i, ref in here.items():
+                change = codec.decode(self.store.blobs.get(ref.digest), ref.codec, wanted.layout, again=True)
+                if i in wanted.directions and (direction := mctc.direction(change.params)) is not None:
+                    directions[i] = direction.astype(np.float32)
+                yield change
+
+        means = cluster_averages(
+            changes(),
+            [wanted.weights[i] for i in ids],
+            [[p for p, i in enumerate(ids) if i in own] for own in wanted.sums],
+            wanted.layout,
+            {(k, ids.index(i)): pair for k, own in enumerate(wanted.sums) for i, pair in own.items() if i in here},
+        )
+        models = [None if mean is None else mean.as_model() for mean in means]
+        blobs: dict[str, bytes] = {}
+
+        def put(data: bytes) -> BlobRef:
+            ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
+            blobs[ref.digest] = data
+            return ref
+
+        result = Summed(
+            means=tuple(mean and put(_encoded(unflatten(mean, wanted.layout))) for mean in models),
+            missing=tuple(i for i in wanted.updates if i not in here),
+            directions=put(_encoded(directions)) if directions else None,
+        )
+        return Finished(result, blobs)
+
+
+def _encoded(tensors: Tensors) -> bytes:
+    return codec.encode(tensors, Codec.FLOAT32)

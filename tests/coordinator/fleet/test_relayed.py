@@ -1,0 +1,128 @@
+"""Devices behind relays as methods see them: what relays are asked, and what is believed of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet import Answer, Device, FleetAround
+from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, SiteSums, Sum, Summed, Told
+from coordinator.methods.averaging import ignore
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef, Codec, Outcome, Why
+from fedge.sgd import Sgd
+from fedge.step import Action, Declined, Result, body_of
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.train import Start, Train, Trained
+from fedge.tensors import unflatten
+from tests.support.simulation import digits
+
+
+class Below(FleetAround):
+    """One device, and two behind relay "s", of whom d1 withholds labels. `answers`: what the relay says next."""
+
+    def __init__(self, home: Path) -> None:
+        fleet, self.layout, self.first, _ = digits(home, n=1, limit=60)
+        super().__init__(fleet)
+        self.answers: list[Result | None] = []
+        self.asked: list[Action] = []
+
+    def devices(self) -> tuple[Device, ...]:
+        behind = (Device(f"s.d{k}", 10 + k, via="s", withholds=("labels",) * k) for k in range(2))
+        return (*super().devices(), *behind)
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        answers = await super().run(label, {i: a for i, a in actions.items() if i != "s"})
+        if "s" in actions:
+            self.asked.append(actions["s"])
+            answers["s"] = Answer("s", self.answers.pop(0))
+        return answers
+
+    def file(self, content: object) -> BlobRef:
+        return self.put_bytes(msgspec.msgpack.encode(content))
+
+    def update(self, value: float) -> BlobRef:
+        w = unflatten(self.get(self.first, self.layout), self.layout)
+        return self.put({name: np.full_like(tensor, value) for name, tensor in w.items()})
+
+    def above(self) -> RelayFleet:
+        return RelayFleet(self, layout=self.layout, seed=4)
+
+
+def done(result: Result, **more: object) -> Told:
+    return Told(seconds=1.0, outcome=Outcome.DONE, body=body_of(result), **more)  # type: ignore[arg-type]
+
+
+async def test_a_site_is_asked_once_and_each_of_its_devices_answers(tmp_path: Path) -> None:
+    below = Below(tmp_path)
+    below.answers = [Relayed(answers=below.file({"d0": done(LabelsDescribed(feature=3, n_samples=9))}))]
+    answers = await below.above().run("labels", dict.fromkeys(("d00", "s.d0", "s.d1"), DescribeLabels()))
+    assert isinstance(answers["d00"].result, LabelsDescribed)
+    assert answers["s.d0"] == Answer("s.d0", LabelsDescribed(feature=3, n_samples=9), 1.0)
+    assert isinstance(answers["s.d1"].result, Declined), "its owner withholds labels, and it is not asked"
+    (asked,) = below.asked
+    assert isinstance(asked, Relay)
+    orders = msgspec.msgpack.decode(below.get_bytes(asked.orders), type=SiteOrders)
+    assert (orders.seed, orders.devices) == (4, {"d0": 0})
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (None, None),
+        (Declined(why=Why.DISK), Declined(why=Why.DISK)),
+        ({"d0": done(LabelsDescribed(feature=3000, n_samples=9))}, None),
+        ({"d0": Told(seconds=0.0, outcome=Outcome.DONE, body=b"\x01")}, None),
+        ({"d0": Told(seconds=0.0, outcome=Outcome.FAILED, why=Why.ERROR)}, "failed"),
+        ([1, 2], None),
+        ({}, None),
+    ],
+)
+async def test_what_does_not_answer_is_no_answer(tmp_path: Path, said: object, expected: object) -> None:
+    below = Below(tmp_path)
+    below.answers = [said if said is None or isinstance(said, Declined) else Relayed(answers=below.file(said))]
+    (answer,) = (await below.above().run("labels", {"s.d0": DescribeLabels()})).values()
+    assert answer.result == expected or (expected == "failed" and "Failed" in type(answer.result).__name__)
+
+
+async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> None:
+    below = Below(tmp_path)
+    train = Train(starts=(Start(model=below.first),), sgd=Sgd(steps=1), codec=Codec.FLOAT32, measure=False)
+    there = BlobRef(digest="ab" * 32, size_bytes=5000)
+    told = {f"d{k}": done(Trained(update=there, n_samples=10 + k), norms=(3.0, 0.0)) for k in range(2)}
+    below.answers = [Relayed(answers=below.file(told)), Summed(means=(below.update(2.0), None), missing=("d1",))]
+    fleet = below.above()
+    answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
+    updates = {i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)}
+    assert fleet.norms(updates["s.d0"], below.layout) == (3.0, 0.0)
+    with pytest.raises(ConfigError, match="needs single updates, and those of s stay"):
+        fleet.get(updates["s.d0"], below.layout)
+
+    again = RelayFleet(below, layout=below.layout, seed=4, named=updates.values())
+    held = again.held(updates)
+    both = dict.fromkeys(updates, (0.5, 1.0))
+    (mean,) = await again.means(held, {"s.d0": 10.0, "s.d1": 11.0}, [both, {}], below.layout, ignore)
+    assert (mean.cluster, mean.weight) == (0, 10.0), "without the update that is lost"
+    assert set(mean.model.params) == {2.0}
+    assert isinstance(below.asked[1], Sum)
+    wanted = msgspec.msgpack.decode(below.get_bytes(below.asked[1].wanted), type=SiteSums)
+    assert wanted.updates == {"d0": there, "d1": there}
+
+    below.answers = [None]
+    assert await again.means(held, {"s.d0": 1.0, "s.d1": 1.0}, [both], below.layout, ignore) == []
+    below.answers = [Summed(means=(below.file("no tensors"),))]
+    assert await again.means(held, {"s.d0": 1.0, "s.d1": 1.0}, [both], below.layout, ignore) == []
+    below.answers = [Relayed(answers=below.file({}))]
+    await again.run("train", {"s.d0": train})
+    assert isinstance(below.asked[-1], Relay)
+    orders = msgspec.msgpack.decode(below.get_bytes(below.asked[-1].orders), type=SiteOrders)
+    assert orders.keep == (there.digest,)
+
+
+async def test_what_is_taken_one_by_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes answers one by one"):
+        Below(tmp_path).above().stream("train", {"s.d0": DescribeLabels()})

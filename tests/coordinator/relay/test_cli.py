@@ -1,0 +1,147 @@
+"""Relays, their devices and the coordinator in one process, against the same devices in a flat federation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.methods import MethodSettings, load, make
+from coordinator.relay.cli import RelaySettings, relaying
+from coordinator.service import CoordinatorSettings, serve
+from coordinator.store import Store
+from edge_agent.batched import one_by_one
+from edge_agent.worker import Worker
+from fedge.broker import LocalBroker
+from fedge.files import BlobFolder
+from fedge.messages import BlobRef, Codec
+from fedge.models import initial
+from fedge.sgd import Sgd
+from fedge.tasks import DeviceData, partition, pool, share_data
+from fedge.tensors import Layout, Tensors, from_bytes, unflatten
+from tests.support.agents import agents
+from tests.support.broker import local_broker
+
+ROUNDS, STEPS = 3, 5
+SAMPLES = pool("digits", limit=300)
+NAMES = ("a0", "a1", "a2", "b0", "b1", "c0")
+SITES = {"north": ("a0", "a1", "a2"), "south": ("b0", "b1")}
+SPLIT = {"split": "always", "rho": 0.4}
+CASES = [
+    ("fedavg", {}, ROUNDS),
+    ("fedrep", {}, 1),
+    ("fedepc", {"clustering": "labels"}, 2),
+    ("fedge", SPLIT, ROUNDS),
+]
+
+
+def devices() -> dict[str, DeviceData]:
+    shares = partition(SAMPLES, len(NAMES), how="dirichlet", alpha=10.0, sensitive=0.2, seed=0)
+    return {name: share_data(SAMPLES.spec, share) for name, share in zip(NAMES, shares, strict=True)}
+
+
+def address(broker: LocalBroker) -> str:
+    return f"{broker.host}:{broker.port}"
+
+
+@contextlib.asynccontextmanager
+async def site(name: str, above: LocalBroker, home: Path) -> AsyncIterator[None]:
+    """A relay with its own broker and its devices, at work within."""
+    async with local_broker("auto", home) as below:
+        settings = RelaySettings(
+            broker=address(above),
+            federation="all",
+            id=name,
+            home=home / "relay",
+            task="digits",
+            site_broker=address(below),
+            site_federation="all",
+        )
+        mine = {i: data for i, data in devices().items() if i in SITES[name]}
+        async with agents(below, SAMPLES.spec, mine, home), relaying(settings, lambda *_: None) as relay:
+            running = asyncio.create_task(relay.run())
+            yield
+            relay.stop()
+            await running
+
+
+async def served(
+    above: LocalBroker,
+    home: Path,
+    method: str,
+    options: dict[str, Any],
+    rounds: int,
+    wanted: int = len(NAMES),
+    **changes: Any,
+) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """The model that each device is served at the end, by its name on its site; and the summary."""
+    settings = CoordinatorSettings(
+        broker=address(above),
+        federation="all",
+        home=home,
+        task="digits",
+        method=method,
+        rounds=rounds,
+        codec=Codec.FLOAT32,
+        local_steps=STEPS,
+        **{"devices": len(NAMES), **changes},
+    )
+    with contextlib.closing(Store(home)) as store:
+        summary = await serve(settings, SAMPLES.spec, store, lambda *_: None, options)
+        saved, start = store.state(), store.recall("start")
+    assert saved is not None
+    assert start is not None
+    made = make(method, settings.for_method(options))
+    state = load(saved, type(made.begin(*msgspec.json.decode(start, type=tuple[Layout, BlobRef]))))
+    blobs = BlobFolder(home / "blobs")
+    models = {i: from_bytes(blobs.get(made.serves(state, i).digest)) for i in summary["installed"]}
+    return {i.rpartition(".")[2]: model for i, model in models.items()}, summary
+
+
+async def flat(home: Path, method: str, options: dict[str, Any], rounds: int) -> dict[str, Tensors]:
+    """The same of the same devices without relays."""
+    layout, first = initial(SAMPLES.spec, 0)
+    workers = {i: Worker(i, SAMPLES.spec, data, home / i) for i, data in devices().items()}
+    fleet = SimulatedFleet(SAMPLES.spec, layout, workers, seed=0, execute=one_by_one)
+    settings = MethodSettings(rounds=rounds, sgd=Sgd(steps=STEPS), codec=Codec.FLOAT32, options=options)
+    made = make(method, settings)
+    state = await run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet)
+    return {i: fleet.get_tensors(made.serves(state, i)) for i in state.installed}
+
+
+@pytest.mark.parametrize(("method", "options", "rounds"), CASES, ids=[case[0] for case in CASES])
+async def test_every_device_ends_with_the_model_that_it_has_without_relays(
+    one_broker: LocalBroker, tmp_path: Path, method: str, options: dict[str, Any], rounds: int
+) -> None:
+    """Two sites, and one device that is behind no relay."""
+    alone = {"c0": devices()["c0"]}
+    async with (
+        site("north", one_broker, tmp_path / "north"),
+        site("south", one_broker, tmp_path / "south"),
+        agents(one_broker, SAMPLES.spec, alone, tmp_path),
+    ):
+        ours, summary = await served(one_broker, tmp_path / "server", method, options, rounds)
+    theirs = await flat(tmp_path / "flat", method, options, rounds)
+    assert sorted(ours) == sorted(theirs) == list(NAMES)
+    assert summary["problems"] == {}
+    for i, model in theirs.items():
+        for name, tensor in model.items():
+            np.testing.assert_allclose(ours[i][name], tensor, rtol=1e-4, atol=2e-5, err_msg=f"{name} of {i}")
+
+
+async def test_what_needs_single_updates_is_refused_by_name(one_broker: LocalBroker, tmp_path: Path) -> None:
+    alone = {i: data for i, data in devices().items() if i == "c0"}
+    async with (
+        site("north", one_broker, tmp_path / "north"),
+        agents(one_broker, SAMPLES.spec, alone, tmp_path),
+    ):
+        ours, summary = await served(one_broker, tmp_path / "server", "fedavg", {}, 2, average="median", devices=1)
+    assert list(ours) == ["c0"]
+    assert "median needs each device's update" in summary["problems"]["north"]["reason"]

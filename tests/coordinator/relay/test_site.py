@@ -1,0 +1,83 @@
+"""What a relay sends up: means of the updates that it has, by the weights that it is given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.clustering import mctc
+from coordinator.fleet.relayed import SiteSums, Sum, Summed
+from coordinator.relay.site import Site
+from coordinator.store import Store
+from edge_agent.worker import Finished
+from fedge import codec
+from fedge.messages import BlobRef, Codec, Order
+from fedge.stopping import never
+from fedge.tasks import task_spec
+from fedge.tensors import Layout, TensorInfo, from_bytes
+from fedge.transport import BrokerSettings
+from tests.support.contracts import order_of
+
+LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
+VALUES = {"a": [1.0, 0.0, 0.0], "b": [0.0, 4.0, 0.0], "c": [0.0, 0.0, 2.0]}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(BrokerSettings("localhost", 1), "f", tmp_path, task_spec("digits"), lambda *_: None)
+    with contextlib.closing(Store(tmp_path / "store")) as found.store:
+        yield found
+
+
+def put(site: Site, values: list[float]) -> BlobRef:
+    data = codec.encode({"w": np.float32(values)}, Codec.FLOAT32)
+    return BlobRef(digest=site.store.blobs.put(data), size_bytes=len(data))
+
+
+def summed(site: Site, wanted: SiteSums) -> tuple[Summed, Finished]:
+    ref = BlobRef(digest="ab" * 32, size_bytes=1)
+    action = Sum(wanted=ref)
+    order: Order = order_of(action)
+    finished = site.execute(order, lambda _: msgspec.msgpack.encode(wanted), stop=never, action=action)
+    assert isinstance(finished.result, Summed)
+    return finished.result, finished
+
+
+def test_means_of_each_cluster_with_weights_and_factors(site: Site) -> None:
+    updates = {i: put(site, values) for i, values in VALUES.items()}
+    wanted = SiteSums(
+        layout=LAYOUT,
+        updates=updates,
+        weights={"a": 1.0, "b": 3.0, "c": 4.0},
+        sums=({"a": (1.0, 1.0), "b": (0.5, 1.0)}, {}, dict.fromkeys("abc", (1.0, 1.0))),
+        directions=("a", "b", "c"),
+    )
+    result, finished = summed(site, wanted)
+    assert result.means[1] is None
+    means = [from_bytes(finished.blobs[ref.digest])["w"].tolist() for ref in result.means if ref]
+    assert means == [[0.25, 1.5, 0.0], [0.125, 1.5, 1.0]]
+    assert result.missing == ()
+    assert result.directions is not None
+    directions = from_bytes(finished.blobs[result.directions.digest])
+    for i, values in VALUES.items():
+        np.testing.assert_array_equal(directions[i], np.float32(mctc.direction(np.float32(values))))
+    assert summed(site, wanted)[1].blobs == finished.blobs, "again it is the same, byte for byte"
+
+
+def test_what_is_lost_is_named_and_left_out(site: Site) -> None:
+    updates = {"a": put(site, VALUES["a"]), "b": BlobRef(digest="cd" * 32, size_bytes=100)}
+    both = dict.fromkeys("ab", (1.0, 1.0))
+    wanted = SiteSums(
+        layout=LAYOUT, updates=updates, weights={"a": 1.0, "b": 9.0}, sums=(both, {"b": (1.0, 1.0)}), directions=()
+    )
+    result, finished = summed(site, wanted)
+    assert result.missing == ("b",)
+    assert result.directions is None
+    assert result.means[0] is not None
+    assert from_bytes(finished.blobs[result.means[0].digest])["w"].tolist() == VALUES["a"]
+    assert result.means[1] is None
