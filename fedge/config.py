@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
     *("agent", "broker", "compare", "coordinator", "demo", "egress", "enrol", "export", "infer", "install", "method"),
-    *("provision", "release", "rollout", "sample", "serve", "simulate", "status"),
+    *("provision", "relay", "release", "rollout", "sample", "serve", "simulate", "status"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 

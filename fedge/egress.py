@@ -38,7 +38,7 @@ PRIVACY_LEDGER: Final = "privacy.json"
 """In a device's home: what its trainings with differential privacy have spent (`edge_agent.privacy_ledger`)."""
 
 TOLD: Final[Mapping[type[Struct], Told]] = {
-    Status: {"n_samples": Reveals.COUNT},
+    Status: {"n_samples": Reveals.COUNT, "site": Reveals.COUNT},
     Capabilities: dict.fromkeys(("fedge_version", "python_version", "machine", "cpu_count"), Reveals.MACHINE),
     Context: {
         **dict.fromkeys(("at", "cpu_ghz"), Reveals.MACHINE),

@@ -277,7 +277,7 @@ class Site:
             return ref
 
         result = Summed(
-            means=tuple(mean and put(_encoded(unflatten(mean, wanted.layout))) for mean in models),
+            means=tuple(None if m is None else put(_encoded(unflatten(m, wanted.layout))) for m in models),
             missing=tuple(i for i in wanted.updates if i not in here),
             directions=put(_encoded(directions)) if directions else None,
         )
