@@ -20,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import click
 
+from fedge.broker import mosquitto_path
 from tests.chaos.programs import preload
 from tests.chaos.rounds import Weather
 
@@ -40,7 +41,8 @@ async def _run(minutes: float, seed: int, rounds: int, every_s: float) -> int:
     began, rng = time.monotonic(), random.Random(seed)
     while time.monotonic() - began < 60 * minutes:
         folder = Path(tempfile.mkdtemp(prefix="fedge-chaos-"))
-        weather = Weather(folder, rng, rounds=rounds, rough=rng.random() < 0.25, every_s=every_s)
+        rough, signed = rng.random() < 0.25, rng.random() < 0.33 and mosquitto_path() is not None
+        weather = Weather(folder, rng, rounds=rounds, rough=rough, signed=signed, every_s=every_s)
         at = time.monotonic()
         await weather.run()
         total += weather.n

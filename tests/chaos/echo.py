@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from fedge.errors import TransportError
+from fedge.sealed import unsealed
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 
@@ -19,7 +20,7 @@ KEPT: Final = 2000
 
 
 class Echo:
-    """Async context manager. `said`: every distinct payload by topic leaf and topic."""
+    """Async context manager. `said`: every distinct message by topic leaf, without its envelope."""
 
     def __init__(self, broker: BrokerSettings, federation: str, rng: random.Random) -> None:
         self.said: dict[str, set[bytes]] = defaultdict(set)
@@ -27,6 +28,7 @@ class Echo:
         self._topics = Topics(federation)
         self._transport = Transport(broker, f"echo:{federation}")
         self._rng = rng
+        self._heard: set[bytes] = set()
         self._old: list[tuple[str, bytes]] = []
         self._repeating: asyncio.Task[None] | None = None
 
@@ -48,10 +50,10 @@ class Echo:
         await self._transport.__aexit__(kind, error, trace)
 
     async def _hear(self, inbound: Inbound) -> None:
-        leaf = inbound.topic.rpartition("/")[2]
-        if inbound.payload in self.said[leaf]:
+        if inbound.payload in self._heard:
             return
-        self.said[leaf].add(inbound.payload)
+        self._heard.add(inbound.payload)
+        self.said[inbound.topic.rpartition("/")[2]].add(unsealed(inbound.payload))
         self._old = [*self._old[-KEPT:], (inbound.topic, inbound.payload)]
 
     async def _repeat(self) -> None:

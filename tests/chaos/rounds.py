@@ -1,5 +1,7 @@
 """One federation in bad weather: programs are killed and stopped, the network and the disks fail, clocks jump.
 
+In one of three all messages are signed, over TLS. Beside each, `fedge serve` answers on a device of its own.
+
 The end is equal, in every bit, to that of the same federation in one process without a network, in which the same
 devices are there in each round and the same ones decline: a device that is away when a round begins is not asked, and
 one that has run out of memory or disk may say so instead of working.
@@ -8,7 +10,6 @@ one that has run out of memory or disk may say so instead of working.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import random
 import shutil
@@ -28,22 +29,26 @@ from coordinator.methods.fedge import FedgeState
 from coordinator.methods.personal_layers import PersonalState
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
+from fedge.identity import Role
 from fedge.step import Action
 from fedge.transport import BrokerSettings
 from tests.chaos import audit, disk
 from tests.chaos.echo import Echo
 from tests.chaos.network import Network
 from tests.chaos.programs import Program
+from tests.chaos.runtime import Runtime
 from tests.support.federation import NAME, SEED, Federation, same, settings, words
+from tests.support.identities import Authority, OpenBroker
 
 DEVICES: Final = ("cam0", "cam1", "cam2")
+PROGRAMS: Final = ("coordinator", *DEVICES, "serve")
 METHODS: Final[Mapping[str, type[State]]] = {
     "fedavg": FedAvgState, "fedrep": PersonalState, "dbe": DbeState, "fedge": FedgeState
 }  # fmt: skip
 STEPS: Final = 3
 KIND: Final = {
     "kill": 14, "stop": 2, "broker": 2, "cut": 1, "slow": 1, "silent": 0.5, "clock": 1, "coordinator's disk": 0.5,
-    "coordinator's disk read-only": 0.5,
+    "coordinator's disk read-only": 0.5, "serve's disk": 0.5, "serve's disk read-only": 0.5,
 }  # fmt: skip
 """How often which fault comes, relative to each other."""
 ROUGH: Final = {**KIND, "memory": 2, "device's disk": 1, "device's disk read-only": 1}
@@ -58,13 +63,16 @@ EXPECTED: Final = {None, 0, 130, -signal.SIGKILL, 4}
 class Weather:
     """A federation whose programs are started again whenever they end. `n`: how often what was done to it."""
 
-    def __init__(self, folder: Path, rng: random.Random, *, rounds: int, rough: bool, every_s: float) -> None:
+    def __init__(
+        self, folder: Path, rng: random.Random, *, rounds: int, rough: bool, signed: bool, every_s: float
+    ) -> None:
         self.n: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._folder = folder
         self._rng = rng
         self._rounds = rounds
         self._rough = rough
+        self._authority = Authority(folder / "authority", NAME) if signed else None
         self._every_s = every_s
         self._method = rng.choice(list(METHODS))
         self._programs: dict[str, Program] = {}
@@ -72,14 +80,18 @@ class Weather:
         self._full: Counter[str] = Counter()
         self._poor: set[str] = set()  # those with little memory, which may end in any way
         self._kept: audit.Rows = {}
+        self._certificates: dict[str, dict[str, str]] = {}
 
     def __str__(self) -> str:
-        return f"{self._method}, {self._rounds} rounds, {'rough' if self._rough else 'kind'} weather"
+        signed = ", signed" if self._authority else ""
+        return f"{self._method}, {self._rounds} rounds, {'rough' if self._rough else 'kind'} weather{signed}"
 
     async def run(self) -> None:
         """From the first start to the audit; `wrong` is what it found."""
         async with self._around():
-            raging = asyncio.create_task(self._rage())
+            beside = [
+                asyncio.create_task(work) for work in (self._rage(), self._runtime.ask(), self._runtime.install())
+            ]
             try:
                 async with asyncio.timeout(END_S):
                     while await self._watch():  # noqa: ASYNC110 - programs tell nobody
@@ -87,24 +99,30 @@ class Weather:
             except TimeoutError:
                 self.wrong.append(f"no end within {END_S:.0f} s")
             finally:
-                raging.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await raging
+                for task in beside:
+                    task.cancel()
+                for end in await asyncio.gather(*beside, return_exceptions=True):
+                    if isinstance(end, Exception):
+                        raise end
                 for program in self._programs.values():
                     program.send(signal.SIGCONT)
                     program.kill()
+            self.wrong += self._runtime.wrong
             if not self.wrong:
                 await self._audit()
 
     @asynccontextmanager
     async def _around(self) -> AsyncIterator[None]:
         """Broker, network and disks."""
-        for name in ("coordinator", *DEVICES):
+        for name in PROGRAMS:
             if disk.mount(self._folder / name):
                 self._disks.add(name)
         try:
-            async with LocalBroker(home=self._folder / "broker") as self._broker:
-                direct = BrokerSettings(self._broker.host, self._broker.port)
+            self._runtime = await asyncio.to_thread(Runtime, self._folder, self._programs, self.n)
+            home = self._folder / "broker"
+            async with OpenBroker(self._authority, home) if self._authority else LocalBroker(home=home) as self._broker:
+                ca_file = str(self._authority.file) if self._authority else None
+                direct = BrokerSettings(self._broker.host, self._broker.port, ca_file=ca_file)
                 async with (
                     Network(self._broker.host, self._broker.port) as self._network,
                     Echo(direct, NAME, self._rng) as self._echo,
@@ -121,7 +139,7 @@ class Weather:
 
     async def _watch(self) -> bool:
         """Start what has ended; False once the coordinator is done."""
-        for name in ("coordinator", *DEVICES):
+        for name in PROGRAMS:
             program = self._programs.get(name)
             if program is None or program.ended is not None:
                 code = None if program is None else program.ended
@@ -137,6 +155,14 @@ class Weather:
         return True
 
     def _start(self, name: str, memory: int | None = None) -> None:
+        log = self._folder / f"{name}.log"
+        ahead_s = self._rng.choice((0.0, 0.0, FORWARD_S, -FORWARD_S))
+        command = self._runtime.words if name == "serve" else self._words(name)
+        self._programs[name] = Program(command, log, ahead_s=ahead_s, memory=memory)
+        self._poor = self._poor - {name} | ({name} if memory else set())
+        self.n["starts"] += 1
+
+    def _words(self, name: str) -> list[object]:
         federation = self._federation
         where = {"broker": f"{self._network.host}:{self._network.port}", "federation": NAME}
         given: dict[str, Any] = {**where, "task": self._folder / "task.json", "home": self._folder / name}
@@ -145,12 +171,12 @@ class Weather:
             given |= {"rounds": self._rounds, "local_steps": STEPS}
         else:
             given |= {"id": name, "data": federation.data(name), "context_interval_s": 1}
-        role = "coordinator" if name == "coordinator" else "agent"
-        log = self._folder / f"{name}.log"
-        ahead_s = self._rng.choice((0.0, 0.0, FORWARD_S, -FORWARD_S))
-        self._programs[name] = Program([role, *words(given)], log, ahead_s=ahead_s, memory=memory)
-        self._poor = self._poor - {name} | ({name} if memory else set())
-        self.n["starts"] += 1
+        if self._authority:
+            role = Role.COORDINATOR if name == "coordinator" else Role.DEVICE
+            if name not in self._certificates:
+                self._certificates[name] = self._authority.issue(name, role)
+            given |= self._certificates[name]
+        return ["coordinator" if name == "coordinator" else "agent", *words(given)]
 
     def _look(self) -> None:
         """What was accepted stays accepted."""
@@ -171,7 +197,7 @@ class Weather:
             await self._strike(fault)
 
     async def _strike(self, fault: str) -> None:
-        victim = self._rng.choice(("coordinator", *DEVICES))
+        victim = self._rng.choice([name for name in (*PROGRAMS, "install") if name in self._programs])
         device = self._rng.choice(DEVICES)
         match fault:
             case "kill":
@@ -205,7 +231,7 @@ class Weather:
                 self._kill(device)
                 self._start(device, memory=self._rng.randint(1, 60) << 20)
             case _:
-                await self._fill(device if fault.startswith("device") else "coordinator", fault)
+                await self._fill(device if fault.startswith("device") else fault.partition("'")[0], fault)
         self.n[fault] += 1
 
     def _kill(self, name: str) -> None:

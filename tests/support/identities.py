@@ -111,7 +111,7 @@ class OpenBroker(LocalBroker):
 
     def __init__(self, authority: Authority, home: Path) -> None:
         super().__init__("mosquitto", home=home)
-        self._authority = authority
+        self._files = authority.issue("broker", Role.BROKER)
 
     def settings(self, files: Mapping[str, str]) -> BrokerSettings:
         """For a client with these files; ca_file alone: for nobody in particular."""
@@ -119,7 +119,7 @@ class OpenBroker(LocalBroker):
 
     def _command(self, home: Path) -> list[str]:
         command = super()._command(home)
-        files = self._authority.issue("broker", Role.BROKER)
+        files = self._files
         tls = f"cafile {files['ca_file']}\ncertfile {files['cert_file']}\nkeyfile {files['key_file']}\n"
         with (home / "mosquitto.conf").open("a") as config:
             config.write(tls)
