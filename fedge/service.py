@@ -182,13 +182,12 @@ def run(*words: str) -> None:
         raise ConfigError(f"`{' '.join(words)}` failed: {error.stderr.strip()}") from error
 
 
-def restart(name: str) -> None:
-    """Start a service anew, or for the first time.
+def restart(name: str) -> bool:
+    """Start a service anew, or for the first time; False: no systemd runs this machine, and somebody must do so.
 
     Raises:
         ConfigError: it does not start.
     """
-    if RUNNING.exists():
+    if there := RUNNING.exists():
         run("systemctl", "restart", name)
-    else:
-        run("service", name, "restart")
+    return there

@@ -116,9 +116,8 @@ def server(name: str, folder: Path, *, as_json: bool) -> None:
     """  # noqa: D301 - click needs the character itself
     issuer = Issuer(folder)
     issuer.equip(Role(name))
-    if name == Role.BROKER:
-        installation.restart_broker(issuer)
-    _tell(f"{folder / name} has a new certificate", {"identity": str(folder / name)}, as_json=as_json)
+    how = f"; {installation.restart_broker(issuer)}" if name == Role.BROKER else ""
+    _tell(f"{folder / name} has a new certificate{how}", {"identity": str(folder / name)}, as_json=as_json)
 
 
 @provision.command()
@@ -200,8 +199,9 @@ def _task(file: Path) -> TaskSpec:
 def revoke(names: tuple[str, ...], folder: Path, *, as_json: bool) -> None:
     """Shut out whose certificate was lost or stolen: a device, or a part of the server.
 
-    The broker starts anew, which cuts all connections; the others are back within seconds. The coordinator takes
-    nothing from the revoked any more. A device of that name may be enrolled again with a new kit.
+    The broker starts anew, which cuts all connections; the others are back within seconds. Where Mosquitto is no
+    service of systemd you start it anew yourself. The coordinator takes nothing from the revoked any more. A device of
+    that name may be enrolled again with a new kit.
 
     \b
     Examples:
@@ -215,9 +215,8 @@ def revoke(names: tuple[str, ...], folder: Path, *, as_json: bool) -> None:
     issuer = Issuer(folder)
     for name in names:
         issuer.revoke(name)
-    restarted = installation.restart_broker(issuer)
-    how = "Mosquitto was started anew" if restarted else "a `fedge broker --identity` starts anew by itself"
-    _tell(f"revoked: {', '.join(names)}; {how}", {"revoked": names, "broker_restarted": restarted}, as_json=as_json)
+    how = installation.restart_broker(issuer)
+    _tell(f"revoked: {', '.join(names)}; {how}", {"revoked": names, "broker": how}, as_json=as_json)
 
 
 @provision.command()
@@ -239,11 +238,10 @@ def renew(folder: Path, *, as_json: bool) -> None:
     """  # noqa: D301 - click needs the character itself
     issuer = Issuer(folder)
     renewed = issuer.refresh()
-    if {Role.BROKER, CRL} & set(renewed):
-        installation.restart_broker(issuer)
+    how = f"; {installation.restart_broker(issuer)}" if {Role.BROKER, CRL} & set(renewed) else ""
     devices = asyncio.run(answer_requests(issuer))
     told = ", ".join([*renewed, *devices]) or "nothing was due"
-    _tell(f"renewed: {told}", {"renewed": renewed, "devices": devices}, as_json=as_json)
+    _tell(f"renewed: {told}{how}", {"renewed": renewed, "devices": devices}, as_json=as_json)
 
 
 @provision.command()
@@ -254,8 +252,8 @@ def broker(folder: Path, *, as_json: bool) -> None:
 
     Writes /etc/mosquitto/conf.d/fedge-FEDERATION.conf and FOLDER/broker/acl, gives the user mosquitto its key, and
     starts Mosquitto anew. Under systemd it also makes the coordinator a service (systemctl start fedge-coordinator)
-    that runs as the user fedge, and has `fedge provision renew` run daily. On other systems there is `fedge broker
-    --identity FOLDER/broker`.
+    that runs as the user fedge, and has `fedge provision renew` run daily. Without systemd you start Mosquitto anew
+    yourself, or have `fedge broker --identity FOLDER/broker` instead.
 
     \b
     Examples:
@@ -268,10 +266,10 @@ def broker(folder: Path, *, as_json: bool) -> None:
     file = installation.configure_broker(issuer)
     if service.RUNNING.exists():
         installation.install_services(issuer)
-    installation.restart_broker(issuer)
+    how = installation.restart_broker(issuer)
     settings = issuer.settings
     told = {"broker": settings.broker, "conf": str(file)}
-    _tell(f"Mosquitto serves {settings.federation} at {settings.broker}", told, as_json=as_json)
+    _tell(f"{file} is for {settings.federation} at {settings.broker}; {how}", told, as_json=as_json)
 
 
 def _tell(text: str, record: Mapping[str, object], *, as_json: bool) -> None:

@@ -62,16 +62,15 @@ def install_services(issuer: Issuer) -> None:
     service.run("systemctl", "enable", "--now", "fedge-renewal.timer")
 
 
-def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> bool:
-    """Have the installed Mosquitto read what has changed; False: none of this federation is installed here.
-
-    A `fedge broker --identity` sees by itself that the files have changed.
+def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> str:
+    """Have the installed Mosquitto read what has changed; what became of that, in words.
 
     Raises:
         ConfigError: it does not start again.
     """
     file = conf_file(issuer, conf_d)
     if not file.exists() or str((issuer.folder / Role.BROKER).absolute()) not in file.read_text(encoding="utf-8"):
-        return False
-    service.restart(MOSQUITTO)
-    return True
+        return "a `fedge broker --identity` starts anew by itself"
+    if service.restart(MOSQUITTO):
+        return "Mosquitto was started anew"
+    return "now start Mosquitto anew: there is no systemd here, and it reads its files only then"

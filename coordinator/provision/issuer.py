@@ -35,7 +35,7 @@ from fedge.certificates import RENEW_AT, is_past, pem_of, pem_of_key
 from fedge.config import Name
 from fedge.credentials import CA, CERTIFICATE, KEY
 from fedge.errors import ConfigError
-from fedge.files import locked, make_folder, write_atomically
+from fedge.files import locked, write_atomically
 from fedge.identity import CRL, Role, Subject, subject_of
 from fedge.kit import Kit, seal
 from fedge.task import TaskSpec
@@ -103,19 +103,21 @@ class Issuer:
             ConfigError: the folder has one already.
             StoreError: the folder cannot be written.
         """
-        if (folder / CA_KEY).exists():
-            raise ConfigError(f"{folder} holds a federation's authority already; give another --folder")
-        make_folder(folder)
-        folder.chmod(0o755)  # broker and coordinator run as other users, and have folders in it
-        key = certificates.new_key()
-        write_atomically(folder / CA_KEY, pem_of_key(key))
-        write_atomically(folder / CA, pem_of(_self_signed(settings.federation, key, clock())))
-        write_atomically(folder / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=1))
-        issuer = cls(folder, clock)
-        issuer._sign_revoked({}, number=1)
-        issuer._write_members(Members(federation=settings.federation))
-        for role in SERVER:
-            issuer.equip(role)
+        with locked(folder, None):
+            if (folder / CA_KEY).exists():
+                raise ConfigError(f"{folder} holds a federation's authority already; give another --folder")
+            folder.chmod(0o755)  # broker and coordinator run as other users, and have folders in it
+            key = certificates.new_key()
+            write_atomically(folder / CA_KEY, pem_of_key(key))
+            write_atomically(folder / CA, pem_of(_self_signed(settings.federation, key, clock())))
+            write_atomically(folder / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=1))
+            issuer = cls(folder, clock)
+            issuer._holds = True
+            issuer._sign_revoked({}, number=1)
+            issuer._write_members(Members(federation=settings.federation))
+            for role in SERVER:
+                issuer.equip(role)
+            issuer._holds = False
         return issuer
 
     @property

@@ -59,6 +59,9 @@ LONGEST_PAUSE_S: Final = 15.0
 EXPECTED: Final = {None, 0, 130, -signal.SIGKILL, 4}
 """Exit codes: stopped, killed, or the disk was full."""
 
+IN_USE: Final = "stop `fedge serve` or `fedge install` there first"
+"""`fedge install` was at work when `fedge serve` was to start again."""
+
 
 class Weather:
     """A federation whose programs are started again whenever they end. `n`: how often what was done to it."""
@@ -145,7 +148,8 @@ class Weather:
                 code = None if program is None else program.ended
                 if name == "coordinator" and code == 0:
                     return False
-                if not (code in EXPECTED or name in self._poor) or (code == 4 and not self._full[name]):
+                busy = name == "serve" and code == 2 and IN_USE in _end_of(program)
+                if not (code in EXPECTED or busy or name in self._poor) or (code == 4 and not self._full[name]):
                     self.wrong.append(f"{name} ended with {code}: {_end_of(program)}")
                     return False
                 self._full[name] = int(self._full[name] > 0)

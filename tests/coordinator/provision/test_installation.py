@@ -71,14 +71,16 @@ def test_only_a_broker_that_serves_this_very_federation_is_started_anew(
 ) -> None:
     as_debian_has_it()
     started: list[str] = []
-    monkeypatch.setattr(installation.service, "restart", started.append)
+    monkeypatch.setattr(installation.service, "run", lambda *words: started.append(" ".join(words)))
     one, other = Authority(open_folder / "one").issuer, Authority(open_folder / "other").issuer
     (open_folder / "conf.d").mkdir()
-    assert not restart_broker(one, open_folder / "conf.d")
+    assert "--identity" in restart_broker(one, open_folder / "conf.d")
     configure_broker(one, open_folder / "conf.d")
-    assert restart_broker(one, open_folder / "conf.d")
-    assert not restart_broker(other, open_folder / "conf.d"), "of the same name, in another folder"
-    assert started == ["mosquitto"]
+    for systemd, said in ((open_folder, "was started anew"), (open_folder / "none", "now start Mosquitto anew")):
+        monkeypatch.setattr(installation.service, "RUNNING", systemd)
+        assert said in restart_broker(one, open_folder / "conf.d")
+    assert "--identity" in restart_broker(other, open_folder / "conf.d"), "of the same name, in another folder"
+    assert started == ["systemctl restart mosquitto"]
     assert conf_file(one).parent == Path("/etc/mosquitto/conf.d")
 
 

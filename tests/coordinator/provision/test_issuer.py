@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from fedge.certificates import (
     request_of,
 )
 from fedge.errors import ConfigError
+from fedge.files import volatile
 from fedge.identity import Authority as Verifier
 from fedge.identity import Role, Subject, subject_of
 from tests.support.identities import Authority as Foreign
@@ -95,6 +98,21 @@ def test_a_folder_holds_one_federation(authority: Authority, tmp_path: Path) -> 
         Issuer.create(authority.folder, authority.issuer.settings)
     with pytest.raises(ConfigError, match="make one with `fedge provision init`"):
         Issuer(tmp_path / "nowhere")
+
+
+def test_of_several_who_found_a_federation_in_one_folder_at_once_one_does(tmp_path: Path) -> None:
+    def found(number: int) -> int | None:
+        settings = Federation(federation=f"f{number}", host="127.0.0.1", port=8883, days=30)
+        with contextlib.suppress(ConfigError):
+            Issuer.create(tmp_path / "f", settings)
+            return number
+        return None
+
+    with volatile(), ThreadPoolExecutor(4) as pool:
+        (winner,) = [number for number in pool.map(found, range(4)) if number is not None]
+    issuer = Issuer(tmp_path / "f")
+    assert issuer.settings.federation == f"f{winner}"
+    assert issuer.refresh() == []
 
 
 def test_members_are_on_the_list_until_they_are_revoked(authority: Authority) -> None:
