@@ -64,8 +64,8 @@ def enrol(
       fedge enrol --request cam1
 
     \b
-    Exit codes: 0 done, 2 the kit is damaged, expired, of another federation or another device than this one, or for a
-    key that is not here, 4 a file cannot be written.
+    Exit codes: 0 done, 2 there is no DATA, or the kit is damaged, expired, of another federation or another device than
+    this one, or for a key that is not here, 4 a file cannot be written.
     """  # noqa: D301 - click needs the character itself
     if (kit is None) == (device_id is None):
         raise click.UsageError("give a start-up kit, or --request ID")
@@ -75,6 +75,8 @@ def enrol(
             f"take it to the server: fedge provision device --request {request}", {"request": str(request)}, as_json
         )
     assert kit is not None
+    if data is not None and not data.exists():
+        raise ConfigError(f"there is no {data}: bring the samples first, or leave out --data")
     try:
         found = unseal(_read(kit))
         take(found, folder / IDENTITY)

@@ -43,6 +43,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 def test_a_kit_sets_everything(authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = kit(authority, "cam1", task_spec("digits"))
+    assert "there is no photos" in refused(capsys, file, "--folder", "d", "--data", "photos")
+    assert not (tmp_path / "d").exists()
+    (tmp_path / "photos").mkdir()
     assert main(["enrol", str(file), "--folder", "d", "--data", "photos", "--json"]) == 0
     config = tmp_path / "d" / "agent.toml"
     assert json.loads(capsys.readouterr().out) == {
@@ -62,6 +65,8 @@ def test_a_kit_sets_everything(authority: Authority, tmp_path: Path, capsys: pyt
 
 def test_the_owners_configuration_stays_and_a_kit_may_be_used_again(authority: Authority, tmp_path: Path) -> None:
     file = kit(authority, "cam1")
+    for folder in ("photos", "others"):
+        (tmp_path / folder).mkdir()
     assert main(["enrol", str(file), "--folder", "d", "--data", "photos", "--task", "digits"]) == 0
     config = tmp_path / "d" / "agent.toml"
     config.write_text(config.read_text() + "max_temperature_c = 70.0\n")
