@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,6 +20,8 @@ from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, serve
 from coordinator.store import Store
+from coordinator.watch import headline, read_summary
+from coordinator.watch_cli import UiSettings, page
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
@@ -29,7 +31,7 @@ from fedge.messages import Status, decode, is_outdated
 from fedge.sealed import speaker
 from fedge.tasks import task_spec
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.transport import BrokerSettings, Inbound, Transport, parse_address
 from fedge.weights import with_network
 
 log = logging.getLogger("fedge.coordinator")
@@ -70,10 +72,21 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     task = with_network(task, settings.model, settings.weights, settings.adapt)
     opened = Store(settings.home, settings.store, federation=settings.federation)
     with contextlib.closing(opened) as store, _observer(as_json) as observe:
-        summary = asyncio.run(until_stopped(serve(settings, task, store, observe, own)))
+        summary = asyncio.run(until_stopped(_served(settings, lambda: serve(settings, task, store, observe, own))))
     if summary is None:
         return INTERRUPTED
     return 0 if summary["installed"] else NO_BUNDLES
+
+
+async def _served(settings: CoordinatorSettings, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """The federation, and its page where one is wanted."""
+    if settings.ui is None:
+        return await work()
+    host, port = parse_address(settings.ui)
+    shown = UiSettings(home=settings.home, store=settings.store, host=host, port=port)
+    async with page(shown, settings.federation) as running:
+        log.info("event=page url=%s token_file=%s", running.url, settings.home / "ui-token")
+        return await work()
 
 
 @contextlib.contextmanager
@@ -195,16 +208,11 @@ def _federation_in(home: Path) -> tuple[dict[str, Any], list[str]]:
         ConfigError: it wrote nothing there.
         StoreError: it cannot be read.
     """
-    file = home / "summary.json"
-    if not file.exists():
-        raise ConfigError(f"{file} is not there: {home} is no coordinator's --home")
+    summary = read_summary(home)
     try:
-        summary: dict[str, Any] = json.loads(file.read_bytes())
         lines = _federation_lines(summary)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(
-            f"{file} is damaged or of another version; the next round writes it anew: {error!r}"
-        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
     return summary, lines
 
 
@@ -212,8 +220,8 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     history, devices = summary["history"], summary["devices"]
     accuracy = history[-1]["accuracy"] if history else None
     lines = [
-        f"federation  {summary['federation']} ({summary['method']})",
-        f"rounds      {summary['round']} of {summary['rounds']}{', done' if summary['done'] else ''}",
+        f"federation  {summary['federation']} ({summary['method']}), as it was {_length(summary['age_s'])} ago",
+        f"rounds      {summary['round']} of {summary['rounds']}: {headline(summary)}",
         f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
@@ -231,16 +239,23 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         if out := summary["quarantined"].get(device):
             lines.append(f"    in quarantine until round {out['until']}; --readmit {device} ends it")
             lines += [f"      round {e['round']}: {e['name']}, {e['detail']}" for e in out["evidence"]]
+        if device in summary["retired"]:
+            lines.append("    retired: it gets no more orders")
         if device in problems:
             lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
     return lines
 
 
+def _length(seconds: float) -> str:
+    days, rest = divmod(round(seconds), 86400)
+    if days:
+        return f"{days} days"
+    return f"{rest // 3600} h {rest // 60 % 60} min" if rest >= 60 else f"{rest} s"
+
+
 def _span(ahead_s: float) -> str:
     """How far one clock is from another."""
-    days, seconds = divmod(round(abs(ahead_s)), 86400)
-    length = f"{days} days" if days else f"{seconds // 3600} h {seconds // 60 % 60} min"
-    return f"{length} {'ahead of' if ahead_s > 0 else 'behind'}"
+    return f"{_length(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:

@@ -30,6 +30,7 @@ class _Known:
     ahead_s: float = 0.0  # of our clock
     before: str = ""  # its incarnation before this one
     twice: bool = False  # two agents speak as this device
+    seen_at: float = 0.0  # by our clock
 
 
 class Registry:
@@ -86,6 +87,7 @@ class Registry:
         context = before.context if before else self._contexts.get(topic_id)
         self._known[topic_id] = known = _Known(status, context, before.ahead_s if before else 0.0)
         if before:
+            known.seen_at = before.seen_at
             known.before = before.status.incarnation if another else before.before
             known.twice = status.incarnation == before.before or (before.twice and not another)
         self._changed.set()
@@ -173,6 +175,30 @@ class Registry:
         """The devices behind relays that are there."""
         here = (*self.online(), *self.inference_only())
         return {device.id: Presence.ONLINE for device in here if device.via}
+
+    def presence_of(self, device_id: str) -> Presence | None:
+        """How a device is; None: it is not known."""
+        known = self._known.get(device_id)
+        return known.status.presence if known else None
+
+    def heard(self, device_id: str, now: float) -> None:
+        """Something came from it, at `now` (seconds since the epoch by our clock)."""
+        if device_id in self._known:
+            self._known[device_id].seen_at = now
+
+    def described(self) -> dict[str, dict[str, object]]:
+        """What each known device says of itself, for people to look at, as JSON values."""
+        return {
+            i: {
+                "presence": str(known.status.presence),
+                "seen_at": known.seen_at or None,
+                "context": None if known.context is None else msgspec.to_builtins(known.context),
+                "release": known.status.release,
+                "n_samples": known.status.n_samples,
+                "withholds": list(known.status.withholds),
+            }
+            for i, known in sorted(self._known.items())
+        }
 
     def wrong_clocks(self) -> dict[str, float]:
         """The devices whose clocks do not agree with ours: how many seconds they are ahead."""

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from coordinator.control import Wishes, at_round, wishes_in
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
@@ -52,7 +53,7 @@ from coordinator.protection import (
     Masking,
     MinCohort,
 )
-from coordinator.store import Store
+from coordinator.store import Event, Store
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import Name, Secret
@@ -76,7 +77,12 @@ Observer = Callable[[str, dict[str, Any]], None]
 WARN_S: Final = 24 * 3600.0
 """Between two warnings of a certificate that nobody renews."""
 TELL_S: Final = 1.0
-"""Before the first round problems are told so often at most, however many there are."""
+"""Between two summaries at least, whatever happens."""
+RARELY: Final = 50
+"""And so many times as long as one takes to write."""
+LOOK_S: Final = 0.5
+"""Between two looks whether a paused run may go on."""
+NOT_ANEW: Final = "the method has no clusters that it could make anew now"
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
 METHOD_NAMES: Final = ", ".join(installed_methods())
 
@@ -152,6 +158,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     dp_clip: DpClip = 1.0
     masking: Masking = False
     min_cohort: MinCohort = MIN_COHORT
+    ui: Annotated[str, Meta(description="Show the federation in a browser at HOST:PORT (`fedge ui`).")] | None = None
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
     ] = Processor.CPU
@@ -229,8 +236,10 @@ class Slowly:
 
     def _do(self) -> None:
         self._timer = None
-        self._next = asyncio.get_running_loop().time() + self._every_s
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         self._act()
+        self._next = loop.time() + max(self._every_s, RARELY * (loop.time() - began))
 
     async def aclose(self) -> None:
         """Nothing is done any more."""
@@ -265,10 +274,11 @@ async def serve(
     slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
 
     def told(event: str, fields: dict[str, Any]) -> None:
-        """Until the first round nobody but `fedge status` shows why devices do not take part."""
+        """What happens goes to who started us, into the store, and shows soon in HOME/summary.json."""
         observe(event, fields)
-        if event == "problem" and fields["round"] == 0:
-            slowly.ask()
+        number = state.round if event == "round_done" else state.round + 1
+        store.note(happened(event, fields, number))
+        slowly.ask()
 
     fleet = MqttFleet(
         settings.at(settings.broker),
@@ -288,19 +298,58 @@ async def serve(
     async with contextlib.aclosing(slowly), fleet, warning_daily(settings):
         while not method.done(state):
             number = state.round + 1
+            wishes = await permitted(number, store, fleet, told)
+            if wishes.recluster == number:
+                state = anew(method, state, told)
             await fleet.begin(number, settings.devices if number == 1 else 1)
             state = await method.advance(state, beyond_relays(settings, state, fleet))
             await commit(store, fleet, number, state, time.monotonic() - began)
             began = time.monotonic()
-            observe("round_done", write_summary(settings, method, state, store, fleet))
+            told("round_done", write_summary(settings, method, state, store, fleet))
         fleet.end_streams()
         if settings.welcome:
-            await welcome(settings, method, state, store, fleet, observe)
+            await welcome(settings, method, state, store, fleet, told)
     store.count(fleet.take_counts())
     summary = write_summary(settings, method, state, store, fleet)
     if summary["without_bundle"]:
         log.error("event=without_bundle devices=%s", summary["without_bundle"])
     return summary
+
+
+def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
+    """An event as the store keeps it; `number`: of the round, where the event does not say."""
+    if event == "round_done":
+        last = fields["history"][-1] if fields["history"] else {"accuracy": None}
+        fields = {"accuracy": last["accuracy"], **{n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s")}}
+    rest = {name: value for name, value in fields.items() if name not in {"round", "device"}}
+    return Event(
+        at=time.time(), round=fields.get("round", number), name=event, device=fields.get("device", ""), fields=rest
+    )
+
+
+async def permitted(number: int, store: Store, fleet: MqttFleet, observe: Observer) -> Wishes:
+    """Wait until round `number` may begin (`coordinator.control`); one that had begun before a restart may."""
+    if store.snapshot(number) is not None:
+        wishes = wishes_in(store)
+    else:
+        waits = False
+        while (wishes := wishes_in(store)).paused and not wishes.steps:
+            if not waits:
+                observe("paused", {"round": number})
+            waits = True
+            await fleet.rest(LOOK_S)
+        if waits:
+            observe("resumed", {"round": number})
+        wishes = at_round(store, number)
+    fleet.retired = frozenset(wishes.retired)
+    return wishes
+
+
+def anew(method: Method[Any], state: State, observe: Observer) -> State:
+    """The state from which clusters are made anew, if the method can do that now."""
+    found = method.recluster(state)
+    observe("recluster" if found else "recluster_refused", {"reason": "" if found else NOT_ANEW})
+    return found or state
 
 
 async def welcome(
@@ -339,7 +388,7 @@ def write_summary(
     settings: CoordinatorSettings, method: Method[Any], state: State, store: Store, fleet: MqttFleet
 ) -> dict[str, Any]:
     """HOME/summary.json: what the method says, and what the transport and the store counted."""
-    counters = store.counters()
+    counters, wishes = store.counters(), wishes_in(store)
     summary = {
         "federation": settings.federation,
         "seed": settings.seed,
@@ -353,6 +402,11 @@ def write_summary(
         "clocks": fleet.registry.wrong_clocks(),
         "expiring": expiring(settings),
         "quarantined": msgspec.to_builtins(fleet.quarantined),
+        "at": time.time(),
+        "fleet": fleet.registry.described(),
+        "waiting": fleet.waiting,
+        "paused": wishes.paused and not wishes.steps,
+        "retired": wishes.retired,
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
     }

@@ -36,6 +36,10 @@ FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
 MAX_BATCH: Final = 1000
 """Changes in one transaction."""
+MAX_EVENTS: Final = 200_000
+"""Older ones are deleted."""
+TIDY: Final = 1000
+"""After so many they are looked for."""
 ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
 
 Found = TypeVar("Found")
@@ -49,6 +53,17 @@ class Entry(Struct, frozen=True, kw_only=True):
     reason: str = ""
     report: Report | None = None
     arrival: int = 0  # when it was closed, among all orders: 1, 2, ...; 0: it is open
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that happened, for people to look at. number: 1, 2, ...; 0: none yet. device: empty, or whose."""
+
+    number: int = 0
+    at: float  # seconds since the epoch
+    round: int
+    name: str
+    device: str = ""
+    fields: dict[str, Any] = {}
 
 
 class Writer:
@@ -274,6 +289,44 @@ class Store:
         values = status.value, _text(reason), report, now, order_id, OrderStatus.OPEN.value
         return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
 
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def note(self, event: Event) -> Future[object]:
+        """Keep an event, and of the old ones as many as there is room for. Nobody need wait for it."""
+        text = msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd")
+        values = event.at, event.round, event.name, event.device, text
+        sql = (
+            "INSERT INTO events (number, at, round, name, device, fields) "
+            "VALUES ((SELECT coalesce(max(number), 0) + 1 FROM events), $1, $2, $3, $4, $5) RETURNING number"
+        )
+
+        def note(db: Database) -> None:
+            ((number,),) = db.execute(sql, *values)
+            if number % TIDY == 0:
+                db.execute("DELETE FROM events WHERE number <= $1", number - MAX_EVENTS)
+
+        return self._writer.submit(note)
+
+    def events(
+        self,
+        *,
+        after: int = 0,
+        last: int | None = None,
+        device: str | None = None,
+        round: int | None = None,  # noqa: A002 - what it is
+        limit: int = 1000,
+    ) -> list[Event]:
+        """Events by number: those after one, at most `limit`; or the `last` ones; of a device, of a round."""
+        which = "number > $1 AND device = coalesce($2, device) AND round = coalesce($3, round)"
+        order = "number" if last is None else "number DESC"
+        sql = f"SELECT number, at, round, name, device, fields FROM events WHERE {which} ORDER BY {order} LIMIT $4"  # noqa: S608
+        rows = self._read(sql, after, device, round, limit if last is None else last)
+        found = [
+            Event(number=n, at=at, round=r, name=name, device=i, fields=msgspec.json.decode(fields))
+            for n, at, r, name, i, fields in rows
+        ]
+        return found if last is None else found[::-1]
+
     # ------------------------------------------------------------------------------------------------------ the rest
 
     def accuse(self, offence: Offence) -> Future[bool]:
@@ -308,6 +361,18 @@ class Store:
         """Keep a value until the next one of this name."""
         sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
         self._change(lambda db: db.execute(sql, name, value))
+
+    def revise(self, name: str, change: Callable[[str | None], str]) -> str:
+        """Change a value that was kept (None: there is none), whoever else does so at the same time; the new one."""
+
+        def revise(db: Database) -> str:
+            rows = db.execute("SELECT value FROM meta WHERE name = $1", name)
+            value = change(rows[0][0] if rows else None)
+            sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+            db.execute(sql, name, value)
+            return value
+
+        return self._change(revise)
 
     def recall(self, name: str) -> str | None:
         """A value that was kept; None: there is none."""

@@ -29,9 +29,10 @@ from deploy.slots import Slots, newest_in_inbox, owned
 from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
-from fedge.credentials import Credentials, no_passphrase
+from fedge.credentials import Credentials
 from fedge.egress import Door, Rules, rules_of, without_figures
 from fedge.errors import ConfigError, StoreError
+from fedge.https import server_tls
 from fedge.renewal import Renewal
 from fedge.step import Reveals
 from fedge.topics import Topics
@@ -144,29 +145,18 @@ def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None,
     if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
         raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")
     broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
-    asyncio.run(_run(settings, models, slots, broker, rules, _tls(settings), as_json))
+    asyncio.run(
+        _run(
+            settings,
+            models,
+            slots,
+            broker,
+            rules,
+            server_tls(settings.token, settings.http_cert_file, settings.http_key_file),
+            as_json,
+        )
+    )
     return INTERRUPTED
-
-
-def _tls(settings: ServeSettings) -> ssl.SSLContext | None:
-    """How HTTPS is spoken; None: it is not.
-
-    Raises:
-        ConfigError: the certificate and its key cannot be used, or the token is none.
-    """
-    if settings.token is not None and re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", settings.token) is None:
-        raise ConfigError("token: at least 16 letters, digits and any of ._~+/=-, such as `openssl rand -hex 16` gives")
-    if settings.http_cert_file is None:
-        if settings.http_key_file is not None:
-            raise ConfigError("http_key_file needs http_cert_file, the certificate that it belongs to")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(settings.http_cert_file, settings.http_key_file, password=no_passphrase)
-    except OSError as error:
-        pair = f"http_cert_file {settings.http_cert_file} and its key {settings.http_key_file or 'in the same file'}"
-        raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
-    return context
 
 
 def _named(bundles: Sequence[str]) -> dict[str, Path]:

@@ -37,6 +37,7 @@ class About(NamedTuple):
 
 HERE: Final = "Try it on this machine"
 SERVER: Final = "Edge server"
+WATCH: Final = "See the fleet, and act"
 LEARNS: Final = "A device that learns"
 PREDICTS: Final = "A device that predicts"
 OTHERS: Final = "Others"
@@ -49,6 +50,15 @@ COMMANDS: Final = {
     "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator", SERVER),
     "relay": About("Stand for the devices of a site: models come once, updates leave as sums.", "coordinator", SERVER),
     "status": About("Show rounds, devices and counters of a federation.", "coordinator", SERVER),
+    "ui": About("Show a federation in a browser, live; pause it, retire a device.", "ui", WATCH),
+    "devices": About("List the devices of a federation, and why one takes no part.", "coordinator", WATCH),
+    "rounds": About("List the rounds: asked, answered, late, accuracy.", "coordinator", WATCH),
+    "why": About("Tell why a device is as it is, and what became of it in a round.", "coordinator", WATCH),
+    "events": About("Tell what has happened, or follow it.", "coordinator", WATCH),
+    "pause": About("Let no further round begin.", "coordinator", WATCH),
+    "resume": About("Let the rounds go on.", "coordinator", WATCH),
+    "retire": About("Let a device go: it gets no more orders.", "coordinator", WATCH),
+    "readmit": About("Give a retired device orders again.", "coordinator", WATCH),
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator", SERVER),
     "provision": About("Make the certificates of a federation: who belongs to it, and who not.", "coordinator", SERVER),
     "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", SERVER),
@@ -111,7 +121,7 @@ class Commands(click.Group):
         """List the sub-commands from `COMMANDS` by role, without importing any, and say what those here lack."""
         names = self.list_commands(ctx)
         lacking = {extra for extra, packages in _PROBES.items() if not all(find_spec(name) for name in packages)}
-        for group in (HERE, SERVER, LEARNS, PREDICTS):
+        for group in (HERE, SERVER, WATCH, LEARNS, PREDICTS):
             rows = [
                 (name, f"{about.summary}{f'  [not here: needs {about.extra}]' if about.extra in lacking else ''}")
                 for name, about in COMMANDS.items()

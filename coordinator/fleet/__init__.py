@@ -212,6 +212,9 @@ class Fleet(Protocol):
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors in FLOAT32 that this side has `put` or a device has sent, whatever their names and shapes."""
 
+    def note(self, event: str, fields: Mapping[str, object]) -> None:
+        """Say what a method decided, for people to look at; it changes nothing."""
+
 
 class FleetAround:
     """A `Fleet` around another, which it hands everything on to: of whoever changes some of what is asked.
@@ -267,3 +270,7 @@ class FleetAround:
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors of the other's."""
         return self._fleet.get_tensors(ref)
+
+    def note(self, event: str, fields: Mapping[str, object]) -> None:
+        """Say it through the other."""
+        self._fleet.note(event, fields)

@@ -144,7 +144,8 @@ class MqttFleet:
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
     `problems`: why devices were last refused, declined, failed or were silent, by device id. `quarantined`: who is left
-    out of this round.
+    out of this round. `retired`: who gets no more orders, from the next round on. `waiting`: for how many devices the
+    round waits; 0: it does not.
 
     Args:
         broker: how to reach the broker.
@@ -180,6 +181,8 @@ class MqttFleet:
         self.sites = None
         self.problems: dict[str, Problem] = {}
         self.quarantined: dict[str, Quarantine] = {}
+        self.retired: frozenset[str] = frozenset()
+        self.waiting = 0
         self._strangers: set[str] = set()  # among them
         self._lines = Lines()
         self._paces = Paces()
@@ -275,8 +278,10 @@ class MqttFleet:
         if devices is None:
             await self._settle(number)
             if len(self.registry.online()) < at_least:
+                self.waiting = at_least
                 self._observe("waiting", {"round": number, "devices": at_least})
             await self._or_failure(self.registry.wait_for(at_least))
+            self.waiting = 0
             devices = (*self.registry.online(), *self.registry.inference_only())
             await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
         self._take(number, devices)
@@ -304,7 +309,12 @@ class MqttFleet:
         for i in self.quarantined.keys() - found.keys():
             log.warning("event=readmitted device=%s round=%d", i, number)
         self.quarantined = found
-        self.registry.leave_out(found)
+        self.registry.leave_out({*found, *self.retired})
+        for i in sorted({*found, *self.retired}):
+            self._observe(
+                "left_out",
+                {"device": i, "round": number, "reason": "retired" if i in self.retired else "in quarantine"},
+            )
 
     def _accuse(self, device_id: str, name: str, detail: str) -> None:
         """Keep evidence against a device, in the store and in the log; it counts from the next round on."""
@@ -510,6 +520,7 @@ class MqttFleet:
             ],
             streamed=streamed,
         )
+        self._observe("asked", {"label": label, "devices": len(entries)})
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
         self._open_book(entries.values(), allowed_s)
         return entries
@@ -591,6 +602,7 @@ class MqttFleet:
             try:
                 payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
                 handle(device, dataclasses.replace(inbound, payload=payload))
+                self.registry.heard(device, time.time())
             except ProtocolError as error:
                 if error.name == "replayed" and inbound.topic.endswith("/status"):
                     self.registry.doubt(device)
@@ -632,11 +644,13 @@ class MqttFleet:
         status = decode(inbound.payload, Status)
         if device in self.problems and outdated(device) in self.problems[device].reason:
             del self.problems[device]  # it was updated
+        before = self.registry.presence_of(device)
         appeared = self.registry.on_status(device, status)
         if self.registry.is_twice(device):
             self._note_problem(device, TWICE)
+        if before != status.presence:
+            self._observe("device", {"device": device, "presence": status.presence})
         if appeared:
-            self._observe("device", {"device": device, "presence": "online"})
             self._feed(DeviceAppeared(device))
 
     # ------------------------------------------------------------------------------------------------------- members
@@ -735,6 +749,19 @@ class MqttFleet:
     def _book_of(self, order_id: str) -> OrderBook | None:
         return next((book for book in self._books if book.status(order_id) is not None), None)
 
+    def note(self, event: str, fields: Mapping[str, object]) -> None:
+        """For people to look at, as all else that happens."""
+        self._observe(event, dict(fields))
+
+    def _told(self, report: Report) -> dict[str, Any]:
+        """What is said of a report to people; `accuracy`: of the model that it began with, if it told."""
+        accuracy = None
+        if report.outcome is Outcome.DONE:
+            accuracy = getattr(read_result(report, self._actions[report.order_id]), "val_accuracy", None)
+        label = report.order_id.split(".", 2)[2].removesuffix(f".{report.device_id}")
+        told = {"device": report.device_id, "label": label, "result": str(report.outcome), "seconds": report.seconds}
+        return told if accuracy is None else {**told, "accuracy": accuracy}
+
     def _once_durable(self, change: Future[Any] | None, then: Callable[[Any], object]) -> None:
         """Do this, with its result, when a change is in the store, and those before it; None: when those are."""
         before, own = self._last_change, asyncio.wrap_future(change) if change is not None else None
@@ -781,13 +808,15 @@ class MqttFleet:
     def _accepted(self, report: Report) -> None:
         self._closed(report.order_id)
         kind = str(report.outcome)
-        self._observe("answer", {"device": report.device_id, "result": kind, "seconds": report.seconds})
+        self._observe("answer", self._told(report))
         if reason := _trouble(report):
             log.warning("event=order_%s device=%s order=%s reason=%r", kind, report.device_id, report.order_id, reason)
             self._note_problem(report.device_id, reason)
 
     def _lost(self, order: Order, event: str, reason: str) -> None:
         self._closed(order.id)
+        told = {"device": order.device_id, "label": order.label, "reason": reason}
+        self._observe("closed", {**told, "late": event == "order_expired"})
         log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
         self._note_problem(order.device_id, reason)
 
@@ -892,6 +921,10 @@ class MqttFleet:
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
+
+    async def rest(self, seconds: float) -> None:
+        """Wait so long, or for the failure of a background task, which is raised."""
+        await self._or_failure(asyncio.sleep(seconds))
 
     async def _or_failure(self, work: Awaitable[Any]) -> Any:
         """Wait for something, or for the failure of a background task, which is raised."""

@@ -349,6 +349,9 @@ class SimulatedFleet:
         offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
         self.offences.setdefault((device_id, self.round, name), offence)
 
+    def note(self, event: str, fields: Mapping[str, object]) -> None:
+        """Nobody watches."""
+
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""
         return from_bytes(self.get_bytes(ref))

@@ -208,6 +208,10 @@ class Method(Generic[S]):
         """The last round: leave a bundle on each device."""
         return await install(self, state, fleet)
 
+    def recluster(self, _state: S) -> S | None:
+        """The state from which the next round makes all clusters anew; None: it has none, or none that it can now."""
+        return None
+
     async def welcome(self, state: S, fleet: Fleet) -> S:
         """A bundle for each device that comes after the end."""
         raise NotImplementedError

@@ -45,6 +45,7 @@ from coordinator.methods.grouping import (
     of_directions,
     of_one_length,
     of_profiles,
+    tell_choices,
     told_directions,
 )
 from coordinator.methods.unresponsive import AskingState, ask, awake
@@ -142,12 +143,19 @@ class Cfic(Method[CficState]):
         """The state before round 1."""
         return CficState(round=0, layout=layout, model=model)
 
+    def recluster(self, state: CficState) -> CficState | None:
+        """All devices are asked again what their clusters are made of."""
+        return msgspec.structs.replace(
+            state, described={}, visits={}, extractor=None, profiles={}, directions={}, bandits={}
+        )
+
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
         """One round of Algorithm 1."""
         r = state.round + 1
         state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
         devices = awake(state, fleet, r)
         choices = self._choose(state, devices, r)
+        tell_choices(fleet, choices)
         cohort = chosen(choices) or self._draw(state, devices, r)
         start, sgd, codec = Start(model=state.model), self.settings.sgd, self.settings.codec
         order = Train(starts=(start,), sgd=sgd, codec=codec, measure=bool(choices))

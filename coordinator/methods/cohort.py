@@ -16,7 +16,7 @@ import msgspec
 
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import Method, MethodSettings, State, accepted, declined, round_rng
-from coordinator.methods.grouping import arm, observed
+from coordinator.methods.grouping import arm, observed, tell_choices, tell_draw
 from coordinator.selection import Selection, ccmab, cohort_size, fastest, uniform
 from fedge.messages import BlobRef
 from fedge.steps.train import Train, Trained
@@ -60,6 +60,10 @@ async def train_cohort(
     """
     cohort = drawn(method.selection, state, fleet.devices(), method.settings, model)
     measure = cohort.held is not None
+    if cohort.held is not None:
+        tell_choices(fleet, {0: cohort.held})
+    else:
+        tell_draw(fleet, cohort.ids, [device.id for device in fleet.devices()])
     orders = {i: msgspec.structs.replace(order(i), measure=measure) for i in cohort.ids}
     answers = await fleet.run("train", orders)
     return learned(method.selection, state, cohort, answers, method.settings), len(orders), accepted(answers)

@@ -56,6 +56,7 @@ from coordinator.methods.grouping import (
     observed,
     of_directions,
     of_one_length,
+    tell_choices,
     told_directions,
 )
 from coordinator.methods.server_optimizer import ServerModel, stepped
@@ -391,6 +392,7 @@ class FedEpc(Method[FedEpcState]):
         """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
         present = awake(state, fleet, r)
         chosen = self._select(state, present, r)
+        tell_choices(fleet, chosen)
         orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)

@@ -41,7 +41,15 @@ from coordinator.methods import (
 )
 from coordinator.methods.averaging import average, averages
 from coordinator.methods.cohort import bandit_of
-from coordinator.methods.grouping import Choices, arm, bandits_after, chosen, newly_profiled, of_one_length
+from coordinator.methods.grouping import (
+    Choices,
+    arm,
+    bandits_after,
+    chosen,
+    newly_profiled,
+    of_one_length,
+    tell_choices,
+)
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import Guard, without_noise
@@ -199,6 +207,7 @@ class Fedge(Method[FedgeState]):
         present = awake(state, fleet, r)
         tries, panel = self._tries(state, r), self._panel(present)
         choices = {} if tries else self._select(state, present, r)
+        tell_choices(fleet, choices)
         cohort = panel if tries or r <= WARM_UP else self._cohort(state, choices, present, r)
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
@@ -213,6 +222,12 @@ class Fedge(Method[FedgeState]):
         if tries:
             state = await self._split(state, fleet, r)
         return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
+
+    def recluster(self, state: FedgeState) -> FedgeState | None:
+        """Profiles and groups anew, by the model as it is now; not after the split: experts belong to clusters."""
+        if state.experts:
+            return None
+        return msgspec.structs.replace(state, extractor=None, profiles={}, groups=(), bandits=(), n_moved=0)
 
     async def finish(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Steps 4 to 8."""

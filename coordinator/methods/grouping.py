@@ -8,6 +8,7 @@ from different models cannot be compared).
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeVar
@@ -125,6 +126,22 @@ def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, 
 
 Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
 """By cluster what was chosen in a round, and its bandit in which this round was held (`coordinator.selection`)."""
+
+
+def tell_choices(fleet: Fleet, choices: Choices) -> None:
+    """Say who was chosen among whom, what time each was expected to take, and the deadline; of each cluster."""
+    for k, (selection, _) in choices.items():
+        told = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
+        fleet.note("chosen", {"cluster": k, **told, "deadline_s": _or_none(selection.deadline_s)})
+
+
+def tell_draw(fleet: Fleet, ids: Sequence[str], among: Sequence[str]) -> None:
+    """Say who was chosen where no time was expected of anybody."""
+    fleet.note("chosen", {"ids": ids, "overdue": (), "seconds": dict.fromkeys(among, 0.0), "deadline_s": None})
+
+
+def _or_none(seconds: float | None) -> float | None:
+    return None if seconds is None or math.isinf(seconds) else seconds
 
 
 def chosen(choices: Choices) -> list[str]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import datetime as dt
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,29 +24,22 @@ from coordinator.store import Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
-from fedge.messages import BlobRef, Codec, Order, blobs_of
+from fedge.messages import BlobRef, Codec
 from fedge.processor import Processor
-from fedge.steps.install import Install, Installed
-from fedge.steps.train import Train
-from fedge.task import TaskSpec
+from fedge.steps.install import Installed
 from fedge.tasks import task_spec
-from fedge.tensors import Layout, Model, TensorInfo, unflatten
-from tests.support.device import IN_0_1, TASK, RawDevice, trained
-from tests.support.peer import action_of
+from fedge.tensors import unflatten
+from tests.support.device import IN_0_1, TASK, RawDevice
+from tests.support.learners import LAYOUT, first_model, learners
 from tests.support.tls import Authority
 
-LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first model without the seconds that its child needs for torch; `fedge.initial` has its own tests."""
-
-    def first(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
-        return LAYOUT, Model(np.full(3, seed, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
-
-    monkeypatch.setattr(service, "initial_in_subprocess", first)
+    monkeypatch.setattr(service, "initial_in_subprocess", first_model)
 
 
 @pytest.fixture
@@ -60,45 +52,6 @@ def settings(broker: LocalBroker | None, home: Path, **changes: Any) -> Coordina
     address = f"{broker.host}:{broker.port}" if broker else "localhost"
     values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, **changes}
     return CoordinatorSettings(broker=address, federation="f", home=home, task="unused", **values)
-
-
-class Learner(RawDevice):
-    """Answers each order at once: its update is its own number everywhere. `held`: rounds whose orders it leaves."""
-
-    value = 0.0
-    held: frozenset[int] = frozenset()
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.done: Counter[str] = Counter()
-        self._answers: set[asyncio.Task[None]] = set()
-
-    async def _note(self, kept: list, message: Any) -> None:
-        await super()._note(kept, message)
-        if isinstance(message, Order) and message.round not in self.held:
-            self._answers.add(asyncio.create_task(self._answer(message)))
-
-    async def _answer(self, order: Order) -> None:
-        action = action_of(order)
-        for ref in blobs_of(action):
-            await self.fetch(ref)
-        if not self.done[order.id]:
-            self.done[order.id] += 1
-        match action:
-            case Train():
-                update = codec.encode({"w": np.full(3, self.value, np.float32)}, Codec.INT8)
-                await self.report(order, trained(self.serves(update)))
-            case Install():
-                await self.report(order, Installed(release=1))
-
-
-async def learners(stack: contextlib.AsyncExitStack, broker: LocalBroker, home: Path) -> list[Learner]:
-    found = []
-    for name, value in (("a", 1.0), ("b", 3.0)):
-        device = Learner(broker, name, home)
-        device.value = value
-        found.append(await stack.enter_async_context(device))
-    return found
 
 
 def quiet(event: str, fields: dict[str, Any]) -> None:

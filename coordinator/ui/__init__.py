@@ -1,0 +1,330 @@
+"""The fleet's page, by aiohttp: what `coordinator.watch` knows, live, and what a person may ask of the coordinator.
+
+Who may act shows the token once and is then known by a cookie; each action also carries a word that only our own page
+has, so that no other page in the same browser can have one done. On another address than this machine's own, reading
+takes the token, too. Reads happen in a thread with a connection of its own: a round never waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+from aiohttp import web
+
+from coordinator.control import ACTIONS, act
+from coordinator.store import Store
+from coordinator.ui.metrics import exposition
+from coordinator.watch import Watch, told
+from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.files import write_atomically
+
+log = logging.getLogger("fedge.ui")
+
+HERE: Final = Path(__file__).parent
+FILES: Final = {
+    "": ("page.html", "text/html"),
+    "page.css": ("page.css", "text/css"),
+    "page.js": ("page.js", "text/javascript"),
+}
+COOKIE: Final = "fedge"
+LOOK_S: Final = 0.5
+"""Pause between two looks for news."""
+SESSION_S: Final = 12 * 3600.0
+"""Who has logged in may act so long."""
+MAX_SESSIONS: Final = 100
+MAX_STREAMS: Final = 50
+"""Pages that are told of news at the same time."""
+MAX_BODY_BYTES: Final = 4096
+WRONG_S: Final = 1.0
+"""A wrong token is answered so late, one after the other."""
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an action is about."""
+
+    device: str = ""
+
+
+class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What somebody shows to log in."""
+
+    token: str
+
+
+def token_of(home: Path, given: str | None) -> str:
+    """The token: what was given, or that of HOME/ui-token, which is made if there is none."""
+    if given is not None:
+        return given
+    file = home / "ui-token"
+    if not file.exists():
+        write_atomically(file, secrets.token_hex(16).encode())
+    return file.read_text().strip()
+
+
+class Page:
+    """The page behind a port. Async context manager: it listens inside.
+
+    Args:
+        home: of the coordinator.
+        opened: opens its store, for reading and for what is asked of the coordinator.
+        host, port: where to listen; port 0: a free one.
+        token: who may act.
+        tls: for HTTPS.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        opened: Callable[[], Store],
+        *,
+        host: str,
+        port: int,
+        token: str,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._home, self._opened = home, opened
+        self._host, self._port, self._tls = host, port, tls
+        self._token = token
+        self._reading_is_free = _is_local(host)
+        self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> word against forged requests, until when
+        self._thread = ThreadPoolExecutor(1, "fedge-ui")
+        self._logins = asyncio.Lock()
+        self._streams: set[asyncio.Queue[dict[str, Any] | None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                *(web.get(f"/{name}", self._file) for name in FILES),
+                web.get("/metrics", self._metrics),
+                web.get("/api/session", self._session),
+                web.post("/api/login", self._login),
+                web.get("/api/state", self._state),
+                web.get("/api/devices/{id}", self._device),
+                web.get("/api/rounds/{round:\\d{1,9}}", self._round),
+                web.get("/api/events", self._events),
+                web.get("/api/stream", self._stream),
+                web.post("/api/actions/{name}", self._act),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+
+    async def __aenter__(self) -> Self:
+        """Listen.
+
+        Raises:
+            TransportError: the port is taken, or the host is none of this machine.
+        """
+        await self._read(self._open)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls)
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            await self._read(self._store.close)
+            self._thread.shutdown()
+            raise TransportError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        self._port = self._runner.addresses[0][1]
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._looking is not None
+        self._looking.cancel()
+        for queue in self._streams:
+            queue.put_nowait(None)
+        await self._runner.cleanup()
+        await self._read(self._store.close)
+        self._thread.shutdown()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}/"
+
+    def _open(self) -> None:
+        self._store = self._opened()
+        self._watch = Watch(self._home, self._store)
+
+    async def _read(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # --------------------------------------------------------------------------------------------------- who may what
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Headers on all, JSON of all errors, and what takes a login."""
+        try:
+            public = request.path in {"/api/session", "/api/login", *(f"/{name}" for name in FILES)}
+            if not public and not (self._reading_is_free or self._session_of(request) or self._bearer(request)):
+                raise web.HTTPUnauthorized(text="log in first")
+            answer = await handler(request)
+        except web.HTTPException as error:
+            answer = web.json_response({"error": error.text or error.reason}, status=error.status)
+        except (ConfigError, StoreError, msgspec.MsgspecError) as error:
+            answer = web.json_response({"error": str(error)}, status=400)
+        if not answer.prepared:
+            answer.headers.update(HEADERS)
+        return answer
+
+    def _session_of(self, request: web.Request) -> str | None:
+        """The word against forged requests of who asks; None: he has not logged in, or too long ago."""
+        word, until = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
+        return word if time.monotonic() < until else None
+
+    def _bearer(self, request: web.Request) -> bool:
+        """Programs, such as Prometheus, show the token itself."""
+        return hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode())
+
+    async def _session(self, request: web.Request) -> web.Response:
+        word = self._session_of(request)
+        may_read = self._reading_is_free or word is not None
+        return web.json_response(
+            {"may_act": word is not None, "may_read": may_read, "csrf": word or "", "login": word is None}
+        )
+
+    async def _login(self, request: web.Request) -> web.Response:
+        given = msgspec.json.decode(await request.read(), type=Login)
+        async with self._logins:
+            if not hmac.compare_digest(given.token.encode(), self._token.encode()):
+                await asyncio.sleep(WRONG_S)
+                log.warning("event=login_refused address=%s", request.remote)
+                raise web.HTTPForbidden(text="this is not the token")
+        now = time.monotonic()
+        self._sessions = {k: v for k, v in self._sessions.items() if v[1] > now}
+        if len(self._sessions) >= MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        cookie = secrets.token_urlsafe(32)
+        self._sessions[cookie] = (secrets.token_urlsafe(32), now + SESSION_S)
+        answer = web.json_response({})
+        answer.set_cookie(
+            COOKIE, cookie, httponly=True, samesite="Strict", secure=self._tls is not None, max_age=int(SESSION_S)
+        )
+        return answer
+
+    # ---------------------------------------------------------------------------------------------------- what there is
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name, kind = FILES[request.path[1:]]
+        return web.Response(body=(HERE / name).read_bytes(), content_type=kind, charset="utf-8")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, kind = await self._read(lambda: exposition(self._watch.state(), request.headers.get("Accept", "")))
+        return web.Response(body=body, headers={"Content-Type": kind})
+
+    async def _state(self, _request: web.Request) -> web.Response:
+        return web.json_response(await self._read(self._watch.state))
+
+    async def _device(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._read(lambda: self._watch.device(request.match_info["id"])))
+
+    async def _round(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._read(lambda: self._watch.round(int(request.match_info["round"]))))
+
+    async def _events(self, request: web.Request) -> web.Response:
+        last = _number(request, "last", 300, 1000)
+        found = await self._read(lambda: self._store.events(last=last))
+        return web.json_response({"events": [told(event) for event in found]})
+
+    async def _look(self) -> None:
+        """Tell all who listen what is new."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._streams:
+                try:
+                    new = await self._read(self._watch.update)
+                except StoreError as error:
+                    log.warning("event=cannot_read reason=%r", str(error))
+                    continue
+                for event in new[-1000:]:
+                    for queue in self._streams:
+                        if queue.qsize() < 10_000:
+                            queue.put_nowait(told(event))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Events as they come."""
+        if len(self._streams) >= MAX_STREAMS:
+            raise web.HTTPServiceUnavailable(text="too many pages are open")
+        after = int(request.headers.get("Last-Event-ID") or _number(request, "after", 0, 1 << 62))
+        answer = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._streams.add(queue)
+        try:
+            for event in await self._read(partial(self._store.events, after=after, limit=1000)):
+                await answer.write(_line(told(event)))
+                after = event.number
+            while True:
+                try:
+                    async with asyncio.timeout(10):
+                        new = await queue.get()
+                except TimeoutError:
+                    await answer.write(b"event: state\ndata: {}\n\n")  # what is said of times has changed
+                    continue
+                if new is None:
+                    return answer
+                if new["number"] > after:
+                    await answer.write(_line(new))
+        except ConnectionError:
+            return answer
+        finally:
+            self._streams.discard(queue)
+
+    # ------------------------------------------------------------------------------------------------------- actions
+
+    async def _act(self, request: web.Request) -> web.Response:
+        word = self._session_of(request)
+        if word is None:
+            raise web.HTTPUnauthorized(text="log in first")
+        if not hmac.compare_digest(request.headers.get("X-Fedge-Token", "").encode(), word.encode()):
+            raise web.HTTPForbidden(text="this request does not come from the fleet's page")
+        name = request.match_info["name"]
+        if name not in ACTIONS:
+            raise web.HTTPNotFound(text=f"there is no action {name!r}")
+        about = msgspec.json.decode(await request.read(), type=Act)
+        text = await self._read(lambda: act(self._store, name, about.device))
+        log.info("event=action name=%s device=%r address=%s", name, about.device, request.remote)
+        return web.json_response({"text": text})
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    return f"id: {event['number']}\ndata: {json.dumps(event)}\n\n".encode()
+
+
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or len(text) > 20:
+        raise web.HTTPBadRequest(text=f"{name} is a number")
+    return min(int(text), most)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,313 @@
+// The fleet's page. Everything that devices name is put in as text, never as markup.
+
+const TABS = [["fleet", "Fleet"], ["clusters", "Clusters"], ["rounds", "Rounds"], ["accuracy", "Accuracy"], ["rollouts", "Rollouts"], ["events", "Events"]];
+const UNTOLD = "not told by its owner";
+const MAX_EVENTS = 300;
+let state = null;       // /api/state
+let session = { may_act: false, csrf: "", login: false };
+let detail = null;      // of the device or round that is looked at
+let events = [];
+let shown = { search: "", only: "all" };
+
+const $ = (id) => document.getElementById(id);
+
+function h(tag, attributes = {}, ...children) {
+  const svg = ["svg", "g", "path", "circle", "line", "text", "rect", "title"].includes(tag);
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "style") Object.assign(element.style, value);  // by the object model: the page's policy forbids the attribute
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(9)) if (child !== null && child !== undefined && child !== false) element.append(child);
+  return element;
+}
+
+// ------------------------------------------------------------------------------------------------------------ words
+
+const number = (x, digits = 0) => x === null || x === undefined ? "–" : x.toLocaleString("en", { maximumFractionDigits: digits });
+const percent = (x) => x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`;
+const bytes = (x) => x >= 1e9 ? `${(x / 1e9).toFixed(2)} GB` : x >= 1e6 ? `${(x / 1e6).toFixed(2)} MB` : `${(x / 1e3).toFixed(1)} kB`;
+function span(s) {
+  if (s === null || s === undefined) return "–";
+  if (s < 0) s = 0;
+  if (s < 90) return `${Math.round(s)} s`;
+  if (s < 5400) return `${Math.round(s / 60)} min`;
+  return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
+}
+const ago = (at) => at ? `${span(Date.now() / 1000 - at)} ago` : "–";
+const clock = (at) => at ? new Date(at * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "medium" }) : "–";
+const color = (name) => { const k = state.clusters.findIndex((c) => c.name === name); return `var(--cluster-${Math.max(k, 0) % 8})`; };
+const KIND = { online: "good", answered: "good", sleeping: "warn", declined: "warn", unsupported: "warn", late: "warn", expired: "warn",
+  offline: "bad", failed: "bad", rejected: "bad", "in quarantine": "bad", retired: "bad" };
+const pill = (word) => h("span", { class: `pill ${KIND[word] ?? ""}` }, word);
+const link = (id) => h("a", { href: `#device/${encodeURIComponent(id)}`, "data-key": `d:${id}` }, id);
+
+// ------------------------------------------------------------------------------------------------------------ parts
+
+const section = (title, hint, ...children) => h("section", {}, h("h2", {}, title), hint && h("p", { class: "hint" }, hint), ...children);
+
+function table(columns, rows, cards = true) {
+  const cells = (row) => columns.map(([name, of, kind]) => {
+    const told = of(row);
+    return h("td", { class: kind, "data-label": name, "data-empty": told === "" || told === "–" }, told);
+  });
+  return h("div", { class: "scroll" }, h("table", { class: cards ? "cards" : null },
+    h("thead", {}, h("tr", {}, columns.map(([name, , kind]) => h("th", { scope: "col", class: kind === "n" ? "n" : null }, name)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, cells(row))))));
+}
+
+function tiles(pairs) {
+  return h("div", { class: "tiles" }, pairs.map(([name, value]) => h("div", {}, h("strong", {}, value), h("span", {}, name))));
+}
+
+function spark(points) {
+  if (points.length < 2) return h("span", { class: "hint" }, points.length ? "" : "–");
+  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const at = ([r, a]) => `${(2 + 116 * (r - first) / Math.max(last - first, 1)).toFixed(1)},${(28 - 26 * a).toFixed(1)}`;
+  return h("svg", { class: "spark", viewBox: "0 0 120 30", role: "img", "aria-label": `from ${percent(points[0][1])} to ${percent(points.at(-1)[1])}` },
+    h("path", { d: `M${points.map(at).join("L")}` }));
+}
+
+function lines(series, label) {  // [[round, share], …] each
+  const [w, hgt, left, low] = [720, 240, 48, 210];
+  const rounds = series.flatMap((s) => s.points.map((p) => p[0]));
+  if (!rounds.length) return h("p", { class: "hint" }, "Nothing has been measured yet.");
+  const [a, b] = [Math.min(...rounds), Math.max(...rounds)];
+  const x = (r) => left + (w - left - 10) * (r - a) / Math.max(b - a, 1);
+  const y = (v) => low - (low - 12) * v;
+  return h("svg", { viewBox: `0 0 ${w} ${hgt}`, role: "img", "aria-label": label },
+    h("g", { class: "grid" }, [0, 0.25, 0.5, 0.75, 1].map((v) => [h("line", { x1: left, x2: w - 10, y1: y(v), y2: y(v) }),
+      h("text", { x: left - 6, y: y(v) + 4, "text-anchor": "end" }, `${100 * v} %`)])),
+    [a, b].map((r, k) => (k === 0 || b > a) && h("text", { x: x(r), y: low + 18, "text-anchor": k ? "end" : "start" }, `round ${r}`)),
+    series.map((s) => h("path", { d: `M${s.points.map(([r, v]) => `${x(r).toFixed(1)},${y(v).toFixed(1)}`).join("L")}`, fill: "none",
+      style: { stroke: s.color, strokeWidth: s.wide ? "2.4" : "1", strokeOpacity: s.wide ? "1" : "0.45" } }, h("title", {}, s.name))));
+}
+
+// ------------------------------------------------------------------------------------------------------------ views
+
+function overview() {
+  const online = state.devices.filter((d) => d.presence === "online").length;
+  return tiles([["round", `${state.round} of ${state.rounds}`], ["devices online", `${online} of ${state.devices.length}`],
+    ["accuracy, last cohort", percent(state.accuracy)], ["bundles installed", number(state.devices.filter((d) => d.bundle).length)],
+    ["samples", number(state.devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
+    ["from devices", bytes(state.bytes_up)], ["to devices", bytes(state.bytes_down)]]);
+}
+
+const context = (d, of) => d.withheld ? h("span", { class: "untold" }, UNTOLD) : of(d.context ?? {});
+
+function fleet() {
+  const words = shown.search.toLowerCase();
+  const chosen = state.devices.filter((d) => d.id.toLowerCase().includes(words) &&
+    (shown.only === "all" || (shown.only === "trouble" ? d.why !== "" : d.presence === shown.only)));
+  const bar = h("div", { class: "bar" },
+    h("input", { type: "search", placeholder: "Find a device", "aria-label": "Find a device", "data-key": "search", value: shown.search,
+      oninput: (e) => { shown.search = e.target.value; render(); } }),
+    h("select", { "aria-label": "Which devices", "data-key": "only", onchange: (e) => { shown.only = e.target.value; render(); } },
+      [["all", "all devices"], ["online", "online"], ["offline", "offline"], ["trouble", "with something to say"]].map(([value, name]) =>
+        h("option", { value, selected: shown.only === value }, name))),
+    h("span", { class: "hint" }, `${chosen.length} of ${state.devices.length}`));
+  return [overview(), section("Fleet", null, bar, chosen.length ? table([
+    ["device", (d) => link(d.id)],
+    ["state", (d) => pill(d.quarantine ? "in quarantine" : d.presence)],
+    ["last heard", (d) => ago(d.seen_at), "n"],
+    ["bundle", (d) => d.release ? `release ${d.release}` : "none", "n"],
+    ["samples", (d) => number(d.n_samples), "n"],
+    ["load", (d) => context(d, (c) => number(c.load, 2)), "n"],
+    ["free RAM", (d) => context(d, (c) => c.free_ram_gb == null ? "–" : `${number(c.free_ram_gb, 1)} GB`), "n"],
+    ["°C", (d) => context(d, (c) => number(c.temperature_c)), "n"],
+    ["trained", (d) => number(d.trained), "n"],
+    ["this round", (d) => d.now ? pill(d.now) : "–"],
+    ["why", (d) => d.why || "", "why"],
+  ], chosen) : h("p", { class: "hint" }, state.devices.length ? "No device is like that." : "No device has shown itself yet. Start one with fedge agent."))];
+}
+
+function clusters() {
+  if (!state.clusters.length) return section("Clusters", "There is one model for all so far.", null);
+  const [w, hgt] = [720, state.clusters.length > 2 ? 420 : 220];
+  const hubs = new Map(state.clusters.map((c, k) => {
+    const angle = 2 * Math.PI * k / state.clusters.length - Math.PI * (state.clusters.length === 2 ? 1 : 0.5);
+    return [c.name, state.clusters.length === 1 ? [w / 2, hgt / 2] : [w / 2 + 220 * Math.cos(angle), hgt / 2 + 150 * Math.sin(angle)]];
+  }));
+  const places = state.devices.filter((d) => d.clusters.length).map((d, k) => {
+    const own = d.clusters.map((name) => hubs.get(name)).filter(Boolean);
+    const [turn, far] = [k * 2.39996, 22 + 34 * ((k * 0.618) % 1)];
+    return { d, x: own.reduce((s, p) => s + p[0], 0) / own.length + far * Math.cos(turn), y: own.reduce((s, p) => s + p[1], 0) / own.length + far * Math.sin(turn) };
+  });
+  const map = h("svg", { viewBox: `0 0 ${w} ${hgt}`, role: "img", "aria-label": "Devices around their experts; the lists below say the same" },
+    places.flatMap(({ d, x, y }) => d.clusters.map((name) => { const p = hubs.get(name); return p && h("line", { class: "link", x1: x, y1: y, x2: p[0], y2: p[1] }); })),
+    state.clusters.map((c) => { const [x, y] = hubs.get(c.name); return [
+      h("circle", { class: "hub", cx: x, cy: y, r: 18 + 3 * Math.sqrt(c.members.length), style: { fill: color(c.name), stroke: color(c.name) } }),
+      h("text", { x, y: y + 4, "text-anchor": "middle" }, c.name)]; }),
+    places.map(({ d, x, y }) => h("circle", { class: "dot", cx: x, cy: y, r: 6, style: { fill: color(d.clusters[0]) },
+      onclick: () => { location.hash = `device/${encodeURIComponent(d.id)}`; } }, h("title", {}, `${d.id}: ${d.clusters.join(", ")}`))));
+  return section("Clusters and experts", "One expert for each cluster. A device in several clusters stands between them, and shares what all of them learn.", map,
+    state.clusters.map((c) => [h("h3", {}, h("span", { class: "key" }, h("i", { style: { background: color(c.name) } }), `expert ${c.name}, ${c.members.length} devices`)),
+      h("ul", { class: "cluster" }, c.members.map((id) => h("li", {}, link(id))))]));
+}
+
+function rounds() {
+  const all = state.rounds_list;
+  if (!all.length) return section("Rounds", "No round has begun.", null);
+  const w = 720, step = Math.max(Math.min(22, (w - 10) / all.length), 3), top = Math.max(...all.map((r) => r.asked), 1);
+  const bars = h("svg", { class: "timeline", viewBox: `0 0 ${w} 130`, role: "img", "aria-label": "How many devices answered in each round" },
+    all.slice(-Math.floor((w - 10) / step)).map((r, k) => {
+      let y = 120;
+      return h("g", { onclick: () => { location.hash = `round/${r.round}`; } }, ["answered", "late", "failed", "open"].map((name) => {
+        const tall = 110 * r[name] / top; y -= tall;
+        return tall > 0 && h("rect", { class: name, x: 5 + k * step, y, width: Math.max(step - 2, 1.5), height: tall }, h("title", {}, `round ${r.round}: ${r[name]} ${name}`));
+      }));
+    }));
+  return section("Rounds", "Orders of each round: answered, late, failed or declined, and still open.", bars,
+    h("p", {}, [["answered", 2], ["late", 1], ["failed", 6]].map(([name, k]) => h("span", { class: "key" }, h("i", { style: { background: `var(--cluster-${k})` } }), name))),
+    table([["round", (r) => h("a", { href: `#round/${r.round}`, "data-key": `r:${r.round}` }, String(r.round)), "n"], ["began", (r) => clock(r.begun_at)],
+      ["took", (r) => r.done_at ? span(r.done_at - r.begun_at) : "under way", "n"], ["orders", (r) => number(r.asked), "n"], ["answered", (r) => number(r.answered), "n"],
+      ["late", (r) => number(r.late), "n"], ["failed", (r) => number(r.failed), "n"], ["accuracy", (r) => percent(r.accuracy), "n"]], all.slice().reverse().slice(0, 200), false));
+}
+
+function accuracy() {
+  const told = state.devices.filter((d) => d.accuracy.length).sort((a, b) => a.accuracy.at(-1)[1] - b.accuracy.at(-1)[1]);
+  const silent = state.devices.filter((d) => !d.accuracy.length);
+  return [section("Accuracy", "Of the model that each device began a round with, on its own validation samples; bold: the mean of the cohort.",
+    lines([...told.slice(0, 60).map((d) => ({ name: d.id, points: d.accuracy, color: "var(--soft)" })),
+      { name: "mean of the cohort", points: state.history.filter((r) => r.accuracy !== null).map((r) => [r.round, r.accuracy]), color: "var(--accent)", wide: true }], "Accuracy by round")),
+  section("Devices, the worst first", null, table([["device", (d) => link(d.id)], ["last", (d) => percent(d.accuracy.at(-1)[1]), "n"],
+    ["in round", (d) => String(d.accuracy.at(-1)[0]), "n"], ["over time", (d) => spark(d.accuracy)]], told),
+  silent.length > 0 && h("p", { class: "hint" }, "Nothing measured yet, or not told by the owner: ", silent.slice(0, 100).map((d, k) => [k ? ", " : "", link(d.id)])))];
+}
+
+function rollouts() {
+  if (!state.rollouts.length) return section("Rollouts", "No rollout was ever started here. fedge release and fedge rollout start one; name its folder with --rollout.", null);
+  return state.rollouts.map((r) => section(`Rollout ${r.id}`, null, h("dl", {}, [["state", pill(r.state)], ["release", String(r.release)], ["share of the fleet", percent(r.share)], ["why", r.reason || "–"]]
+    .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+  h("p", { class: "bar" }, session.may_act && (r.actions ?? []).map((name) => act(name, `rollout-${name}`, { rollout: r.id }, name === "rollback"))),
+  table([["device", (d) => link(d.id)], ["phase", (d) => pill(d.phase)], ["release", (d) => String(d.release), "n"], ["accuracy", (d) => percent(d.accuracy), "n"], ["why", (d) => d.reason, "why"]], r.devices)));
+}
+
+const eventRow = [["when", (e) => clock(e.at)], ["round", (e) => String(e.round), "n"], ["event", (e) => e.name.replaceAll("_", " ")],
+  ["device", (e) => e.device ? link(e.device) : ""], ["what", (e) => e.text, "why"]];
+const eventsView = () => section("Events", "The newest first; fedge events tells more.", table(eventRow, events.slice().reverse()));
+
+function device(id) {
+  const d = state.devices.find((each) => each.id === id);
+  const told = detail?.device === id ? detail : null;
+  if (!d) return section(id, "No device of this name is known.", null);
+  const c = d.context ?? {};
+  const facts = [["state", [pill(d.quarantine ? "in quarantine" : d.presence), ` heard ${ago(d.seen_at)}`]], ["why", d.why || "nothing is wrong"],
+    ["bundle", d.release ? `release ${d.release}` : "none"], ["samples that may be used", number(d.n_samples)], ["trained", `${d.trained} times`],
+    ["clusters", d.clusters.join(", ") || "–"], ["context", d.withheld ? h("span", { class: "untold" }, UNTOLD)
+      : `load ${number(c.load, 2)}, ${number(c.free_ram_gb, 1)} GB RAM and ${number(c.free_disk_gb, 1)} GB disk free, ${number(c.temperature_c)} °C, battery ${c.battery == null ? "–" : percent(c.battery)}`],
+    ["not told by its owner", d.withholds.join(", ") || "nothing"]];
+  return [section(id, null, h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    session.may_act && h("p", { class: "bar" }, act("Retire this device", "retire", { device: id }, true))),
+  section("Accuracy", null, lines([{ name: id, points: d.accuracy, color: "var(--accent)", wide: true }], `Accuracy of ${id}`)),
+  told && section("What it was asked", "And why not, where it was not.", table([["round", (r) => h("a", { href: `#round/${r.round}` }, String(r.round)), "n"], ["step", (r) => r.step],
+    ["outcome", (r) => pill(r.outcome)], ["took", (r) => r.seconds ? span(r.seconds) : "–", "n"], ["why", (r) => r.why, "why"]], told.rounds)),
+  told && section("Events", null, table(eventRow, told.events.slice().reverse()))];
+}
+
+function round(name) {
+  const told = detail?.round === Number(name) ? detail : null;
+  if (!told) return section(`Round ${name}`, "…", null);
+  return section(`Round ${name}`, told.text, table([["device", (r) => link(r.device)], ["step", (r) => r.step], ["outcome", (r) => pill(r.outcome)],
+    ["took", (r) => r.seconds ? span(r.seconds) : "–", "n"], ["why", (r) => r.why, "why"]], told.devices));
+}
+
+// ---------------------------------------------------------------------------------------------------------- actions
+
+function act(words, name, body = {}, danger = false) {
+  return h("button", { class: danger ? "danger" : null, "data-key": `a:${name}:${body.device ?? body.rollout ?? ""}`,
+    onclick: () => danger ? ask(words, name, body) : send(name, body) }, words);
+}
+
+function ask(words, name, body) {
+  const box = $("dialog");
+  const what = { retire: `${body.device} gets no more orders. Its installed bundle goes on answering.`, recluster: "All clusters are made anew in the next round." }[name] ?? "";
+  box.replaceChildren(h("form", { method: "dialog" }, h("h2", {}, `${words}?`), h("p", { class: "hint" }, what),
+    h("div", { class: "bar" }, h("button", { class: "danger", onclick: () => send(name, body) }, words), h("button", { autofocus: true }, "Cancel"))));
+  box.showModal();
+}
+
+async function send(name, body) {
+  const answer = await fetch(`api/actions/${name}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Fedge-Token": session.csrf }, body: JSON.stringify(body) });
+  const told = await answer.json().catch(() => ({}));
+  notice(answer.ok ? told.text ?? "" : `That was refused: ${told.error ?? answer.status}`);
+  await refresh();
+}
+
+function login() {
+  const box = $("dialog");
+  const field = h("input", { type: "password", name: "token", autocomplete: "current-password", "aria-label": "Token", required: true, autofocus: true });
+  box.replaceChildren(h("form", { onsubmit: async (e) => {
+    e.preventDefault();
+    const answer = await fetch("api/login", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ token: field.value }) });
+    if (answer.ok) { box.close(); await begin(); } else notice("The token is not the right one.");
+  } }, h("h2", {}, "Log in"), h("p", { class: "hint" }, "The token is in the file ui-token of the coordinator's home, or what --ui-token says."), field,
+  h("div", { class: "bar" }, h("button", {}, "Log in"), h("button", { type: "button", onclick: () => box.close() }, "Cancel"))));
+  box.showModal();
+}
+
+function notice(text) { const p = $("notice"); p.textContent = text; p.hidden = !text; }
+
+// --------------------------------------------------------------------------------------------------------- the page
+
+function heading() {
+  $("federation").textContent = state.federation;
+  $("method").textContent = state.method;
+  $("phase").textContent = state.text + (state.age_s > 60 ? ` (as it was ${span(state.age_s)} ago)` : "");
+  document.title = `${state.federation} · fedge`;
+  const actions = session.may_act
+    ? [state.paused ? act("Resume", "resume") : act("Pause", "pause"), state.paused && act("Run one round", "run-now"), act("Re-cluster", "recluster", {}, true)]
+    : [session.login && h("button", { onclick: login, "data-key": "login" }, "Log in")];
+  $("actions").replaceChildren(...actions.filter(Boolean));
+}
+
+function render() {
+  if (!state) return;
+  const [view, name] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const key = document.activeElement?.dataset?.key;
+  const at = document.activeElement?.selectionStart;
+  heading();
+  const tab = { device: "fleet", round: "rounds" }[view] ?? (view || "fleet");
+  $("tabs").replaceChildren(...TABS.map(([id, words]) => h("a", { href: `#${id}`, "aria-current": tab === id ? "page" : null, "data-key": `t:${id}` }, words)));
+  const made = { clusters, rounds, accuracy, rollouts, events: eventsView, device: () => device(name), round: () => round(name) }[view] ?? fleet;
+  $("main").replaceChildren(...[made()].flat(3).filter(Boolean));
+  if (key) {
+    const again = document.querySelector(`[data-key="${CSS.escape(key)}"]`);
+    again?.focus({ preventScroll: true });
+    if (at !== undefined && at !== null && again?.setSelectionRange) again.setSelectionRange(at, at);
+  }
+}
+
+const get = async (path) => { const answer = await fetch(path); if (!answer.ok) throw new Error(String(answer.status)); return answer.json(); };
+
+async function refresh() {
+  const [view, name] = location.hash.slice(1).split("/");
+  try {
+    state = await get("api/state");
+    if (view === "device" || view === "round") detail = await get(`api/${view}s/${name}`);
+    render();
+  } catch (error) {
+    notice(error.message === "401" ? "Log in to see the fleet." : "The coordinator's page does not answer; trying again.");
+    if (error.message === "401") login();
+  }
+}
+
+let due = null;
+function soon() { due ??= setTimeout(() => { due = null; refresh(); }, 400); }
+
+async function begin() {
+  session = await get("api/session");
+  if (session.login && !session.may_read) { login(); return; }
+  events = (await get(`api/events?last=${MAX_EVENTS}`)).events;
+  await refresh();
+  const stream = new EventSource(`api/stream?after=${events.at(-1)?.number ?? 0}`);
+  stream.onopen = () => notice("");
+  stream.onmessage = (message) => { events = [...events, JSON.parse(message.data)].slice(-MAX_EVENTS); soon(); };
+  stream.addEventListener("state", soon);
+  stream.onerror = () => notice("The coordinator's page does not answer; trying again.");
+}
+
+addEventListener("hashchange", () => { refresh(); $("main").focus(); scrollTo(0, 0); });
+begin();

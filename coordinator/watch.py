@@ -1,0 +1,326 @@
+"""What people want to know of a federation: its devices, its rounds, and why something is as it is.
+
+All of it is read from the coordinator's home: what it wrote of itself last (`summary.json`), and its store's events.
+Nothing here changes anything, and nothing waits for the coordinator.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.fleet.orders import OrderStatus
+from coordinator.store import Entry, Event, Store
+from fedge.errors import ConfigError, StoreError
+from fedge.messages import Outcome, Presence, Why
+
+POINTS: Final = 500
+"""Accuracies that are kept of a device."""
+ROUNDS: Final = 1000
+"""Rounds that are told of."""
+MAX_OF_ROUND: Final = 50_000
+"""Events of one round that are looked at."""
+PASSED: Final = frozenset({"chosen", "left_out", "problem"})
+"""Events that say why a device was not asked."""
+PAGE: Final = 5000
+"""Events that are read at a time."""
+FRESH_S: Final = 15.0
+"""A coordinator that runs has written something by then."""
+
+
+def read_summary(home: Path) -> dict[str, Any]:
+    """What the coordinator wrote of itself last.
+
+    Raises:
+        ConfigError: it wrote nothing there.
+        StoreError: it cannot be read.
+    """
+    file = home / "summary.json"
+    if not file.exists():
+        raise ConfigError(f"{file} is not there: {home} is no coordinator's --home")
+    try:
+        summary: dict[str, Any] = json.loads(file.read_bytes())
+        summary["age_s"] = max(time.time() - summary["at"], 0.0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{file} is damaged or of another version; the next round writes it anew: {error!r}"
+        ) from error
+    return summary
+
+
+class Watch:
+    """A federation as seen from its home. One thread at a time."""
+
+    def __init__(self, home: Path, store: Store) -> None:
+        self._home, self._store = home, store
+        self._last = 0  # number of the last event that was read
+        self._accuracy: defaultdict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=POINTS))
+        self._rounds: dict[int, dict[str, Any]] = {}
+        self._now: dict[str, str] = {}  # outcome of the round under way
+
+    def update(self) -> list[Event]:
+        """Read what has happened since the last call."""
+        new: list[Event] = []
+        while page := self._store.events(after=self._last, limit=PAGE):
+            for event in page:
+                self._take(event)
+            self._last = page[-1].number
+            new += page
+        return new
+
+    def _take(self, event: Event) -> None:
+        fields = event.fields
+        match event.name:
+            case "round_begun":
+                self._now = {}
+                self._rounds[event.round] = {"round": event.round, "begun_at": event.at, "done_at": None, **_nothing()}
+                for old in list(self._rounds)[:-ROUNDS]:
+                    del self._rounds[old]
+            case "asked":  # again, if the coordinator was started again
+                row = self._row(event)
+                row["labels"][fields["label"]] = fields["devices"]
+                row["asked"] = sum(row["labels"].values())
+            case "answer":
+                done = fields["result"] == Outcome.DONE
+                self._row(event)["answered" if done else "failed"] += 1
+                self._now[event.device] = "answered" if done else fields["result"]
+                if (share := fields.get("accuracy")) is not None:
+                    self._accuracy[event.device].append((event.round, share))
+            case "closed":
+                self._row(event)["late" if fields["late"] else "failed"] += 1
+                self._now[event.device] = "late" if fields["late"] else "rejected"
+            case "round_done":
+                self._row(event).update(done_at=event.at, accuracy=fields["accuracy"])
+
+    def _row(self, event: Event) -> dict[str, Any]:
+        return self._rounds.setdefault(
+            event.round, {"round": event.round, "begun_at": event.at, "done_at": None, **_nothing()}
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All that the page shows at a glance, as JSON values."""
+        self.update()
+        summary = read_summary(self._home)
+        clusters = {str(k): list(members) for k, members in summary["clusters"].items()}
+        of: defaultdict[str, list[str]] = defaultdict(list)
+        for name, members in clusters.items():
+            for i in members:
+                of[i].append(name)
+        ids = sorted({*summary["fleet"], *summary["selection"], *summary["problems"], *summary["quarantined"]})
+        rows = [row | {"open": _open(row)} for row in self._rounds.values()]
+        return {
+            **{name: summary[name] for name in KEPT},
+            "accuracy": next((r["accuracy"] for r in reversed(summary["history"]) if r["accuracy"] is not None), None),
+            "text": headline(summary),
+            "clusters": [{"name": name, "members": members} for name, members in clusters.items()],
+            "devices": [self._device(i, summary, of[i]) for i in ids],
+            "rounds_list": rows,
+            "rollouts": [],
+        }
+
+    def _device(self, i: str, summary: Mapping[str, Any], clusters: list[str]) -> dict[str, Any]:
+        known = summary["fleet"].get(i) or NOBODY
+        return {
+            "id": i,
+            **known,
+            "withheld": "context" in known["withholds"],
+            "trained": summary["selection"].get(i, 0),
+            "bundle": i in summary["installed"],
+            "quarantine": summary["quarantined"].get(i),
+            "clusters": clusters,
+            "accuracy": list(self._accuracy.get(i, ())),
+            "now": self._now.get(i, ""),
+            "why": trouble_of(i, summary),
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- why
+
+    def device(self, i: str, n_rounds: int = 50) -> dict[str, Any]:
+        """What a device was asked lately and what came of it, and its events, as JSON values."""
+        self.update()
+        rounds = list(self._rounds)[-n_rounds:]
+        rows = [row | {"round": r} for r in reversed(rounds) for row in self.asked(r, i)]
+        return {"device": i, "rounds": rows, "events": [told(e) for e in self._store.events(device=i, last=100)]}
+
+    def round(self, number: int) -> dict[str, Any]:
+        """What each device was asked in a round, and why others were not, as JSON values."""
+        self.update()
+        row = self._rounds.get(number)
+        text = "" if row is None else f"{row['asked']} orders, {row['answered']} answered, {row['late']} late"
+        return {"round": number, "text": text, "devices": list(self.asked(number))}
+
+    def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
+        """By device: what it was asked in a round and the outcome; who was not chosen or not there, and why."""
+        entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
+        yield from sorted(map(_entry, entries), key=lambda row: (row["device"], row["step"]))
+        chosen: set[str] = {entry.order.device_id for entry in entries}
+        events = [e for e in self._store.events(round=number, limit=MAX_OF_ROUND) if e.name in PASSED]
+        passed: dict[str, str] = {}
+        for event in events:
+            match event.name:
+                case "chosen":
+                    passed |= dict(_passed_over(event.fields))
+                case "left_out":
+                    passed[event.device] = event.fields["reason"]
+                case _ if event.device not in passed:
+                    passed[event.device] = event.fields["reason"]
+        for i in sorted(passed.keys() - chosen):
+            if device in {None, i}:
+                yield {"device": i, "step": "", "outcome": "not asked", "seconds": 0.0, "why": passed[i]}
+
+    def why(self, i: str, number: int | None = None) -> list[str]:
+        """In words: how a device is, and what became of it in a round (None: the last one that it was a part of).
+
+        Raises:
+            ConfigError: nobody has ever heard of such a device.
+        """
+        self.update()
+        summary = read_summary(self._home)
+        known = summary["fleet"].get(i)
+        events = self._store.events(device=i, last=1)
+        if known is None and not events and not trouble_of(i, summary) and i not in summary["selection"]:
+            raise ConfigError(f"no device {i} was ever heard of in {self._home}; fedge devices lists them")
+        lines = [
+            f"{i} is {known['presence'] if known else 'away'}" + (f": {t}" if (t := trouble_of(i, summary)) else "")
+        ]
+        rounds = [number] if number is not None else list(reversed(list(self._rounds)[-ROUNDS:]))
+        for r in rounds:
+            rows = list(self.asked(r, i))
+            lines += [f"round {r}: {sentence(row)}" for row in rows]
+            if rows:
+                break
+        else:
+            there = "" if number is None else f" in round {number}"
+            lines.append(f"it was asked nothing{there}, and no reason was written down: it was not there when it began")
+        return lines
+
+
+KEPT: Final = (
+    "federation", "method", "round", "rounds", "done", "paused", "history", "bytes_up", "bytes_down", "wall_s", "age_s",
+)  # fmt: skip
+NOBODY: Final[Mapping[str, Any]] = {
+    "presence": "not seen",
+    "seen_at": None,
+    "context": None,
+    "release": 0,
+    "n_samples": None,
+    "withholds": [],
+}
+
+
+def _nothing() -> dict[str, Any]:
+    return {"labels": {}, "asked": 0, "answered": 0, "late": 0, "failed": 0, "accuracy": None}
+
+
+def _open(row: Mapping[str, Any]) -> int:
+    closed: int = row["answered"] + row["late"] + row["failed"]
+    return max(int(row["asked"]) - closed, 0)
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """One line: how far the run is."""
+    number, rounds = summary["round"], summary["rounds"]
+    if summary["done"]:
+        return f"done after {rounds} rounds, {len(summary['installed'])} bundles installed"
+    if summary["paused"]:
+        return f"paused after round {number} of {rounds}"
+    if summary["waiting"]:
+        return f"waiting until {summary['waiting']} devices are there"
+    return f"round {number + 1} of {rounds} is under way"
+
+
+def trouble_of(i: str, summary: Mapping[str, Any]) -> str:
+    """Why a device takes no part, or what last went wrong with it; empty: nothing."""
+    known = summary["fleet"].get(i)
+    if i in summary["retired"]:
+        return "retired: it gets no more orders"
+    if out := summary["quarantined"].get(i):
+        names = ", ".join(f"{each['name']} in round {each['round']}" for each in out["evidence"])
+        return f"in quarantine until round {out['until']}: {names}"
+    if known is not None and known["presence"] != Presence.ONLINE:
+        return f"it is {known['presence']}"
+    if problem := summary["problems"].get(i):
+        return f"round {problem['round']}: {problem['reason']}"
+    if i in summary["clocks"]:
+        return "its clock differs from ours"
+    return ""
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    """An order as people see it."""
+    report = entry.report
+    outcome, why = str(entry.status), entry.reason
+    if entry.status is OrderStatus.EXPIRED:
+        outcome = "late"
+    if report is not None:
+        outcome = "answered" if report.outcome is Outcome.DONE else str(report.outcome)
+        why = "" if report.outcome is Outcome.DONE else (report.why or Why.OTHER).words
+    seconds = report.seconds if report else 0.0
+    return {
+        "device": entry.order.device_id,
+        "step": entry.order.label,
+        "outcome": outcome,
+        "seconds": seconds,
+        "why": why,
+    }
+
+
+def _passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Why devices were not chosen to train, by id."""
+    chosen, deadline = set(fields["ids"]), fields["deadline_s"]
+    for i, seconds in fields["seconds"].items():
+        if i in chosen:
+            continue
+        if deadline is not None and seconds > deadline:
+            yield i, f"not chosen: it would take about {seconds:.1f} s, and the deadline is {deadline:.1f} s"
+        else:
+            how = f", at about {seconds:.1f} s" if seconds else ""
+            yield i, f"not chosen: the selection took {len(chosen)} others{how}"
+
+
+def sentence(row: Mapping[str, Any]) -> str:
+    """What a device was asked and what came of it."""
+    step = f"{row['step']}: " if row["step"] else ""
+    took = f" after {row['seconds']:.1f} s" if row["seconds"] else ""
+    return f"{step}{row['outcome']}{took}" + (f", {row['why']}" if row["why"] else "")
+
+
+def told(event: Event) -> dict[str, Any]:
+    """An event for people, as JSON values."""
+    return {
+        "number": event.number,
+        "at": event.at,
+        "round": event.round,
+        "name": event.name,
+        "device": event.device,
+        "text": text_of(event),
+    }
+
+
+def text_of(event: Event) -> str:
+    """What happened, in words."""
+    f = event.fields
+    took = f" after {f['seconds']:.1f} s" if f.get("seconds") and event.name == "answer" else ""
+    match event.name:
+        case "waiting":
+            text = f"until {f['devices']} devices are there"
+        case "round_begun":
+            text = f"{f['devices']} devices"
+        case "asked":
+            text = f"{f['label']}: {f['devices']} devices"
+        case "answer":
+            text = f"{f['label']}: {f['result']}{took}"
+        case "chosen":
+            late = f", {len(f['overdue'])} of them since they had waited long" if f["overdue"] else ""
+            text = f"{len(f['ids'])} of {len(f['seconds'])} devices chosen{late}"
+        case "closed":
+            text = f"{f['label']}: {f['reason']}"
+        case "round_done":
+            text = "" if f["accuracy"] is None else f"accuracy {100 * f['accuracy']:.1f} %"
+        case _:
+            text = ", ".join(str(value) for value in f.values() if value != "")
+    return text

@@ -1,0 +1,312 @@
+"""`fedge devices`, `rounds`, `why`, `events`: a federation as its coordinator's home tells it.
+
+`fedge retire`, `pause` and `resume` ask something of the coordinator; `fedge ui` shows and asks all of it in a browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import click
+from msgspec import Meta, Struct
+
+from coordinator.control import act
+from coordinator.store import Store
+from coordinator.watch import Watch, read_summary, told
+from fedge.background import INTERRUPTED, until_stopped
+from fedge.config import Secret, resolve, settings_options
+from fedge.errors import ConfigError
+from fedge.https import server_tls
+
+if TYPE_CHECKING:
+    from coordinator.ui import Page
+
+LOOK_S: Final = 0.5
+"""Pause between two looks for new events."""
+HOME: Final = click.option(
+    "--home", type=click.Path(path_type=Path), required=True, help="Folder of the coordinator on this machine."
+)
+STORE: Final = click.option("--store", help="postgresql://... of the coordinator's tables, if it keeps them there.")
+JSON: Final = click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
+CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
+
+
+def opened(home: Path, store: str | None) -> Store:
+    """The store of a coordinator that may be at work.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    federation = read_summary(home)["federation"]
+    return Store(home, store, federation=federation, intake=True)
+
+
+@contextlib.contextmanager
+def _watch(home: Path, store: str | None) -> Iterator[Watch]:
+    with contextlib.closing(opened(home, store)) as found:
+        yield Watch(home, found)
+
+
+def _columns(rows: list[list[str]]) -> str:
+    """Text in columns; the last one is as long as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    return "\n".join(
+        "  ".join([*(cell.ljust(n) for cell, n in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows
+    )
+
+
+def _ago(at: float | None) -> str:
+    if at is None:
+        return "-"
+    seconds = max(time.time() - at, 0)
+    unit, name = next(
+        (n, name) for n, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if seconds >= n or n == 1
+    )
+    return f"{seconds / unit:.0f} {name} ago"
+
+
+@click.command(context_settings=CONTEXT)
+@HOME
+@STORE
+@JSON
+def devices(home: Path, store: str | None, as_json: bool) -> int:
+    """List the devices of a federation: state, last heard, bundle, accuracy, and why not.
+
+    \b
+    Examples:
+      fedge devices --home shop
+      fedge devices --home shop --json
+
+    \b
+    Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
+    """  # noqa: D301 - click wants the backspace character itself
+    with _watch(home, store) as watch:
+        found = watch.state()["devices"]
+    if as_json:
+        click.echo(json.dumps(found))
+        return 0
+    heads = ["device", "state", "heard", "release", "samples", "trained", "accuracy", "why"]
+    rows = [
+        [
+            d["id"],
+            "in quarantine" if d["quarantine"] else d["presence"],
+            _ago(d["seen_at"]),
+            str(d["release"] or "-"),
+            "-" if d["n_samples"] is None else str(d["n_samples"]),
+            str(d["trained"]),
+            f"{d['accuracy'][-1][1]:.3f}" if d["accuracy"] else "-",
+            d["why"],
+        ]
+        for d in found
+    ]
+    click.echo(_columns([heads, *rows]))
+    return 0
+
+
+@click.command(context_settings=CONTEXT)
+@HOME
+@STORE
+@JSON
+@click.option("--last", type=click.IntRange(1), default=20, show_default=True, help="So many of them.")
+def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
+    """List the rounds: who was asked, how many answered, were late or failed, accuracy.
+
+    \b
+    Examples:
+      fedge rounds --home shop
+      fedge rounds --home shop --last 100 --json
+
+    \b
+    Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
+    """  # noqa: D301
+    with _watch(home, store) as watch:
+        found = watch.state()["rounds_list"][-last:]
+    if as_json:
+        click.echo(json.dumps(found))
+        return 0
+    heads = ["round", "began", "seconds", "asked", "answered", "late", "failed", "accuracy"]
+    rows = [
+        [
+            str(r["round"]),
+            _clock(r["begun_at"]),
+            f"{r['done_at'] - r['begun_at']:.1f}" if r["done_at"] else "under way",
+            *(str(r[name]) for name in ("asked", "answered", "late", "failed")),
+            "-" if r["accuracy"] is None else f"{r['accuracy']:.3f}",
+        ]
+        for r in found
+    ]
+    click.echo(_columns([heads, *rows]))
+    return 0
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("device")
+@click.argument("round_", metavar="[ROUND]", type=click.IntRange(0), required=False)
+@HOME
+@STORE
+@JSON
+def why(device: str, round_: int | None, home: Path, store: str | None, as_json: bool) -> int:
+    """Tell why a device is as it is, and what became of it in a round.
+
+    \b
+    Examples:
+      fedge why cam7 --home shop
+      fedge why cam7 12 --home shop
+
+    \b
+    Exit codes: 0, 2 no coordinator's folder or nobody has heard of such a device, 4 the store cannot be read.
+    """  # noqa: D301
+    with _watch(home, store) as watch:
+        lines = watch.why(device, round_)
+    click.echo(json.dumps({"device": device, "round": round_, "why": lines}) if as_json else "\n".join(lines))
+    return 0
+
+
+@click.command(context_settings=CONTEXT)
+@HOME
+@STORE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per event.")
+@click.option("--follow", "-f", is_flag=True, help="Go on as they come, until Ctrl-C.")
+@click.option("--device", help="Of this one alone.")
+@click.option("--round", "round_", type=click.IntRange(0), help="Of this round alone.")
+@click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="So many of them.")
+def events(
+    home: Path, store: str | None, as_json: bool, follow: bool, device: str | None, round_: int | None, last: int
+) -> int:
+    """Tell what has happened, the oldest first.
+
+    \b
+    Examples:
+      fedge events --home shop --follow
+      fedge events --home shop --device cam7 --last 200
+      fedge events --home shop --round 12 --json
+
+    \b
+    Exit codes: 0, 2 no coordinator's folder, 4 the store cannot be read, 130 stopped.
+    """  # noqa: D301
+    with contextlib.closing(opened(home, store)) as found:
+        new = found.events(device=device, round=round_, last=last)
+        after = 0
+        try:
+            while True:
+                for event in new:
+                    after = event.number
+                    click.echo(json.dumps(told(event)) if as_json else _event_line(told(event)))
+                if not follow:
+                    return 0
+                time.sleep(LOOK_S)
+                new = found.events(after=after, device=device, round=round_)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    device = f"  {event['device']}" if event["device"] else ""
+    return f"{_clock(event['at'])}  round {event['round']}  {event['name'].replace('_', ' ')}{device}  {event['text']}"
+
+
+def _asks(name: str, about: str, arguments: str = "") -> click.Command:
+    """A command that asks one thing of the coordinator, which looks for it before each round."""
+
+    def ask(home: Path, store: str | None, as_json: bool, device: str = "") -> int:
+        with contextlib.closing(opened(home, store)) as found:
+            text = act(found, name, device)
+        click.echo(json.dumps({"asked": name, "device": device, "text": text}) if as_json else text)
+        return 0
+
+    command: Any = HOME(STORE(JSON(ask)))
+    if arguments:
+        command = click.argument("device")(command)
+    codes = "Exit codes: 0, 2 no coordinator's folder or no such name, 4 the store cannot be written."
+    text = f"{about}\n\n\b\nExamples:\n  fedge {name}{arguments} --home shop\n\n\b\n{codes}"
+    return click.command(name, context_settings=CONTEXT, help=text)(command)
+
+
+retire = _asks(
+    "retire",
+    "Let a device go: from the next round on it gets no more orders. Its bundle goes on answering; `fedge provision "
+    "revoke` locks it out.",
+    " cam7",
+)
+readmit = _asks("readmit", "Give a retired device orders again, from the next round on.", " cam7")
+pause = _asks("pause", "Let no further round begin; the one under way ends.")
+resume = _asks("resume", "Let the rounds go on.")
+
+
+class UiSettings(Struct, frozen=True, kw_only=True):
+    """Section [ui] of the configuration."""
+
+    home: Annotated[Path, Meta(description="Folder of the coordinator on this machine.")]
+    store: Annotated[str, Meta(description="postgresql://... of its tables, if it keeps them there.")] | None = None
+    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: everybody in the network may ask.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: a free one.")] = 8700
+    token: (
+        Annotated[Secret, Meta(description="Who acts must show it; without it that of HOME/ui-token, which is made.")]
+        | None
+    ) = None
+    http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
+    http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
+
+
+@click.command(context_settings=CONTEXT)
+@settings_options(UiSettings, "ui")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with the address on standard output.")
+def ui(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Show a federation in a browser, live: devices, clusters, rounds, accuracy, events; pause it, retire a device.
+
+    The coordinator may be running or not. On this machine everybody may look; who acts, and from other machines who
+    looks, logs in with the token of HOME/ui-token. /metrics is for Prometheus.
+
+    \b
+    Examples:
+      fedge ui --home shop
+      fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key
+
+    \b
+    Exit codes: 2 wrong usage, 3 the port is taken, 130 stopped.
+    """  # noqa: D301
+    settings = resolve(UiSettings, "ui", config, flags)
+    asyncio.run(until_stopped(_shown(settings, as_json)))
+    return INTERRUPTED
+
+
+async def _shown(settings: UiSettings, as_json: bool) -> None:
+    async with page(settings, read_summary(settings.home)["federation"]) as shown:
+        text = f"{shown.url} shows the federation; the token to act is in {settings.home / 'ui-token'}"
+        click.echo(json.dumps({"event": "page", "url": shown.url}) if as_json else text)
+        await asyncio.Event().wait()
+
+
+def page(settings: UiSettings, federation: str) -> Page:
+    """The page as the settings want it, not listening yet.
+
+    Raises:
+        ConfigError: fedge[ui] is not installed, or the certificate or the token is no good.
+    """
+    try:
+        from coordinator.ui import Page, token_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a page needs {error.name}: pip install 'fedge[ui]'") from error
+    tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
+    return Page(
+        settings.home,
+        partial(Store, settings.home, settings.store, federation=federation, intake=True),
+        host=settings.host,
+        port=settings.port,
+        token=token_of(settings.home, settings.token),
+        tls=tls,
+    )

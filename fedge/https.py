@@ -1,0 +1,30 @@
+"""How our small servers speak HTTPS, and what a token of theirs is."""
+
+from __future__ import annotations
+
+import re
+import ssl
+
+from fedge.credentials import no_passphrase
+from fedge.errors import ConfigError
+
+
+def server_tls(token: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext | None:
+    """How HTTPS is spoken; None: it is not.
+
+    Raises:
+        ConfigError: the certificate and its key cannot be used, or the token is none.
+    """
+    if token is not None and re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", token) is None:
+        raise ConfigError("token: at least 16 letters, digits and any of ._~+/=-, such as `openssl rand -hex 16` gives")
+    if cert_file is None:
+        if key_file is not None:
+            raise ConfigError("http_key_file needs http_cert_file, the certificate that it belongs to")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert_file, key_file, password=no_passphrase)
+    except OSError as error:
+        pair = f"http_cert_file {cert_file} and its key {key_file or 'in the same file'}"
+        raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
+    return context

@@ -1,0 +1,150 @@
+"""The page's server: who may read and act, and what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, CookieJar
+
+from coordinator import ui
+from coordinator.control import wishes_in
+from coordinator.store import Event, Store
+from coordinator.ui import Page, token_of
+from fedge.errors import TransportError
+from tests.support.shop import EVIL, NOW, make_shop
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with contextlib.closing(make_shop(tmp_path)) as opened:
+        yield opened
+
+
+def page(home: Path, host: str = "127.0.0.1") -> Page:
+    return Page(home, lambda: Store(home, intake=True), host=host, port=0, token=TOKEN)
+
+
+@pytest.fixture
+async def running(store: Store, tmp_path: Path) -> AsyncIterator[Page]:
+    assert store
+    async with page(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+async def http(running: Page) -> AsyncIterator[ClientSession]:
+    async with ClientSession(running.url, cookie_jar=CookieJar(unsafe=True)) as session:
+        yield session
+
+
+async def log_in(http: ClientSession) -> str:
+    assert (await http.post("api/login", json={"token": TOKEN})).status == 200
+    return str((await (await http.get("api/session")).json())["csrf"])
+
+
+async def test_the_page_and_all_that_it_needs_come_from_the_package(http: ClientSession) -> None:
+    for name, kind in (("", "text/html"), ("page.css", "text/css"), ("page.js", "text/javascript")):
+        answer = await http.get(name)
+        assert (answer.status, answer.content_type) == (200, kind)
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert "http://" not in (text := (await answer.text()).replace("http://www.w3.org/2000/svg", ""))
+        assert "https://" not in text
+        assert "innerHTML" not in text
+
+
+async def test_the_state_tells_devices_clusters_and_rounds(http: ClientSession) -> None:
+    state = await (await http.get("api/state")).json()
+    assert len(state["devices"]) == 12
+    by_id = {device["id"]: device for device in state["devices"]}
+    assert by_id["cam6"]["clusters"] == ["0", "1", "2"]
+    assert by_id["cam2"]["withheld"]
+    assert by_id["cam3"]["why"] == "it is offline"
+    assert by_id["cam1"]["accuracy"] == [[1, 0.2], [2, 0.4], [3, pytest.approx(0.6)]]
+    assert [(r["asked"], r["answered"], r["late"]) for r in state["rounds_list"]] == [(12, 11, 1)] * 3
+    assert (await http.get("api/devices/cam12")).status == 200
+    assert (await http.get("api/rounds/x")).status == 404
+    assert (await http.get("api/events?last=zwei")).status == 400
+
+
+async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: ClientSession, store: Store) -> None:
+    forged = await http.post("api/actions/pause", json={})
+    assert forged.status == 401
+    word = await log_in(http)
+    for headers in ({}, {"X-Fedge-Token": "guess"}):
+        assert (await http.post("api/actions/pause", json={}, headers=headers)).status == 403
+    assert not wishes_in(store).paused
+    own = {"X-Fedge-Token": word}
+    assert (await http.post("api/actions/pause", json={}, headers=own)).status == 200
+    assert wishes_in(store).paused
+    assert (await http.post("api/actions/retire", json={"device": "cam3"}, headers=own)).status == 200
+    assert wishes_in(store).retired == ("cam3",)
+    assert (await http.post("api/actions/retire", json={"device": EVIL}, headers=own)).status == 400
+    assert (await http.post("api/actions/explode", json={}, headers=own)).status == 404
+    assert (await http.post("api/actions/pause", data=b"{" * 3000, headers=own)).status == 400
+    assert (await http.post("api/actions/pause", data=b"x" * 9000, headers=own)).status == 413
+
+
+async def test_a_wrong_token_is_refused_and_slow(http: ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui, "WRONG_S", 0.0)
+    assert (await http.post("api/login", json={"token": "guess"})).status == 403
+    assert not (await (await http.get("api/session")).json())["may_act"]
+
+
+async def test_from_other_machines_reading_takes_the_token_too(store: Store, tmp_path: Path) -> None:
+    assert store
+    async with page(tmp_path, "0.0.0.0") as shown, ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:
+        url = shown.url.replace("0.0.0.0", "127.0.0.1")
+        for path in ("api/state", "api/events", "api/stream", "metrics", "api/devices/cam1"):
+            assert (await http.get(url + path)).status == 401, path
+        assert (await http.get(url)).status == 200
+        told = await http.get(url + "metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert told.status == 200
+        assert (await http.post(url + "api/login", json={"token": TOKEN})).status == 200
+        assert (await http.get(url + "api/state")).status == 200
+
+
+async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> None:
+    last = store.events(last=1)[0].number
+    async with asyncio.timeout(30), http.get("api/stream", params={"after": last - 1}) as stream:
+
+        async def event() -> dict[str, Any]:
+            while not (line := await stream.content.readline()).startswith(b"data: "):
+                assert line
+            return dict(json.loads(line[6:]))
+
+        assert (await event())["number"] == last
+        store.note(Event(at=NOW, round=4, name="problem", device="cam1", fields={"reason": EVIL}))
+        told = await event()
+        assert (told["number"], told["name"], told["text"]) == (last + 1, "problem", EVIL)
+
+
+async def test_figures_for_prometheus(http: ClientSession) -> None:
+    answer = await http.get("metrics", headers={"Accept": "application/openmetrics-text"})
+    assert answer.content_type == "application/openmetrics-text"
+    lines = (await answer.text()).splitlines()
+    assert 'fedge_round{federation="shop"} 3.0' in lines
+    assert 'fedge_devices{federation="shop",state="offline"} 1.0' in lines
+    assert 'fedge_round_orders{federation="shop",outcome="late"} 1.0' in lines
+    assert lines[-1] == "# EOF"
+
+
+async def test_a_port_that_is_taken_is_an_error_that_says_so(running: Page, tmp_path: Path) -> None:
+    taken = int(running.url.rstrip("/").rpartition(":")[2])
+    with pytest.raises(TransportError, match=f"cannot listen on 127.0.0.1:{taken}"):
+        await Page(tmp_path, lambda: Store(tmp_path, intake=True), host="127.0.0.1", port=taken, token="t").__aenter__()
+
+
+def test_the_token_is_made_once_and_nobody_else_can_read_it(tmp_path: Path) -> None:
+    token = token_of(tmp_path, None)
+    assert len(token) == 32
+    assert token_of(tmp_path, None) == token
+    assert (tmp_path / "ui-token").stat().st_mode & 0o077 == 0
+    assert token_of(tmp_path, "given") == "given"

@@ -1,0 +1,76 @@
+"""A coordinator's home as a run leaves it, with what a hostile device may have put into it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from coordinator.store import Event, Store
+
+EVIL = "<img src=x onerror=\"document.title='taken'\">\x1b[31m"
+"""What would run in a page, or colour a terminal."""
+NOW = 1_790_000_000.0
+
+
+def device(n_samples: int = 100, **changes: Any) -> dict[str, Any]:
+    """What is said of a device in the summary."""
+    context = {"device_id": "d", "load": 0.5, "free_ram_gb": 1.5, "free_disk_gb": 9.0, "temperature_c": 51.0}
+    known = {
+        "presence": "online",
+        "seen_at": NOW,
+        "context": context,
+        "release": 1,
+        "n_samples": n_samples,
+        "withholds": [],
+    }
+    return known | changes
+
+
+def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
+    """The store, open: three clusters, a device in all of them, one that is ill, one whose owner tells little."""
+    ids = [f"cam{k + 1}" for k in range(n_devices)]
+    store = Store(home)
+    for r in (1, 2, 3):
+        store.begin_round(r, [], NOW + 10 * r)
+        _note(store, r, "round_begun", devices=n_devices)
+        store.note(Event(at=NOW + 10 * r, round=r, name="asked", fields={"label": "train", "devices": n_devices}))
+        for k, i in enumerate(ids[:-1]):
+            told = {"label": "train", "result": "done", "seconds": 1.0 + k, "accuracy": 0.2 * r + 0.02 * k}
+            store.note(Event(at=NOW + 10 * r + k, round=r, name="answer", device=i, fields=told))
+        late = {"label": "train", "reason": EVIL, "late": True}
+        store.note(Event(at=NOW + 10 * r + 9, round=r, name="closed", device=ids[-1], fields=late))
+        store.note(Event(at=NOW + 10 * r + 9, round=r, name="problem", device=ids[-1], fields={"reason": EVIL}))
+        _note(store, r, "round_done", accuracy=0.2 * r)
+    clusters = {str(k): [i for n, i in enumerate(ids) if n % 3 == k or n == 5] for k in range(3)}
+    summary = {
+        "federation": "shop",
+        "method": "fedge",
+        "round": 3,
+        "rounds": 30,
+        "done": False,
+        "paused": False,
+        "waiting": 0,
+        "retired": [],
+        "history": [{"round": r, "asked": 12, "answered": 11, "accuracy": 0.2 * r, "loss": None} for r in (1, 2, 3)],
+        "selection": dict.fromkeys(ids, 3),
+        "installed": {},
+        "split": True,
+        "clusters": clusters,
+        "bytes_up": 1_234_567,
+        "bytes_down": 7_654_321,
+        "wall_s": 30.0,
+        "at": NOW,
+        "fleet": {i: device(100 + k) for k, i in enumerate(ids)}
+        | {ids[1]: device(context=None, withholds=["context"]), ids[2]: device(presence="offline")},
+        "quarantined": {},
+        "problems": {ids[-1]: {"round": 3, "reason": EVIL}},
+        "clocks": {},
+        **changes,
+    }
+    (home / "summary.json").write_text(json.dumps(summary))
+    return store
+
+
+def _note(store: Store, r: int, name: str, **fields: Any) -> None:
+    store.note(Event(at=NOW + 10 * r, round=r, name=name, fields=fields)).result()
