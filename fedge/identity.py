@@ -52,6 +52,11 @@ class Role(StrEnum):
     RELAY = "relay"
     INTAKE = "intake"
 
+    @property
+    def speaks_as(self) -> Role:
+        """A relay says what a device says, in the name of its site."""
+        return Role.DEVICE if self is Role.RELAY else self
+
 
 class Subject(Struct, frozen=True):
     """Whom a certificate names: somebody in a federation."""

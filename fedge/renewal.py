@@ -55,8 +55,10 @@ class Renewal:
 
         certificate = load_certificate(_path(self._transport.settings.cert_file))
         subject = subject_of(certificate)
+        if subject is None:
+            return None
         mine = (self._topics.federation, Role.DEVICE, self._device_id)
-        return None if subject is None or (subject.federation, subject.role, subject.name) != mine else certificate
+        return certificate if (subject.federation, subject.role.speaks_as, subject.name) == mine else None
 
     async def _ask(self) -> None:
         """Ask whenever it is time, as long as this connection lasts."""

@@ -194,7 +194,8 @@ class Signed:
         if not certificate:
             raise ProtocolError("unknown-device", f"{name} has shown no certificate yet")
         subject, key = self.authority.who(certificate)
-        if (subject.federation, subject.role) != (self.subject.federation, role) or (name and subject.name != name):
+        spoken = subject.federation, subject.role.speaks_as
+        if spoken != (self.subject.federation, role) or (name and subject.name != name):
             raise ProtocolError("certificate", f"{subject} may not say this")
         self.admit(subject)
         verify(key, envelope.context(topic), envelope.payload, envelope.signature)

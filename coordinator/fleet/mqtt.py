@@ -644,6 +644,8 @@ class MqttFleet:
         status = decode(inbound.payload, Status)
         if device in self.problems and outdated(device) in self.problems[device].reason:
             del self.problems[device]  # it was updated
+        if status.site is not None and self._members and not self._members.admits(device, Role.RELAY):
+            raise ProtocolError("certificate", f"{device} is a device, and says that it is a relay")
         before = self.registry.presence_of(device)
         appeared = self.registry.on_status(device, status)
         if self.registry.is_twice(device):
@@ -663,7 +665,7 @@ class MqttFleet:
             await asyncio.sleep(LOOK_S)
             if self._members.look(self._signed.authority):
                 for device in self.registry.presence():
-                    if not self._members.admits(device, Role.DEVICE):
+                    if not self._admits(device):
                         log.warning("event=revoked device=%s", device)
                         self._note_problem(device, "revoked: it does not belong to the federation any more")
                         self.registry.forget(device)
@@ -828,7 +830,8 @@ class MqttFleet:
         self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
 
     def _admits(self, device: str) -> bool:
-        return self._members is None or self._members.admits(device, Role.DEVICE)
+        """Whether it belongs to the federation, as a device or as a relay."""
+        return self._members is None or any(self._members.admits(device, r) for r in (Role.DEVICE, Role.RELAY))
 
     def _seal_want(self, topic: str, payload: bytes) -> bytes:
         """For the agent as it is now, or by the next want."""

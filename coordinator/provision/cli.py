@@ -165,6 +165,30 @@ def device(
     _tell("\n".join(map(str, kits)), {"kits": list(map(str, kits))}, as_json=as_json)
 
 
+@provision.command()
+@click.argument("site")
+@click.option("--to", type=click.Path(path_type=Path), default=Path(), help="Where the folder SITE is made.")
+@_folder
+@_json
+def relay(site: str, to: Path, folder: Path, *, as_json: bool) -> None:
+    """Make the identity of a site's relay: the folder SITE, for `fedge relay --identity`.
+
+    Its certificate lets it speak for the devices of its site, and give orders to nobody. The site has an authority of
+    its own, which `fedge provision init` makes on the relay's machine, and whose coordinator the relay is: devices of
+    other sites, and those above, take no order from it.
+
+    \b
+    Examples:
+      fedge provision relay north --to /media/stick
+
+    \b
+    Exit codes: 0 done, 2 no federation there, or one of that name has a certificate, 4 a file cannot be written.
+    """  # noqa: D301 - click needs the character itself
+    issuer = Issuer(folder)
+    issuer.equip_relay(site, to / site)
+    _tell(f"{to / site} is the identity of relay {site}", {"identity": str(to / site)}, as_json=as_json)
+
+
 def _wanted(ids: tuple[str, ...], requests: tuple[Path, ...]) -> Iterator[tuple[str, Any, Any]]:
     """Name of each device, its key if we make it, and the public one."""
     for name in ids:

@@ -54,7 +54,7 @@ BACKDATED: Final = dt.timedelta(days=1)
 """A device whose clock is a little behind may use its certificate at once."""
 SERVER: Final = (Role.BROKER, Role.COORDINATOR, Role.STATUS, Role.ROLLOUT)
 """What every federation has."""
-PARTS: Final = tuple(role for role in Role if role is not Role.DEVICE)
+PARTS: Final = tuple(role for role in Role if role.speaks_as is not Role.DEVICE)
 """What it may have."""
 KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR)
 Days = Annotated[int, Meta(ge=1, le=10 * 365)]
@@ -179,9 +179,20 @@ class Issuer:
         Raises:
             ConfigError: it has one that is good.
         """
+        return self._equip(Subject(self.settings.federation, role, role), self.folder / role)
+
+    def equip_relay(self, site: str, folder: Path) -> None:
+        """Make key and certificate of the relay of a site; of one that was revoked a new one.
+
+        Raises:
+            ConfigError: it has one that is good, or no site can be called so.
+        """
+        name = certificates.device_subject(self.settings.federation, site).name
+        self._equip(Subject(self.settings.federation, Role.RELAY, name), folder)
+
+    def _equip(self, subject: Subject, folder: Path) -> x509.Certificate:
         key = certificates.new_key()
-        certificate = self.enlist(Subject(self.settings.federation, role, role), key.public_key())
-        folder = self.folder / role
+        certificate = self.enlist(subject, key.public_key())
         write_atomically(folder / CA, pem_of(self.certificate))
         write_atomically(folder / KEY, pem_of_key(key))
         write_atomically(folder / CERTIFICATE, pem_of(certificate))
@@ -216,7 +227,7 @@ class Issuer:
 
     def _renewed(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         member = self.members.members.get(device)
-        if member is None or member.role is not Role.DEVICE or member.revoked is not None or name != device:
+        if member is None or member.role.speaks_as is not Role.DEVICE or member.revoked is not None or name != device:
             raise ConfigError(f"no device {device} belongs to the federation, or it was revoked")
         last = certificates.load_certificate(self._issued_file(device, member.serial))
         if last.public_key() != key:
@@ -225,7 +236,7 @@ class Issuer:
             raise ConfigError(f"the certificate of {device} has expired: revoke it, and make a new start-up kit")
         if not is_past(RENEW_AT, last, self._clock()):
             return last
-        return self.issue(Subject(self.settings.federation, Role.DEVICE, device), key)
+        return self.issue(Subject(self.settings.federation, member.role, device), key)
 
     def _issued_file(self, name: str, serial: str) -> Path:
         return self.folder / "issued" / f"{name}-{serial}.crt"

@@ -250,3 +250,25 @@ def test_without_a_certificate_of_a_federation_nothing_is_signed(
         other = BrokerSettings("127.0.0.1", **authority.issue("cam2", urn="urn:x:y"))
         assert isinstance(speaker(other, me, None), Plain)
     assert "does not name cam1" in caplog.text
+
+
+def test_a_relay_speaks_as_a_device_and_gives_orders_to_its_site_alone(
+    authority: Authority, server: Party, cam: Party, tmp_path: Path
+) -> None:
+    """Below it is the coordinator of a federation of its own, which nobody else belongs to."""
+    above = Party(authority, "north", Role.RELAY, tmp_path / "relay").start()
+    status = TOPICS.agent("north", "status")
+    assert server.start().open(status, above.seal(status, b"here"), Role.DEVICE, name="north") == b"here"
+    assert refusal(cam.start(), ORDERS, above.seal(ORDERS, b"do", to="7"), Role.COORDINATOR, to="7") == "certificate"
+
+    sites = {name: Authority(tmp_path / name, name) for name in ("north", "south")}
+    below = Party(sites["north"], "coordinator", Role.COORDINATOR, tmp_path / "relay").start()
+    for name, expected in (("north", None), ("south", "certificate")):
+        device = Party(sites[name], "cam1", Role.DEVICE, tmp_path / name).start()
+        orders = Topics(name).agent("cam1", "orders")
+        order = below.seal(orders, b"do", to="7")
+        if expected is None:
+            assert device.open(orders, order, Role.COORDINATOR, to="7") == b"do"
+        else:
+            assert refusal(device, orders, order, Role.COORDINATOR, to="7") == expected
+    assert refusal(cam.start(), ORDERS, below.seal(ORDERS, b"do", to="7"), Role.COORDINATOR, to="7") == "certificate"

@@ -6,10 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coordinator.provision.issuer import Issuer
 from fedge.certificates import load_certificate, new_key, pem_of, request_of
 from fedge.cli import main
 from fedge.config import section_of
-from fedge.identity import subject_of
+from fedge.identity import Role, Subject, subject_of
 from fedge.kit import unseal
 from fedge.tasks import task_spec, write_task
 
@@ -56,6 +57,16 @@ def test_a_kit_that_answers_a_request_holds_no_key(
     (tmp_path / "x.csr").write_bytes(pem_of(request_of("cam3", new_key())))
     assert said(capsys, "device", "--request", "x.csr") == {"kits": ["cam3.kit"]}
     assert unseal((tmp_path / "cam3.kit").read_bytes()).key is None
+
+
+def test_the_identity_of_a_relay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "relay", "north", "--to", "t") == {"identity": "t/north"}
+    certificate = load_certificate(folder.parent / "t/north/own.crt")
+    assert subject_of(certificate) == Subject("shop", Role.RELAY, "north")
+    assert Issuer(folder).renew("north", "north", certificate.public_key()) == certificate  # type: ignore[arg-type]
+    assert main(["provision", "relay", "north", "--folder", "s"]) == 2
+    said(capsys, "revoke", "north")
+    said(capsys, "relay", "north", "--to", "t")
 
 
 def test_revoke_and_make_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from coordinator.methods import MethodSettings, load, make
 from coordinator.relay.cli import RelaySettings, relaying
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Store
+from edge_agent.agent import Agent, Identity
 from edge_agent.batched import one_by_one
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder
+from fedge.identity import Role
 from fedge.messages import BlobRef, Codec
 from fedge.models import initial
 from fedge.sgd import Sgd
@@ -28,6 +32,7 @@ from fedge.tasks import DeviceData, partition, pool, share_data
 from fedge.tensors import Layout, Tensors, from_bytes, unflatten
 from tests.support.agents import agents
 from tests.support.broker import local_broker
+from tests.support.identities import Authority, OpenBroker
 
 ROUNDS, STEPS = 3, 5
 SAMPLES = pool("digits", limit=300)
@@ -145,3 +150,50 @@ async def test_what_needs_single_updates_is_refused_by_name(one_broker: LocalBro
         ours, summary = await served(one_broker, tmp_path / "server", "fedavg", {}, 2, average="median", devices=1)
     assert list(ours) == ["c0"]
     assert "median needs each device's update" in summary["problems"]["north"]["reason"]
+
+
+@pytest.mark.usefixtures("mosquitto_program")
+async def test_a_site_with_an_authority_of_its_own(tmp_path: Path) -> None:
+    """Everything is signed: above by the relay's certificate, below by the site's coordinator's, which the relay is."""
+    over, under = Authority(tmp_path / "over", "all"), Authority(tmp_path / "under", "north")
+    mine = under.issue("coordinator", Role.COORDINATOR)
+    identity = tmp_path / "identity"
+    shutil.copytree(under.folder, identity)
+    for name, file in (("own.crt", mine["cert_file"]), ("own.key", mine["key_file"])):
+        shutil.copy(file, identity / name)
+    async with OpenBroker(over, tmp_path / "a") as above, OpenBroker(under, tmp_path / "b") as below:
+        for i in ("a0", "a1"):
+            under.issue(i)
+        shutil.copy(under.folder / "members.json", identity)
+        settings = RelaySettings(
+            broker=address(above),
+            federation="all",
+            id="north",
+            home=tmp_path / "relay",
+            task="digits",
+            site_broker=address(below),
+            site_federation="north",
+            site_identity=identity,
+            **over.issue("north", Role.RELAY),
+        )
+        server = over.issue("coordinator", Role.COORDINATOR)
+        async with relaying(settings, lambda *_: None) as relay, asyncio.TaskGroup() as group:
+            running = [relay]
+            for i, data in devices().items():
+                if i in {"a0", "a1"}:
+                    files = {
+                        "ca_file": str(under.file),
+                        "cert_file": str(under.folder / f"{i}.crt"),
+                        "key_file": str(under.folder / f"{i}.key"),
+                    }
+                    who = Identity(i, "north", SAMPLES.spec, n_shared=data.n_shared)
+                    worker = partial(Worker, i, SAMPLES.spec, data, tmp_path / i)
+                    running.append(Agent(who, below.settings(files), tmp_path / i, worker))
+            for agent in running:
+                group.create_task(agent.run())
+            ours, summary = await served(above, tmp_path / "server", "fedavg", {}, 1, devices=2, **server)
+            for agent in running:
+                agent.stop()
+    assert sorted(ours) == ["a0", "a1"]
+    assert summary["selection"] == {"north.a0": 1, "north.a1": 1}
+    assert summary["refused"] == {}
