@@ -10,6 +10,7 @@ import re
 import sqlite3
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -38,6 +39,9 @@ class Database(Protocol):
 
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
         """Carry out a statement for each of many."""
+
+    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        """Carry out a statement for each of many; whether it returned a row, which has the first value alone."""
 
     def alone(self, taken: str) -> None:
         """Be the only dispatcher until the connection ends; of a file, the lock of its folder says who is.
@@ -76,6 +80,9 @@ class _Sqlite:
 
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
         self._db.executemany(sql.replace("$", "?"), values)
+
+    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        return [bool(self.execute(sql, *one)) for one in values]
 
     def alone(self, taken: str) -> None:
         pass
@@ -139,6 +146,15 @@ class _Postgres:
 
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
         self._wait(self._db.executemany(sql, values))
+
+    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        rows = self._wait(self._db.fetchmany(sql, values))  # sent together, answered together
+        left = Counter(row[0] for row in rows)
+        found = []
+        for first, *_ in values:
+            found.append(left[first] > 0)  # of equal ones the first
+            left[first] -= 1
+        return found
 
     def begin(self) -> None:
         self._script("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 1))")

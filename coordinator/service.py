@@ -53,7 +53,7 @@ from coordinator.protection import (
     Masking,
     MinCohort,
 )
-from coordinator.store import Event, Store
+from coordinator.store import RECALLED_ROUNDS, Event, Store
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import Name, Secret
@@ -139,6 +139,10 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         ),
     ] = 60.0
     min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
+    keep_rounds: Annotated[
+        int,
+        Meta(ge=RECALLED_ROUNDS, description="Rounds whose devices, orders and reports stay in the store, for audits."),
+    ] = RECALLED_ROUNDS
     seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
     local_steps: LocalSteps = 10
     local_epochs: LocalEpochs = None
@@ -303,7 +307,7 @@ async def serve(
                 state = anew(method, state, told)
             await fleet.begin(number, settings.devices if number == 1 else 1)
             state = await method.advance(state, beyond_relays(settings, state, fleet))
-            await commit(store, fleet, number, state, time.monotonic() - began)
+            await commit(store, fleet, number, state, time.monotonic() - began, settings.keep_rounds)
             began = time.monotonic()
             told("round_done", write_summary(settings, method, state, store, fleet))
         fleet.end_streams()
@@ -367,7 +371,7 @@ async def welcome(
         observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
         state = await method.welcome(state, beyond_relays(settings, state, fleet))
         state = msgspec.structs.replace(state, round=number)
-        await commit(store, fleet, number, state, time.monotonic() - began)
+        await commit(store, fleet, number, state, time.monotonic() - began, settings.keep_rounds)
         observe("round_done", write_summary(settings, method, state, store, fleet))
         tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}
 
@@ -377,10 +381,10 @@ def beyond_relays(settings: CoordinatorSettings, state: State, fleet: MqttFleet)
     return RelayFleet(fleet, layout=state.layout, seed=settings.seed, named=blobs_of(state))
 
 
-async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float) -> None:
+async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float, keep: int) -> None:
     """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
-    await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted)
+    await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
     store.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
 
 

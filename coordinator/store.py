@@ -11,12 +11,13 @@ carried out in the order of the calls. All others wait for it themselves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -34,6 +35,9 @@ EXPIRED: Final = "no report before the deadline"
 UNWANTED: Final = "the run ended before the report came"
 FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
+RECALLED_ROUNDS: Final = 8
+"""After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
+NOBODY: Final = msgspec.msgpack.encode([])
 MAX_BATCH: Final = 1000
 """Changes in one transaction."""
 MAX_EVENTS: Final = 200_000
@@ -66,21 +70,36 @@ class Event(Struct, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
 
+class _Change(NamedTuple):
+    """What the writer does: calls something, or carries out a statement of `Database.each`."""
+
+    future: Future[Any]
+    run: Callable[[Database], Any] | None
+    sql: str = ""
+    values: Sequence[object] = ()
+
+
 class Writer:
     """A thread that carries changes out in their order; those that wait together are one transaction."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
-        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[Database], Any]] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[_Change | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
     def submit(self, change: Callable[[Database], Found]) -> Future[Found]:
         """Have it carried out; the future is done when it is durable. It cannot be cancelled."""
-        future: Future[Found] = Future()
-        future.set_running_or_notify_cancel()
-        self._waiting.put((future, change))
-        return future
+        return self._put(_Change(Future(), change))
+
+    def submit_one(self, sql: str, *values: object) -> Future[bool]:
+        """Have one statement of `Database.each` carried out, with its neighbours if they are the same."""
+        return self._put(_Change(Future(), None, sql, values))
+
+    def _put(self, change: _Change) -> Future[Any]:
+        change.future.set_running_or_notify_cancel()
+        self._waiting.put(change)
+        return change.future
 
     def close(self) -> None:
         """Carry out what waits, and end."""
@@ -97,23 +116,28 @@ class Writer:
             if len(changes) < len(batch):
                 return
 
-    def _carry_out(self, changes: list[tuple[Future[Any], Callable[[Database], Any]]]) -> None:
+    def _carry_out(self, changes: list[_Change]) -> None:
+        found: list[Any] = []
         try:
             with _guarded():
                 self.db.begin()
                 try:
-                    found = [change(self.db) for _, change in changes]
+                    for sql, alike in groupby(changes, key=lambda change: change.sql):
+                        if sql:
+                            found += self.db.each(sql, [change.values for change in alike])
+                        else:
+                            found += [change.run(self.db) for change in alike if change.run is not None]
                     self.db.execute("COMMIT")
                 except BaseException:
                     with contextlib.suppress(*failures()):  # a full disk has rolled back already
                         self.db.execute("ROLLBACK")
                     raise
         except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
-            for future, _ in changes:
-                future.set_exception(error)
+            for change in changes:
+                change.future.set_exception(error)
         else:
-            for (future, _), one in zip(changes, found, strict=True):
-                future.set_result(one)
+            for change, one in zip(changes, found, strict=True):
+                change.future.set_result(one)
 
 
 class Store:
@@ -176,13 +200,26 @@ class Store:
         rows = self._read("SELECT devices FROM rounds WHERE round = $1", number)
         return msgspec.msgpack.decode(rows[0][0], type=tuple[Device, ...]) if rows else None
 
-    def commit_round(self, number: int, state: bytes, now: float, counted: Mapping[str, int]) -> None:
-        """The round is done, this is the method's state, and so much is to be counted; all or nothing."""
+    def commit_round(
+        self, number: int, state: bytes, now: float, counted: Mapping[str, int], *, keep: int = RECALLED_ROUNDS
+    ) -> None:
+        """The round is done, this is the method's state, and so much is to be counted; all or nothing.
+
+        Of rounds before the last `keep` the devices and the orders are deleted; streamed orders when they have been
+        handed out. How long each round took stays.
+        """
+        old = number - keep
 
         def commit(db: Database) -> None:
             db.execute("UPDATE rounds SET done_at = $1 WHERE round = $2", now, number)
             db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", number, state)
             db.execute("DELETE FROM states WHERE round < $1", number)
+            db.execute("UPDATE rounds SET devices = $1 WHERE round <= $2 AND devices != $1", NOBODY, old)
+            db.execute(
+                "DELETE FROM orders WHERE round <= $1 AND (streamed = 0 OR handed IS NOT NULL) "
+                "AND coalesce(arrival, 0) < (SELECT coalesce(max(arrival), 1) FROM orders)",  # which numbers the next
+                old,
+            )
             _count(db, counted)
 
         self._change(commit)
@@ -282,12 +319,12 @@ class Store:
         return int(self._read("SELECT coalesce(max(arrival), 0) FROM orders")[0][0])
 
     def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> Future[bool]:
-        sql = (
-            "UPDATE orders SET status = $1, reason = $2, report = $3, closed_at = $4, "
-            "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) WHERE id = $5 AND status = $6 RETURNING id"
+        return self._writer.submit_one(
+            "UPDATE orders SET status = $2, reason = $3, report = $4, closed_at = $5, "
+            "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) "
+            "WHERE id = $1 AND status = 'open' RETURNING id",
+            *(order_id, status.value, _text(reason), report, now),
         )
-        values = status.value, _text(reason), report, now, order_id, OrderStatus.OPEN.value
-        return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
 
     # -------------------------------------------------------------------------------------------------------- events
 

@@ -43,7 +43,7 @@ from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quara
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.members import Watched
 from coordinator.registry import Registry
-from coordinator.store import EXPIRED, Entry, Store
+from coordinator.store import EXPIRED, RECALLED_ROUNDS, Entry, Store
 from fedge import codec
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
@@ -92,8 +92,6 @@ GIVES_WAY_S: Final = 20.0
 """An update of which nothing comes for so long gives its place to the next, and waits for another one."""
 SPARE_FILES: Final = 256
 """Open files for all else."""
-RECALLED_ROUNDS: Final = 8
-"""After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 TOO_LONG: Final = (
     f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), and agents do not "
     "hear of it: copy crl.pem to each device, beside its ca_file, and start its agent again"

@@ -72,6 +72,7 @@ SCRIPTS = {
         ("speed", "--model", "mlp", "--devices", "4", "--steps", "2", "--samples", "200", "--repeats", "1"),
         ("fleet", "sequential", "idle", "plain, 1 threads"),
     ),
+    "store.py": Script(("--reports", "20"), ("reports/s, 1 under way", "reports/s, 100 under way", "fsyncs/s")),
     "papers/cfic.py": Script((*QUICK, "--settings", "skew 0.1, lr 0.1"), ("FedAvg", "CFIC 0.9 / 0.2", "claim")),
     "papers/fedcoe.py": Script((*QUICK, "--data", str(DATA)), ("FedCoE printed", "repaired", "cold"), "mnist"),
     "papers/fedepc.py": Script((*QUICK, "--tables", "8.1,8.3"), ("8.1", "8.3", "random, no deadline", "index")),

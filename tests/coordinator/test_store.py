@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator import database
@@ -128,6 +129,28 @@ def test_a_round_is_committed_with_its_counts_or_not_at_all(store: Store) -> Non
     store.commit_round(2, b"two", 5.0, {"bytes_up": 1, "refused.malformed": 3})
     assert store.state() == b"two"
     assert store.counters() == {"bytes_up": 11, "refused.malformed": 3}
+
+
+def test_of_old_rounds_only_their_times_stay(store: Store) -> None:
+    """But open streams, and the number of the last arrival."""
+    store.write_orders([order("a")])
+    store.write_orders([order("a", label="t"), order("b", label="t"), order("c", label="t")], streamed=True)
+    store.accept(msgspec.structs.replace(report("a"), order_id="r.1.t.a"), now=2.0).result()
+    store.hand_out("r.1.t.a", 1).result()
+    store.accept(report("a"), now=2.0).result()
+    store.commit_round(1, b"1", 2.0, {}, keep=2)
+    for number in (2, 3):
+        store.begin_round(number, [Device("a", 5)], now=2.0)
+        store.write_orders([order("a", round_=number)])
+        store.commit_round(number, b"", 4.0, {}, keep=2)
+    assert [e.order.id for e in store.entries(1)] == ["r.1.s.a", "r.1.t.b", "r.1.t.c"]
+    assert [len(store.entries(number)) for number in (2, 3)] == [1, 1]
+    assert (store.snapshot(1), store.snapshot(2)) == ((), (Device("a", 5),))
+    assert store.round_seconds() == {1: 1.0, 2: 2.0, 3: 2.0}
+    store.expire("r.1.t.b", now=5.0).result()
+    assert [(e.order.device_id, e.arrival) for e in store.closed_since(2)] == [("b", 3)]
+    store.commit_round(4, b"", 6.0, {}, keep=2)
+    assert [e.order.id for e in store.entries(1)] == ["r.1.t.b", "r.1.t.c"]
 
 
 def test_what_is_remembered_first_stays(store: Store) -> None:

@@ -160,9 +160,10 @@ class Federation:
 
     async def coordinator(self, **flags: object) -> Running:
         """Start the coordinator, or start it again: its folder is always the same."""
-        given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, "home": self.home, **flags}
+        given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, "keep_rounds": 1000, "home": self.home}
         if self.store_url is not None:
             given["store"] = self.store_url
+        given |= flags
         return await self._start("coordinator", given)
 
     async def agent(self, device: str, **flags: object) -> Running:
