@@ -27,6 +27,7 @@ from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
     FINE_TUNED,
     BatchSize,
+    Down,
     LearningRate,
     LocalEpochs,
     LocalSteps,
@@ -151,6 +152,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     momentum: Momentum = 0.9
     weight_decay: WeightDecay = 0.0
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    down: Down = "int8"
     readmit: Annotated[
         str, Meta(description="Devices that leave quarantine now, comma-separated: their evidence is forgotten.")
     ] = ""

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ from edge_agent.uptime import uptime_s
 from fedge.background import Background
 from fedge.egress import Door, Rules, WithheldError
 from fedge.errors import ProtocolError, StoreError, TransportError
-from fedge.files import BlobFolder, highest_release
+from fedge.files import BlobFolder, highest_release, volatile
 from fedge.identity import Role, Subject
 from fedge.messages import (
     Ack,
@@ -70,6 +70,7 @@ from fedge.messages import (
     blobs_of,
     decode,
     encode,
+    way_to,
 )
 from fedge.renewal import Renewal
 from fedge.sealed import speaker
@@ -88,6 +89,7 @@ from fedge.step import (
 )
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares
+from fedge.tensors import digest_of, to_bytes
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
@@ -422,7 +424,7 @@ class Agent:
                 report = self._report(order, action, began)
             elif (refused := self._refuse_work(order, action)) is not None:
                 report = self._report(order, refused, began)
-            elif await self._fetch(action):
+            elif await self._fetch(order, action):
                 work = partial(self._execute, order, action, began)
                 report = await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
@@ -445,11 +447,11 @@ class Agent:
             return Declined(why=Why.DISK, reason=text)
         return self._limits.excuse(self._measure())
 
-    async def _fetch(self, action: Action) -> bool:
+    async def _fetch(self, order: Order, action: Action) -> bool:
         """Bring all models that an action names into the folder; False if it was stopped meanwhile."""
         if self._stop_work.is_set():
             return False
-        self._fetching = asyncio.create_task(self._fetch_models(action))
+        self._fetching = asyncio.create_task(self._fetch_models(order, action))
         try:
             await self._fetching
         except asyncio.CancelledError:
@@ -460,16 +462,50 @@ class Agent:
             self._fetching = None
         return True
 
-    async def _fetch_models(self, action: Action) -> None:
-        me = self._identity.device_id
-        wants = self._topics.agent(me, "wants")
+    async def _fetch_models(self, order: Order, action: Action) -> None:
         for ref in blobs_of(action):
-            chunks = self._topics.model_chunk(ref.digest)
-            path = await self._receiver.fetch(
-                ref, chunks=chunks, wants=wants, device_id=me, patience_s=FETCH_PATIENCE_S
-            )
+            if ref.digest not in self._models and self._identity.trains:
+                await self._follow(ref, order)
+            path = await self._fetch_blob(ref)
             with suppress(OSError):  # not ours, or read-only: it may be deleted earlier than others, no more
                 os.utime(path)
+
+    async def _follow(self, ref: BlobRef, order: Order) -> None:
+        """Make a model of one that is here, if the order says how; where that does not work, it is fetched whole."""
+        if (way := way_to(ref, order.differences, set(self._models))) is None:
+            return
+        base, steps = way
+        try:
+            for step in steps:
+                await self._fetch_blob(step)
+            await asyncio.to_thread(self._move, ref, base, steps)
+        except ProtocolError as error:
+            self._say("not_followed", logging.WARNING, name=error.name, model=ref.digest, detail=str(error))
+        finally:
+            for step in steps:
+                self._models.remove(step.digest)
+
+    def _move(self, ref: BlobRef, base: str, steps: Iterable[BlobRef]) -> None:
+        """Put a model into the folder: another one plus differences."""
+        from fedge.codec import moved  # needs zstandard, which a device that does not train may lack
+
+        data = self._models.get(base)
+        for step in steps:
+            data = to_bytes(moved(data, self._models.get(step.digest)))
+        if (digest := digest_of(data)) != ref.digest:
+            raise ProtocolError("digest", f"{base} and what comes on top of it is {digest}")
+        with volatile():  # it can be fetched again
+            self._models.put_as(digest, data)
+
+    async def _fetch_blob(self, ref: BlobRef) -> Path:
+        me = self._identity.device_id
+        return await self._receiver.fetch(
+            ref,
+            chunks=self._topics.model_chunk(ref.digest),
+            wants=self._topics.agent(me, "wants"),
+            device_id=me,
+            patience_s=FETCH_PATIENCE_S,
+        )
 
     def _execute(self, order: Order, action: Action, began: float) -> Report | None:
         """In the worker thread: do the work, make its tensors durable. None: it was stopped."""

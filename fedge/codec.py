@@ -117,6 +117,37 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
     return model
 
 
+def moved(base: bytes, difference: bytes) -> Tensors:
+    """A model in FLOAT32, as tensors, that is another one plus a difference in INT8: s * round(t / s) is added to t'.
+
+    What the difference holds of other types, buffers and counters, takes the place of what was there.
+
+    Raises:
+        ProtocolError: `malformed` or `oversized`: these are no tensors; `layout`: those of another model.
+    """
+    before = views_of(base)
+    stored = views_of(_unpack(difference, Codec.INT8, 2 * len(base) + _HEADER_BYTES))
+    after: Tensors = {}
+    for name, tensor in before.items():
+        change, scale = stored.get(name), stored.get(name + _SCALE)
+        if change is None or change.shape != tensor.shape:
+            raise ProtocolError("layout", f"the difference has no {name} of {tensor.shape}")
+        if change.dtype == tensor.dtype:
+            after[name] = change
+        elif scale is None or change.dtype != np.int8 or scale.dtype != tensor.dtype or scale.shape:
+            raise ProtocolError("layout", f"the difference of {name} is {change.dtype}")
+        else:
+            after[name] = _sum(tensor, change, scale)
+    return after
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
+def _sum(tensor: NDArray[Any], change: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
+    total: NDArray[Any] = np.multiply(change, scale)
+    total += tensor
+    return total
+
+
 def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
     """Refuse what `decode` refuses, without the memory of a model; the norms of what it would give.
 

@@ -11,7 +11,7 @@ Which message travels on which topic: `fedge.topics`. What each one reveals: doc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import StrEnum
 from types import NoneType
 from typing import Annotated, ClassVar, Final, TypeVar
@@ -152,10 +152,18 @@ class SiteDevice(Struct, frozen=True, array_like=True):
 # ---------------------------------------------------------------------------------------------- orders and reports
 
 
+class Difference(Struct, frozen=True, kw_only=True):
+    """Another way to a model: the model `base` and the bytes of `blob`, a difference (`fedge.codec.moved`)."""
+
+    base: Digest
+    blob: BlobRef
+
+
 class Order(_Message2, frozen=True, kw_only=True, tag="order"):
     """One piece of work for one device. Repeated until its report is acknowledged; `id` is its identity.
 
     `body` is the action of the step (`fedge.step`); who does not know the step can still answer and store the order.
+    `differences`: by the digest of a model that the action names, or of one on the way to it. A device may use them.
     """
 
     id: OrderId  # "{run}.{round}.{label}.{device}"; the same work has the same id after a restart of the coordinator
@@ -169,6 +177,7 @@ class Order(_Message2, frozen=True, kw_only=True, tag="order"):
     step: Id
     version: Count = 1  # of the step
     body: bytes
+    differences: Annotated[dict[Digest, Difference], Meta(max_length=256)] = {}
 
 
 class Outcome(StrEnum):
@@ -437,3 +446,26 @@ def blobs_of(value: object) -> Iterator[BlobRef]:
 
 
 _PLAIN: Final = (int, float, str, bytes, NoneType)
+
+
+def back_from(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[tuple[str, Difference]]:
+    """The differences that lead to a model, the last one first, as long as together they are smaller than it is.
+
+    With each the digest of the model that it leads to.
+    """
+    digest, left, untried = ref.digest, ref.size_bytes, dict(differences)
+    while (found := untried.pop(digest, None)) is not None and (left := left - found.blob.size_bytes) > 0:
+        yield digest, found
+        digest = found.base
+
+
+def way_to(
+    ref: BlobRef, differences: Mapping[str, Difference], held: Container[str]
+) -> tuple[str, tuple[BlobRef, ...]] | None:
+    """How to come to a model from one that is held: its digest, and the differences in their order; None: no way."""
+    steps: tuple[BlobRef, ...] = ()
+    for _, difference in back_from(ref, differences):
+        steps = (difference.blob, *steps)
+        if difference.base in held:
+            return difference.base, steps
+    return None

@@ -262,7 +262,7 @@ async def federate(
 
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
     names = (
-        *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec"),
+        *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec", "down"),
         *("local_steps", "local_epochs", "batch_size", "learning_rate", "momentum", "weight_decay"),
         *("average", "hostile", "min_cohort"),
         *("dp_epsilon", "dp_noise", "dp_delta", "dp_clip"),

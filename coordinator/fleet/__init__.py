@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.fleet.versions import Descent, leading_to
 from fedge.codec import Norms
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Codec, Context, Order, Report, Why
+from fedge.messages import BlobRef, Codec, Context, Difference, Order, Report, Why, blobs_of
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors
@@ -102,8 +103,10 @@ def order_for(
     action: Action,
     *,
     left_s: float,
+    descents: Mapping[str, Descent] | None = None,
 ) -> Order:
     """The order for one action: the same run, round, label and device always give the same id and seed."""
+    steps = leading_to(blobs_of(action), descents or {})
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
     return Order(
         id=f"{run}.{round_number}.{label}.{device_id}",
@@ -117,6 +120,7 @@ def order_for(
         step=action.STEP,
         version=action.VERSION,
         body=body_of(action),
+        differences={digest: Difference(base=step.base, blob=step.blob) for digest, step in steps.items()},
     )
 
 
@@ -157,9 +161,13 @@ def require_sendable(actions: Iterable[Action]) -> None:
 
 
 class Fleet(Protocol):
-    """The devices of one federation, as a method sees them during one round. `task`: what they learn."""
+    """The devices of one federation, as a method sees them during one round. `task`: what they learn.
+
+    `descents`: of the models that were put to follow others (`coordinator.fleet.versions`); None: none is to.
+    """
 
     task: TaskSpec
+    descents: dict[str, Descent] | None
 
     @property
     def sites(self) -> RelayFleet | None:
@@ -226,6 +234,7 @@ class FleetAround:
         self._fleet = fleet
         self.task = fleet.task
         self.sites: RelayFleet | None = fleet.sites
+        self.descents = fleet.descents
 
     def devices(self) -> tuple[Device, ...]:
         """The other's."""

@@ -9,7 +9,7 @@ import logging
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
+from coordinator.fleet.versions import Descent
 from coordinator.members import Watched
 from coordinator.registry import Registry
 from coordinator.store import EXPIRED, RECALLED_ROUNDS, Entry, Store
@@ -188,6 +189,7 @@ class MqttFleet:
         self._store = store
         self._run = run
         self.task = task
+        self.descents: dict[str, Descent] | None = None
         self._layout = layout
         self._fingerprint = task.fingerprint()
         self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
@@ -484,7 +486,7 @@ class MqttFleet:
 
     def needed(self) -> set[str]:
         """Digests of the tensors that streamed orders name, and of those that came for them."""
-        named = {ref.digest for order_id in self._streamed for ref in blobs_of(self._actions[order_id])}
+        named = {ref.digest for i, order in self._streamed.items() for ref in blobs_of([order, self._actions[i]])}
         named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
         return named | {ref.digest for brought in self._uploads.values() for ref in brought}
 
@@ -513,6 +515,7 @@ class MqttFleet:
                     self._fingerprint,
                     actions[device],
                     left_s=allowed_s[device],
+                    descents=self.descents,
                 )
                 for device in sorted(allowed_s)
             ],
@@ -527,7 +530,7 @@ class MqttFleet:
         works = {i: self._work(i, action) for i, action in actions.items()}
         return self._paces.allowed_s(works, least_s=self._deadline_s)
 
-    def _open_book(self, entries: Iterable[Entry], allowed_s: Mapping[str, float]) -> None:
+    def _open_book(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
         """Begin to follow the orders that are open; from now on devices may have what all open orders name."""
         self._books = [book for book in self._books if not book.done]
         self._books.append(
@@ -540,7 +543,8 @@ class MqttFleet:
                 time.monotonic(),
             )
         )
-        self._offered = {ref.digest for action in self._actions.values() for ref in blobs_of(action)}
+        named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
+        self._offered = {ref.digest for each in named for ref in blobs_of(each)}
 
     async def _wait(self) -> None:
         """Until something happens, or an order is due."""

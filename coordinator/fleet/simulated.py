@@ -21,6 +21,7 @@ from coordinator.fleet import Answer, Device, answering, asked, clock, order_for
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
+from coordinator.fleet.versions import Descent
 from coordinator.methods import Method, S
 from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
@@ -31,7 +32,7 @@ from fedge.egress import ALL, Rules
 from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
-from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, blobs_of
+from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, blobs_of, way_to
 from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals
 from fedge.task import TaskSpec
@@ -114,6 +115,7 @@ class SimulatedFleet:
         self.bytes_down = 0
         self.workers = dict(sorted(workers.items())) if isinstance(workers, dict) else workers
         self.task = task
+        self.descents: dict[str, Descent] | None = None
         self._layout = layout
         self._fingerprint = task.fingerprint()
         self._seed = seed
@@ -288,12 +290,17 @@ class SimulatedFleet:
         return Answer(device_id, result, taken, self.round)
 
     def _downloaded(self, device_id: str, action: Action) -> int:
-        """Bytes of the models that an order names and its device does not have from the orders before."""
-        held, named = self._held[device_id], {ref.digest: ref.size_bytes for ref in blobs_of(action)}
-        missing = sum(size for digest, size in named.items() if digest not in held)
+        """Bytes of what a device fetches, as agents do, to have the models that an order names."""
+        held, named, n_bytes = self._held[device_id], {ref.digest: ref for ref in blobs_of(action)}, 0
+        descents = self.descents if self.descents and self._about(device_id).device.trains else {}
+        for digest, ref in named.items():
+            if digest not in held:
+                way = way_to(ref, descents, held)
+                n_bytes += sum(step.size_bytes for step in way[1]) if way else ref.size_bytes
+                held.append(digest)
         others = [digest for digest in held if digest not in named]
         self._held[device_id] = [*others[-CACHED_MODELS:], *named]
-        return missing
+        return n_bytes
 
     def _seconds(self, label: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
         work = 0.0  # without torch: a few calls of ONNX Runtime

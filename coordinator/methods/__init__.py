@@ -25,12 +25,13 @@ from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.masked import MaskedFleet, Weights
+from coordinator.fleet.versions import Descent, leading_to
 from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import BlobRef, Codec
+from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.processor import Processor
 from fedge.sgd import Sgd
 from fedge.step import Action, Declined
@@ -58,6 +59,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: Annotated[int, Meta(ge=0)] = 0
     sgd: Sgd = Sgd()
     codec: Codec = Codec.INT8
+    down: Down = "int8"
     train_on: Processor = Processor.CPU
     protection: Protection = Protection()
     fine_tune: bool = False  # "+ft": every device goes on training the model that it is given, before it installs it
@@ -72,6 +74,10 @@ LocalEpochs = Annotated[
 BatchSize = Annotated[int, Meta(ge=1, le=2**20, description="Samples per step.")]
 LearningRate = Annotated[float, Meta(gt=0, le=100, description="Of the devices' SGD.")]
 Momentum = Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")]
+Down = Annotated[
+    Literal["int8", "float32"],
+    Meta(description="How models reach devices that have an earlier one: as a difference in int8, or whole."),
+]
 WeightDecay = Annotated[float, Meta(ge=0, le=1, description="Of the devices' SGD, times the weights.")]
 """Settings of local training that the commands share, with the bounds of `Sgd`."""
 
@@ -84,7 +90,7 @@ def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> Meth
     """
     found = msgspec.structs.asdict(given)
     learning = {name: found[name] for name in ("batch_size", "learning_rate", "momentum", "weight_decay")}
-    own = {n: found[n] for n in ("rounds", "participation", "min_reports", "codec", "train_on") if n in found}
+    own = {n: found[n] for n in ("rounds", "participation", "min_reports", "codec", "down", "train_on") if n in found}
     if found["local_epochs"] and found["local_steps"] != Sgd().steps:
         raise ConfigError("--local-steps changes nothing with --local-epochs: give one of them")
     sgd = Sgd(steps=found["local_steps"], epochs=found["local_epochs"] or 0, **learning)
@@ -108,7 +114,7 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
 class State(Struct, frozen=True, kw_only=True):
     """What every method's state has: the rounds done, the layout, how often each device trained, the history.
 
-    `sums`: the devices of each masked sum so far.
+    `sums`: the devices of each masked sum so far. `descents`: how devices come to the models (`put_after`).
     """
 
     round: int
@@ -117,6 +123,7 @@ class State(Struct, frozen=True, kw_only=True):
     history: tuple[RoundSummary, ...] = ()
     installed: dict[str, Installed] = {}
     sums: tuple[tuple[str, ...], ...] = ()
+    descents: dict[str, Descent] = {}
 
 
 S = TypeVar("S", bound=State)
@@ -227,7 +234,14 @@ class Method(Generic[S]):
         return self.init(layout, model)
 
     async def advance(self, state: S, fleet: Fleet) -> S:
-        """Do the next round, whatever it is; with differential privacy devices tell nothing without noise."""
+        """Do the next round, whatever it is, and say how devices come to the models of the state after it."""
+        fleet.descents = dict(state.descents) if self.settings.down == "int8" else None
+        state = await self._advance(state, fleet)
+        models = blobs_of(msgspec.structs.replace(state, descents={}))
+        return msgspec.structs.replace(state, descents=leading_to(models, fleet.descents or {}))
+
+    async def _advance(self, state: S, fleet: Fleet) -> S:
+        """The next round; with differential privacy devices tell nothing without noise."""
         if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
             fleet = AccountedFleet(fleet, privacy)
         if state.round == self.settings.rounds:

@@ -23,6 +23,7 @@ from coordinator.aggregation.correction import Vector, correction_step, mean_dir
 from coordinator.clustering import Clustering, aidc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
+from coordinator.fleet.versions import put_after
 from coordinator.methods import (
     NO_DATA,
     Method,
@@ -55,7 +56,7 @@ from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model
 
 log = logging.getLogger("fedge.method")
 
@@ -285,7 +286,7 @@ class Cfic(Method[CficState]):
         model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
         return msgspec.structs.replace(
             state,
-            model=fleet.put(unflatten(model, layout)),
+            model=put_after(fleet, state.model, model, layout),
             memory=fleet.put({"h": step.h}) if o.correction else None,
             long_rounds=long_rounds,
         )

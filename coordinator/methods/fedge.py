@@ -25,6 +25,7 @@ from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Device, Fleet
+from coordinator.fleet.versions import put_after
 from coordinator.methods import (
     NO_DATA,
     Method,
@@ -67,7 +68,7 @@ from fedge.steps.install import Installed
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial, Tried
-from fedge.tensors import Layout, unflatten
+from fedge.tensors import Layout
 
 log = logging.getLogger("fedge.method")
 
@@ -622,9 +623,9 @@ async def try_clusters(
     """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
     w = fleet.get(state.shared.model, state.layout)
     means = await averages(method, fleet, state.last, [state.last, *clusters], state.layout)
+    old = state.shared.model
     models = [
-        fleet.put(unflatten(mean.added_to(w), state.layout)) if mean is not None else state.shared.model
-        for mean in means
+        put_after(fleet, old, mean.added_to(w), state.layout) if mean is not None else old for mean in means
     ]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
     trials = {

@@ -22,6 +22,7 @@ from coordinator.aggregation import averaged
 from coordinator.aggregation.guarded import believed
 from coordinator.clustering import Directions, Features, Labels, find_clusters, mctc
 from coordinator.fleet import Fleet
+from coordinator.fleet.versions import put_after
 from coordinator.methods import (
     NO_DATA,
     Method,
@@ -42,7 +43,7 @@ from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.fit_mixture import FitMixture, GateData
 from fedge.steps.install import Installed
 from fedge.steps.train import MAX_STARTS, Start, Train, Trained
-from fedge.tensors import Floats, Layout, Model, Tensors, unflatten
+from fedge.tensors import Floats, Layout, Model, Tensors
 
 log = logging.getLogger("fedge.method")
 
@@ -385,7 +386,7 @@ async def aggregate(
     begun = [mean_start(before, {i: updates[i] for i in own}, weights, fleet) if own else None for own in members]
     old = before.experts if before.clusters is state.clusters else ()
     experts = tuple(
-        fleet.put(unflatten(change.added_to(start), state.layout))
+        put_after(fleet, old[k] if k < len(old) else state.initial_model, change.added_to(start), state.layout)
         if change and start
         else old[k]
         if k < len(old)

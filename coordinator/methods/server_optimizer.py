@@ -13,8 +13,9 @@ from msgspec import Struct
 from coordinator.aggregation import Average
 from coordinator.aggregation.momentum import server_step
 from coordinator.fleet import Fleet
+from coordinator.fleet.versions import put_after
 from fedge.messages import BlobRef
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model
 
 log = logging.getLogger("fedge.method")
 
@@ -49,4 +50,4 @@ def stepped(server: ServerModel, mean: Average | None, layout: Layout, fleet: Fl
         return ServerModel(model=server.model)
     model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
     velocity = None if step.v is None else fleet.put({"v": step.v})
-    return ServerModel(model=fleet.put(unflatten(model, layout)), velocity=velocity)
+    return ServerModel(model=put_after(fleet, server.model, model, layout), velocity=velocity)

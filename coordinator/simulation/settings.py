@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from coordinator.methods import (
     BatchSize,
+    Down,
     LearningRate,
     LocalEpochs,
     LocalSteps,
@@ -151,6 +152,7 @@ class Setup(Dealing, frozen=True, kw_only=True):
     momentum: Momentum = 0.9
     weight_decay: WeightDecay = 0.0
     codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
+    down: Down = "int8"
     average: AverageRule = "clipped"
     hostile: HostileShare = 0.2
     dp_epsilon: DpEpsilon = None

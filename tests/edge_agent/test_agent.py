@@ -15,20 +15,37 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from edge_agent.agent import Agent, Identity, Limits, Works
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
+from fedge.codec import encode as encode_tensors
+from fedge.codec import moved
 from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import MAX_LEFT_S, Ack, BlobRef, Context, Order, Outcome, Presence, Want, Why, encode
+from fedge.messages import (
+    MAX_LEFT_S,
+    Ack,
+    BlobRef,
+    Codec,
+    Context,
+    Difference,
+    Order,
+    Outcome,
+    Presence,
+    Want,
+    Why,
+    encode,
+)
 from fedge.step import Action, Reveals, installed_steps, read_result
 from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
 from fedge.steps.trial import Trial, Tried
 from fedge.stopping import Stop
+from fedge.tensors import to_bytes
 from fedge.transport import BrokerSettings
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
 
@@ -186,6 +203,63 @@ async def test_one_model_for_two_orders_is_fetched_once(one_broker: LocalBroker,
             await peer.send(order)
             await peer.report_of(order)
         assert peer.wants == {model.digest: 1}
+
+
+# ------------------------------------------------------------------------------------------------ differences
+
+
+def versions(peer: Peer) -> tuple[BlobRef, BlobRef, Difference]:
+    """A model, the next one, and the difference, all to be had from the peer."""
+
+    def put(data: bytes) -> BlobRef:
+        return BlobRef(digest=peer.sent.put(data), size_bytes=len(data))
+
+    rng = np.random.default_rng(0)
+    first = put(base := encode_tensors({"w": rng.standard_normal(5000, np.float32)}, Codec.FLOAT32))
+    change = put(data := encode_tensors({"w": rng.standard_normal(5000, np.float32)}, Codec.INT8))
+    second = put(to_bytes(moved(base, data)))
+    return first, second, Difference(base=first.digest, blob=change)
+
+
+@pytest.mark.parametrize(
+    ("held", "shown", "fetched"),
+    [
+        ("first", "right", "difference"),
+        ("nothing", "right", "second"),
+        ("first", "wrong", "difference second"),
+        ("first", "no tensors", "difference second"),
+        ("first", "none", "second"),
+    ],
+)
+async def test_a_model_comes_as_a_difference_to_one_that_is_there_or_whole(
+    one_broker: LocalBroker, tmp_path: Path, held: str, shown: str, fetched: str
+) -> None:
+    events, worker = Events(), EchoWorker()
+    async with Peer(one_broker, tmp_path) as peer, running(make_agent(one_broker, tmp_path / "home", worker, events)):
+        await peer.presence(Presence.ONLINE)
+        first, second, difference = versions(peer)
+        if shown == "wrong":  # it leads to another model
+            data = encode_tensors({"w": np.ones(5000, np.float32)}, Codec.INT8)
+        elif shown == "no tensors":
+            data = os.urandom(500)
+        else:
+            data = peer.sent.get(difference.blob.digest)
+        blob = BlobRef(digest=peer.sent.put(data), size_bytes=len(data))
+        if held == "first":
+            await peer.send(order := order_of(train(first), "r.1.t.pi"))
+            await peer.report_of(order)
+        peer.wants.clear()
+        order = order_of(action := train(second), "r.2.t.pi")
+        if shown != "none":
+            own = Difference(base=first.digest, blob=blob)
+            order = msgspec.structs.replace(order, differences={second.digest: own})
+        await peer.send(order)
+        result = await peer.result_of(action, order)
+        assert isinstance(result, Trained)
+        assert await peer.fetch_update(ME, result.update) == peer.sent.get(second.digest)[::-1]
+        names = {first.digest: "first", second.digest: "second", blob.digest: "difference"}
+        assert " ".join(sorted(names[digest] for digest in peer.wants)) == fetched
+        assert not (tmp_path / "home" / "models" / blob.digest).exists()
 
 
 # ------------------------------------------------------------------------------------------------ restarts

@@ -144,7 +144,7 @@ def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple
     samples = pool("digits", seed=1, limit=150)
     server_data = preprocess.apply(fleet.task, samples.x), samples.y
     sgd, own = Sgd(steps=2, batch_size=16, weight_decay=1e-3), dict(option.split("=") for option in options)
-    settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, options=own)
+    settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, down="float32", options=own)
     method = make(name, settings, Server(fleet.task, server_data))
     if isinstance(getattr(method, "server_data", None), ServerData):
         method.server_data = ServerData(fleet.task, *server_data, processor)

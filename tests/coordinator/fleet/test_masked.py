@@ -32,8 +32,12 @@ from tests.support import simulation
 from tests.support.simulation import digits
 
 MASKED = Protection(average="mean", masking=True)
-SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, protection=MASKED, participation=1.0)
-PLAIN = MethodSettings(rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, protection=Protection(average="mean"))
+SETTINGS = MethodSettings(
+    rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, down="float32", protection=MASKED, participation=1.0
+)
+PLAIN = MethodSettings(
+    rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, down="float32", protection=Protection(average="mean")
+)
 STEPS = (MaskKeys, MaskShares, TrainMasked, Unmask)
 
 

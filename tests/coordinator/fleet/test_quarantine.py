@@ -54,7 +54,7 @@ async def test_a_device_that_sends_ten_times_too_much_is_left_out_and_honest_one
     fleet, layout, first, _ = digits(tmp_path, n=6, limit=400)
 
     fleet._execute = multiplying(10, "d02")
-    method = make("fedavg", MethodSettings(rounds=6, sgd=Sgd(), codec=Codec.FLOAT32))
+    method = make("fedavg", MethodSettings(rounds=6, sgd=Sgd(), codec=Codec.FLOAT32, down="float32"))
     state = await run(method, method.init(layout, first), fleet)
     assert {i for i, _, _ in fleet.offences} == {"d02"}
     assert state.participations == dict.fromkeys(("d00", "d01", "d03", "d04", "d05"), 6) | {"d02": 3}

@@ -130,7 +130,7 @@ async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_o
         return outcomes
 
     fleet._execute = spoiled
-    method = FedAvg(MethodSettings(rounds=1, sgd=Sgd(steps=2), codec=Codec.FLOAT32))
+    method = FedAvg(MethodSettings(rounds=1, sgd=Sgd(steps=2), codec=Codec.FLOAT32, down="float32"))
     with caplog.at_level(logging.WARNING):
         state = await method.round(method.init(layout, first), fleet)
     assert state.history[0].answered == 5

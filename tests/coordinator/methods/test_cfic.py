@@ -15,7 +15,7 @@ from fedge.messages import Codec
 from fedge.sgd import Sgd
 from tests.support.simulation import digits, manifests, predicted
 
-EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32}
+EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32, "down": "float32"}
 
 
 def skewed(home, n: int = 6, seed: int = 0):

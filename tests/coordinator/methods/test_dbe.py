@@ -21,7 +21,7 @@ from fedge.steps.train_dbe import TrainDbe
 from fedge.tensors import Layout, TensorInfo
 from tests.support.simulation import Fleet, digits
 
-SETTINGS = MethodSettings(rounds=4, sgd=Sgd(steps=4), codec=Codec.FLOAT32)
+SETTINGS = MethodSettings(rounds=4, sgd=Sgd(steps=4), codec=Codec.FLOAT32, down="float32")
 
 
 def federation(home: Path) -> tuple[Fleet, Any, Dbe, DbeState]:

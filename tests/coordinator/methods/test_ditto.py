@@ -21,7 +21,9 @@ from tests.support.simulation import digits
 
 
 def settings(**options: float) -> MethodSettings:
-    return MethodSettings(rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32, participation=0.75, options=dict(options))
+    return MethodSettings(
+        rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32, down="float32", participation=0.75, options=dict(options)
+    )
 
 
 async def test_the_global_model_is_fedavgs(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
 from tests.support.simulation import digits, predicted, roles
 
-SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
+SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=5), codec=Codec.FLOAT32, down="float32")
 
 
 async def test_a_round_is_the_mean_of_the_models_weighted_by_samples(tmp_path) -> None:

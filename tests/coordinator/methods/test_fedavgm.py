@@ -11,7 +11,7 @@ from fedge.messages import Codec
 from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
-EXACT = {"rounds": 4, "sgd": Sgd(steps=5), "codec": Codec.FLOAT32}
+EXACT = {"rounds": 4, "sgd": Sgd(steps=5), "codec": Codec.FLOAT32, "down": "float32"}
 
 
 async def test_the_second_step_holds_gamma_times_the_first(tmp_path) -> None:

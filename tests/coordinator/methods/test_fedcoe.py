@@ -58,7 +58,7 @@ def method_of(
     """FedCoE with some options, and with some parameters of the preset that are none."""
     changes = {name: options.pop(name) for name in Preset.__struct_fields__ if name != "tau" and name in options}
     sgd = Sgd(steps=10, learning_rate=0.1, weight_decay=weight_decay)
-    settings = MethodSettings(rounds=rounds, sgd=sgd, codec=Codec.FLOAT32, seed=seed, options=options)
+    settings = MethodSettings(rounds=rounds, sgd=sgd, codec=Codec.FLOAT32, down="float32", seed=seed, options=options)
     method = kind(settings, Server(TASK, RESERVED))
     method.preset = msgspec.structs.replace(method.preset, **changes)
     return method

@@ -132,7 +132,7 @@ async def test_while_it_warms_up_it_is_fedprox_bit_for_bit(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     of = method(participation=0.5)
     ours = await rounds(of, of.init(layout, first), fleet, 3)
-    average = FedProx(MethodSettings(rounds=12, participation=0.5, sgd=SGD, codec=Codec.FLOAT32))
+    average = FedProx(MethodSettings(rounds=12, participation=0.5, sgd=SGD, codec=Codec.FLOAT32, down="float32"))
     theirs = average.init(layout, first)
     for _ in range(3):
         fleet.round = theirs.round + 1

@@ -46,7 +46,7 @@ from tests.support.simulation import roles as roles_of
 
 BOUND = 11
 """Rounds within which every reachable device is asked: F + ceil(N_k / ceil(m/4)) + 1 (FedEPC section 5.5), N_k <= 6."""
-EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32)
+EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32, down="float32")
 
 
 async def rounds(method, state, fleet: Fleet, n: int):

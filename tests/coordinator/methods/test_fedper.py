@@ -12,7 +12,7 @@ from fedge.sgd import Sgd
 from fedge.tensors import BASE, HEAD
 from tests.support.simulation import digits
 
-SETTINGS = MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32)
+SETTINGS = MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32, down="float32")
 
 
 async def test_two_rounds_against_a_slow_oracle(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fedge.messages import Codec
 from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
-EXACT = {"rounds": 2, "sgd": Sgd(steps=20), "codec": Codec.FLOAT32}
+EXACT = {"rounds": 2, "sgd": Sgd(steps=20), "codec": Codec.FLOAT32, "down": "float32"}
 
 
 async def distance(tmp_path, mu: float) -> float:

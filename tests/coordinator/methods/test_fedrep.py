@@ -22,7 +22,9 @@ def loss(worker: Worker, model: Model) -> float:
 async def test_without_steps_of_the_base_the_shared_part_stands_still_and_the_heads_learn(tmp_path: Path) -> None:
     """With sgd.steps = 0 only the head's phase is left, and it touches nothing that is shared."""
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
-    settings = MethodSettings(rounds=2, sgd=Sgd(steps=0), codec=Codec.FLOAT32, options={"head_steps": 20})
+    settings = MethodSettings(
+        rounds=2, sgd=Sgd(steps=0), codec=Codec.FLOAT32, down="float32", options={"head_steps": 20}
+    )
     method = FedRep(settings)
     state = method.init(layout, first)
     assert (method.personal, method.order(state).head_steps) == (HEAD, 20)

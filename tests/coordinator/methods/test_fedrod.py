@@ -13,7 +13,7 @@ from fedge.messages import Codec
 from fedge.sgd import Sgd
 from tests.support.simulation import digits
 
-SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32)
+SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32, down="float32")
 
 
 async def test_the_global_model_ignores_the_second_heads(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_the_global_model_ignores_the_second_heads(tmp_path: Path) -> None
 
 async def test_the_personal_prediction_fits_the_device_better_than_the_balanced_one(tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=5, how="dirichlet", alpha=0.2)
-    method = FedRod(MethodSettings(rounds=15, sgd=Sgd(steps=10), codec=Codec.FLOAT32))
+    method = FedRod(MethodSettings(rounds=15, sgd=Sgd(steps=10), codec=Codec.FLOAT32, down="float32"))
     state = await run(method, method.init(layout, first), fleet)
     served = fleet.get(method.serves(state, ""), layout)
     losses = np.array([[look(k, model).loss for model in (served, k.personal(served))] for k in fleet.workers.values()])

@@ -15,7 +15,7 @@ from tests.support.simulation import digits
 
 async def test_all_devices_have_one_head_and_each_a_base_of_its_own(tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
-    method = LgFedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32))
+    method = LgFedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32, down="float32"))
     state = await run(method, method.init(layout, first), fleet)
     models = [worker.personal(fleet.get(method.serves(state, i), layout)) for i, worker in fleet.workers.items()]
     n_base = layout.select(BASE).n_params

@@ -35,7 +35,9 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 def settings(rounds: int = 3, **changes: Any) -> MethodSettings:
-    return MethodSettings(**({"rounds": rounds, "sgd": Sgd(steps=4), "codec": Codec.FLOAT32} | changes))
+    return MethodSettings(
+        **({"rounds": rounds, "sgd": Sgd(steps=4), "codec": Codec.FLOAT32, "down": "float32"} | changes)
+    )
 
 
 def federation(home: Path, name: str, **changes: Any) -> tuple[Fleet, Layout, PersonalLayers[Any], PersonalState]:

@@ -72,7 +72,7 @@ async def test_one_cluster_is_fedavg(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = method_of(n_clusters=1)
     after = await rounds(method, fleet, method.init(layout, first), 2)
-    fedavg = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=5), codec=Codec.FLOAT32))
+    fedavg = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=5), codec=Codec.FLOAT32, down="float32"))
     plain = fedavg.init(layout, first)
     for _ in range(2):
         fleet.round = plain.round + 1
