@@ -2,8 +2,8 @@
 
 Real processes on one machine: Mosquitto, the coordinator (`coordinator.service`, FedAvg) and agents
 (`edge_agent.agent.Agent`) whose worker answers at once with an update of the model's size, different in each round and
-on each agent. Models and updates travel as float32, so that the bytes are those of a plain federated average (fedge's
-default, int8 with zstd, sends less than a quarter of the updates' bytes: --codec int8+zstd).
+on each agent. Models and updates travel as float32, so that the bytes are those of a plain federated average; fedge's
+default, int8 both ways, sends less than a quarter of them: --codec int8+zstd --down int8.
 
     seconds   from the end of a round to the end of the next: orders, model down, updates up and checked, durable
               reports, average, durable model and state. Median; the first round, which connects, does not count
@@ -12,7 +12,7 @@ default, int8 with zstd, sends less than a quarter of the updates' bytes: --code
 
 The rival's figures are published measurements of Flower 1.41 with 4 nodes; they are not measured here.
 
-Run: python benchmarks/round_overhead.py [--agents 4 8] [--rounds 10] [--json FILE]
+Run: python benchmarks/round_overhead.py [--agents 4 8] [--rounds 10] [--codec int8+zstd --down int8] [--json FILE]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -43,6 +43,9 @@ from fedge.steps.train import Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Tensors, digest_of, from_bytes
 from fedge.transport import BrokerSettings
+
+if TYPE_CHECKING:
+    from coordinator.methods import Down
 
 HIDDEN = {"1.6 MB": 5_333, "45 MB": 150_000}
 """Of an mlp with 64 inputs and 10 classes: 75 numbers of 4 bytes for each hidden unit."""
@@ -112,9 +115,9 @@ async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[s
 
 
 async def run_coordinator(
-    port: int, home: Path, model: str, agents: int, rounds: int, codec: Codec, others: dict[str, int]
+    port: int, home: Path, model: str, agents: int, rounds: int, ways: tuple[Codec, Down], others: dict[str, int]
 ) -> dict[str, Any]:
-    """`others`: the processes whose CPU time is looked at when a round ends, by name."""
+    """`ways`: up and down. `others`: the processes whose CPU time is looked at when a round ends, by name."""
     from coordinator.service import CoordinatorSettings, serve
     from coordinator.store import Store
 
@@ -126,7 +129,8 @@ async def run_coordinator(
         method="fedavg",
         rounds=rounds + 1,
         devices=agents,
-        codec=codec,
+        codec=ways[0],
+        down=ways[1],
     )
     ends: list[float] = []
     cpu: list[list[float]] = []
@@ -181,14 +185,14 @@ async def answer_of(process: asyncio.subprocess.Process) -> dict[str, Any]:
     return dict(msgspec.json.decode(output))
 
 
-async def measure(case: Case, rounds: int, codec: Codec) -> dict[str, Any]:
+async def measure(case: Case, rounds: int, ways: tuple[Codec, Down]) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory())
         broker = await stack.enter_async_context(LocalBroker("mosquitto"))
         ids = [f"agent{i}" for i in range(case.agents)]
         agents = [await start(stack, "agent", broker.port, home, case.model, i) for i in ids]
         pids = {"broker": broker.pid, **{i: agent.pid for i, agent in zip(ids, agents, strict=True)}}
-        told = (case.model, case.agents, rounds, codec, json.dumps(pids))
+        told = (case.model, case.agents, rounds, *ways, json.dumps(pids))
         coordinator = await start(stack, "coordinator", broker.port, home, *told)
         waiting = [asyncio.create_task(answer_of(process)) for process in (coordinator, *agents)]
         ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +238,7 @@ async def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for model in options.models:
         for agents in options.agents:
-            results.append(await measure(Case(model, agents), options.rounds, options.codec))
+            results.append(await measure(Case(model, agents), options.rounds, (options.codec, options.down)))
             show(results[-1])
     return results
 
@@ -245,8 +249,9 @@ def role(arguments: list[str]) -> None:
     if kind == "agent":
         measured = asyncio.run(run_agent(int(port), Path(home), model, rest[0]))
     else:
-        agents, rounds, codec, others = int(rest[0]), int(rest[1]), Codec(rest[2]), json.loads(rest[3])
-        measured = asyncio.run(run_coordinator(int(port), Path(home), model, agents, rounds, codec, others))
+        agents, rounds, up, down, others = int(rest[0]), int(rest[1]), Codec(rest[2]), rest[3], json.loads(rest[4])
+        ways = up, cast("Down", down)
+        measured = asyncio.run(run_coordinator(int(port), Path(home), model, agents, rounds, ways, others))
     print(json.dumps(measured))
 
 
@@ -259,6 +264,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(HIDDEN), choices=list(HIDDEN), help="sizes of the model")
     parser.add_argument("--rounds", type=int, default=10, help="rounds that count (default 10)")
     parser.add_argument("--codec", type=Codec, default=Codec.FLOAT32, help="of the updates (default float32)")
+    parser.add_argument("--down", default="float32", choices=["int8", "float32"], help="of models (default float32)")
     parser.add_argument("--json", type=Path, help="write all values to this file")
     options = parser.parse_args()
     results = asyncio.run(run_all(options))

@@ -89,7 +89,7 @@ from fedge.step import (
 )
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares
-from fedge.tensors import digest_of, to_bytes
+from fedge.tensors import digest_of, to_pieces, views_of
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
@@ -489,13 +489,14 @@ class Agent:
         """Put a model into the folder: another one plus differences."""
         from fedge.codec import moved  # needs zstandard, which a device that does not train may lack
 
-        data = self._models.get(base)
+        tensors = views_of(self._models.get(base))
         for step in steps:
-            data = to_bytes(moved(data, self._models.get(step.digest)))
-        if (digest := digest_of(data)) != ref.digest:
+            tensors = moved(tensors, self._models.get(step.digest))
+        pieces = to_pieces(tensors)
+        if (digest := digest_of(*pieces)) != ref.digest:
             raise ProtocolError("digest", f"{base} and what comes on top of it is {digest}")
         with volatile():  # it can be fetched again
-            self._models.put_as(digest, data)
+            self._models.put_as(digest, *pieces)
 
     async def _fetch_blob(self, ref: BlobRef) -> Path:
         me = self._identity.device_id

@@ -15,7 +15,7 @@ refused by name, and takes no more memory than that model needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -57,8 +57,11 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
         NotFiniteError: a tensor holds NaN or infinity.
         ValueError: a tensor has another type, or its name clashes with that of a scale.
     """
-    if codec is Codec.FLOAT32:
-        return b"".join(pieces(tensors))
+    return b"".join(pieces(tensors)) if codec is Codec.FLOAT32 else packed(rounded(tensors, codec, exact))
+
+
+def rounded(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> Tensors:
+    """What `encode` packs, in another codec than FLOAT32; raises as it does."""
     beside = {name + suffix for name in tensors for suffix in (_SCALE, _GAPS)}
     if codec in _SCALED and (clash := beside & set(tensors)):
         raise ValueError(f"{sorted(clash)} are also the names of scales")
@@ -69,6 +72,11 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
             stored[name] = tensor
         else:
             stored |= _stored(name, tensor.astype(np.float32, copy=False), codec)
+    return stored
+
+
+def packed(stored: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """What was rounded, as the bytes of a blob."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(to_bytes(stored))
 
 
@@ -117,18 +125,24 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
     return model
 
 
-def moved(base: bytes, difference: bytes) -> Tensors:
-    """A model in FLOAT32, as tensors, that is another one plus a difference in INT8: s * round(t / s) is added to t'.
-
-    What the difference holds of other types, buffers and counters, takes the place of what was there.
+def moved(base: Tensors, difference: bytes) -> Tensors:
+    """A model that is another one plus a difference in INT8, packed.
 
     Raises:
         ProtocolError: `malformed` or `oversized`: these are no tensors; `layout`: those of another model.
     """
-    before = views_of(base)
-    stored = views_of(_unpack(difference, Codec.INT8, 2 * len(base) + _HEADER_BYTES))
+    largest = _bound(base, sum(tensor.nbytes for tensor in base.values()))
+    return summed(base, views_of(_unpack(difference, Codec.INT8, largest)))
+
+
+def summed(base: Tensors, stored: Tensors) -> Tensors:
+    """Tensors plus what `rounded` made of a difference in INT8; what it left exact takes the place of what was there.
+
+    Raises:
+        ProtocolError: `layout`: it is a difference of other tensors.
+    """
     after: Tensors = {}
-    for name, tensor in before.items():
+    for name, tensor in base.items():
         change, scale = stored.get(name), stored.get(name + _SCALE)
         if change is None or change.shape != tensor.shape:
             raise ProtocolError("layout", f"the difference has no {name} of {tensor.shape}")
@@ -313,8 +327,13 @@ def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
 
 def _largest(layout: Layout) -> int:
     """More bytes than any codec's safetensors of this layout need."""
-    entries = sum(3 * (_ENTRY_BYTES + 6 * len(t.name)) for t in layout.tensors)  # JSON may write a character as \uXXXX
-    return _HEADER_BYTES + entries + sum(t.size * (8 if t.kind == "counter" else 4) for t in layout.tensors)
+    n_bytes = sum(t.size * (8 if t.kind == "counter" else 4) for t in layout.tensors)
+    return _bound([t.name for t in layout.tensors], n_bytes)
+
+
+def _bound(names: Iterable[str], n_bytes: int) -> int:
+    entries = sum(3 * (_ENTRY_BYTES + 6 * len(name)) for name in names)  # JSON may write a character as \uXXXX
+    return _HEADER_BYTES + entries + n_bytes
 
 
 def _unpack(data: bytes, codec: Codec, largest: int) -> bytes:

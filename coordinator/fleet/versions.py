@@ -9,14 +9,15 @@ Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, Algor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fedge import codec
 from fedge.messages import BlobRef, Codec, Difference, back_from
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model, to_bytes, unflatten, views_of
 
 if TYPE_CHECKING:
     from coordinator.fleet import Fleet
@@ -33,31 +34,30 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
 
     It is kept as it is where that is no larger, or where the fleet's `descents` are None.
     """
-    tensors = unflatten(model, layout)
+    now = unflatten(model, layout)
     if fleet.descents is None:
-        return fleet.put(tensors)
-    w, params = fleet.get(base, layout).params, Layout(tensors=layout.of_kind("param"))
-    before = fleet.descents.get(base.digest)
-    carried = before.carried if before else None
+        return fleet.put(now)
+    params = [info.name for info in layout.of_kind("param")]
+    before, known = views_of(fleet.get_bytes(base)), fleet.descents.get(base.digest)
     try:
         with np.errstate(over="ignore"):
-            wanted = model.params + fleet.get(carried, params).params if carried else model.params
-            change = Model(wanted - w, model.buffers, model.counters)
-            exact = {info.name for info in layout.of_kind("buffer")}
-            data = codec.encode(unflatten(change, layout), Codec.INT8, exact)
-            new = Model(w + codec.decode(data, Codec.INT8, layout, again=True).params, model.buffers, model.counters)
-        ref = fleet.put(unflatten(new, layout))
-        left = fleet.put(unflatten(Model(wanted - new.params, *_NOTHING), params), Codec.INT8)
+            wanted: dict[str, NDArray[Any]] = {name: now[name] for name in params}
+            if known and known.carried:
+                wanted = codec.summed(wanted, views_of(fleet.get_bytes(known.carried)))
+            change = now | {name: wanted[name] - before[name] for name in params}
+        stored = codec.rounded(change, Codec.INT8, {info.name for info in layout.of_kind("buffer")})
+        after: dict[str, NDArray[Any]] = codec.summed(before, stored)
+        ref = fleet.put(after)
     except codec.NotFiniteError:  # such large numbers have no difference, or none that can be rounded
-        return fleet.put(tensors)
+        return fleet.put(now)
+    data = codec.packed(stored)
     if len(data) >= ref.size_bytes:
-        return fleet.put(tensors)
+        return fleet.put(now)
     if ref != base:
-        fleet.descents[ref.digest] = Descent(base=base.digest, blob=fleet.put_bytes(data), carried=left)
+        left = codec.rounded({name: wanted[name] - after[name] for name in params}, Codec.INT8)
+        carried = fleet.put_bytes(to_bytes(left))
+        fleet.descents[ref.digest] = Descent(base=base.digest, blob=fleet.put_bytes(data), carried=carried)
     return ref
-
-
-_NOTHING = (np.empty(0, np.float32), np.empty(0, np.int64))
 
 
 def leading_to(refs: Iterable[BlobRef], descents: Mapping[str, Descent]) -> dict[str, Descent]:

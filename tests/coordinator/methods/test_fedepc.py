@@ -58,6 +58,7 @@ def method(
         seed=seed,
         sgd=SGD,
         codec=Codec.FLOAT32,
+        down="float32",
         protection=Protection(average="mean"),  # the paper's
         options={"warm_up": 6} | options,
     )
