@@ -25,7 +25,12 @@ from tests.support.simulation import digits, manifests, roles
 def method_of(rounds: int = 4, participation: float = 1.0, **options: object) -> ScmoePfl:
     return ScmoePfl(
         MethodSettings(
-            rounds=rounds, participation=participation, sgd=Sgd(steps=5), codec=Codec.FLOAT32, options=options
+            rounds=rounds,
+            participation=participation,
+            sgd=Sgd(steps=5),
+            codec=Codec.FLOAT32,
+            down="float32",
+            options=options,
         )
     )
 
