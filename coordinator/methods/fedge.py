@@ -624,9 +624,7 @@ async def try_clusters(
     w = fleet.get(state.shared.model, state.layout)
     means = await averages(method, fleet, state.last, [state.last, *clusters], state.layout)
     old = state.shared.model
-    models = [
-        put_after(fleet, old, mean.added_to(w), state.layout) if mean is not None else old for mean in means
-    ]
+    models = [put_after(fleet, old, mean.added_to(w), state.layout) if mean is not None else old for mean in means]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
     trials = {
         i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet, r) if i in first
