@@ -171,6 +171,8 @@ class MqttFleet:
         observe: is told what happens, for people to look at.
     """
 
+    descents: dict[str, Descent] | None = None
+
     def __init__(
         self,
         broker: BrokerSettings,
@@ -199,7 +201,6 @@ class MqttFleet:
         self._store = store
         self._run = run
         self.task = task
-        self.descents: dict[str, Descent] | None = None
         self._layout = layout
         self._fingerprint = task.fingerprint()
         self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
