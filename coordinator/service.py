@@ -79,6 +79,8 @@ WARN_S: Final = 24 * 3600.0
 """Between two warnings of a certificate that nobody renews."""
 TELL_S: Final = 1.0
 """Between two summaries at least, whatever happens."""
+NOTE_S: Final = 0.2
+"""Events go into the store together, no more often."""
 RARELY: Final = 50
 """And so many times as long as one takes to write."""
 LOOK_S: Final = 0.5
@@ -278,12 +280,21 @@ async def serve(
     state = first if saved is None else load(saved, type(first))
 
     slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
+    news: list[Event] = []
+
+    def note() -> None:
+        if news:
+            store.note(*news)
+            news.clear()
+
+    noting = Slowly(note, NOTE_S)
 
     def told(event: str, fields: dict[str, Any]) -> None:
         """What happens goes to who started us, into the store, and shows soon in HOME/summary.json."""
         observe(event, fields)
         number = state.round if event == "round_done" else state.round + 1
-        store.note(happened(event, fields, number))
+        news.append(happened(event, fields, number))
+        noting.ask()
         slowly.ask()
 
     fleet = MqttFleet(
@@ -301,7 +312,7 @@ async def serve(
     )
     write_summary(settings, method, state, store, fleet)
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
-    async with contextlib.aclosing(slowly), fleet, warning_daily(settings):
+    async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warning_daily(settings):
         while not method.done(state):
             number = state.round + 1
             wishes = await permitted(number, store, fleet, told)
@@ -315,6 +326,7 @@ async def serve(
         fleet.end_streams()
         if settings.welcome:
             await welcome(settings, method, state, store, fleet, told)
+    note()
     store.count(fleet.take_counts())
     summary = write_summary(settings, method, state, store, fleet)
     if summary["without_bundle"]:

@@ -42,8 +42,6 @@ MAX_BATCH: Final = 1000
 """Changes in one transaction."""
 MAX_EVENTS: Final = 200_000
 """Older ones are deleted."""
-TIDY: Final = 1000
-"""After so many they are looked for."""
 ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
 
 Found = TypeVar("Found")
@@ -328,19 +326,16 @@ class Store:
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def note(self, event: Event) -> Future[object]:
-        """Keep an event, and of the old ones as many as there is room for. Nobody need wait for it."""
-        text = msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd")
-        values = event.at, event.round, event.name, event.device, text
-        sql = (
-            "INSERT INTO events (number, at, round, name, device, fields) "
-            "VALUES ((SELECT coalesce(max(number), 0) + 1 FROM events), $1, $2, $3, $4, $5) RETURNING number"
-        )
+    def note(self, *events: Event) -> Future[object]:
+        """Keep events, and of the old ones as many as there is room for. Nobody need wait for it."""
+        told = [msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd") for event in events]
+        sql = "INSERT INTO events (number, at, round, name, device, fields) VALUES ($1, $2, $3, $4, $5, $6)"
 
         def note(db: Database) -> None:
-            ((number,),) = db.execute(sql, *values)
-            if number % TIDY == 0:
-                db.execute("DELETE FROM events WHERE number <= $1", number - MAX_EVENTS)
+            ((last,),) = db.execute("SELECT coalesce(max(number), 0) FROM events")
+            rows = enumerate(zip(events, told, strict=True), start=last + 1)
+            db.executemany(sql, [(n, e.at, e.round, e.name, e.device, text) for n, (e, text) in rows])
+            db.execute("DELETE FROM events WHERE number <= $1", last + len(events) - MAX_EVENTS)
 
         return self._writer.submit(note)
 

@@ -154,7 +154,6 @@ async def test_the_commands_read_beside_a_running_coordinator(
 
 def test_no_more_events_are_kept_than_there_is_room_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.store.MAX_EVENTS", 5)
-    monkeypatch.setattr("coordinator.store.TIDY", 10)
     for k in range(20):
         store.note(Event(at=float(k), round=k, name="n", device="a\0b", fields={"reason": "x\0y"})).result()
     assert [e.number for e in store.events()] == [16, 17, 18, 19, 20]
