@@ -90,6 +90,7 @@ class SimulatedFleet:
         arrives: the first round in which a device is there; those not named are there from the beginning.
         leaves: the first round in which a device is gone for good; those not named stay.
         rules: what their owners let out; of those not named, everything.
+        alike: all have as many samples as the first, so none is made to be counted.
         execute: how the orders of a step are carried out; `batched.one_by_one` gives what devices give to the last bit.
     """
 
@@ -105,6 +106,7 @@ class SimulatedFleet:
         arrives: Mapping[str, int] | None = None,
         leaves: Mapping[str, int] | None = None,
         rules: Mapping[str, Rules] | None = None,
+        alike: bool = False,
         execute: Execute = batched.execute,
     ) -> None:
         tune_malloc(large=True)
@@ -124,7 +126,7 @@ class SimulatedFleet:
         self._deadline_s = deadline_s
         self._arrives, self._leaves = dict(arrives or {}), dict(leaves or {})
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
-        self._execute = execute
+        self._alike, self._execute = alike, execute
         self._blobs: dict[str, bytes | Unpacked] = {}
         if (frozen := needed_on_devices(task)) is not None:
             self._blobs[frozen.digest] = weights.read(frozen.digest)
@@ -149,7 +151,7 @@ class SimulatedFleet:
         """What the fleet knows of a device; of one that is made when it is asked for once and for all."""
         known = self._known.get(device_id)
         if known is None:
-            worker, rules = self.workers[device_id], self._rules[device_id]
+            worker, rules = self.workers[next(iter(self.workers)) if self._alike else device_id], self._rules[device_id]
             data = worker.data
             n_samples = data.n_shared if worker.trains else 0
             device = Device(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import devices
 from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.simulation.samples import generated, samples_of, shares_of
-from coordinator.simulation.settings import Hardware, Partition, Scenario
+from coordinator.simulation.settings import Hardware, Marks, Partition, Scenario
 from edge_agent import batched
 from edge_agent.device import repeatable
 from edge_agent.worker import Worker
@@ -163,6 +163,7 @@ def gather(
         deadline_s=scenario.deadline_s,
         arrives=dict.fromkeys(federation.newcomers, end),
         leaves=dict.fromkeys((i for i in data if i not in measured), end),
+        alike=not few and scenario.marks is Marks.SAMPLES,
         execute=execute,
     )
     return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers

@@ -5,7 +5,7 @@ import pytest
 
 from coordinator.fleet import devices
 from coordinator.simulation.federation import KEPT, deal, gather, machines
-from coordinator.simulation.settings import Hardware, Partition, Scenario
+from coordinator.simulation.settings import Hardware, Marks, Partition, Scenario
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.tasks import pool
@@ -84,11 +84,12 @@ def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> 
         assert workers[i].home == tmp_path / i
 
 
-def test_devices_of_their_own_making_are_in_memory_no_longer_than_they_are_asked(tmp_path: Path) -> None:
-    scenario = Scenario(partition=Partition.GENERATED, devices=3000, min_samples=20, measured=7)
+@pytest.mark.parametrize("marks", Marks)
+def test_devices_of_their_own_making_are_counted_right_and_not_all_kept(tmp_path: Path, marks: Marks) -> None:
+    scenario = Scenario(partition=Partition.GENERATED, devices=600, min_samples=20, sensitive=0.3, marks=marks)
     federation = deal(scenario, 1)
     fleet, _, workers = gather(federation, scenario, 1, tmp_path)
-    assert {device.n_samples for device in fleet.devices()} == {12}
+    assert [device.n_samples for device in fleet.devices()] == [worker.data.n_shared for worker in workers.values()]
     assert workers._made.cache_info().currsize == KEPT
     assert len(federation.measured(7, 1)) == 7
     assert federation.measured(7, 1) != federation.measured(7, 2)
