@@ -51,11 +51,12 @@ def parsed(pairs: Iterable[str]) -> dict[str, Option]:
         name, equals, value = pair.partition("=")
         if not name.strip() or not equals:
             raise ConfigError(f"an option of a method is NAME=VALUE, not {pair!r}")
-        options[name.strip()] = _value(value.strip())
+        options[name.strip()] = value_of(value.strip())
     return options
 
 
-def _value(text: str) -> Option:
+def value_of(text: str) -> Option:
+    """A number, true or false where the text looks like one, else the text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):

@@ -46,6 +46,7 @@ COMMANDS: Final = {
     "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator", HERE),
     "simulate": About("Run one method on simulated devices and measure it.", "coordinator", HERE),
     "compare": About("Run several methods on equal terms, over several seeds.", "coordinator", HERE),
+    "tune": About("Search a method's options and the learning rate on validation samples.", "ray", HERE),
     "sample": About("Write samples of a task as the data of devices, to try the others with.", "coordinator", HERE),
     "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator", SERVER),
     "relay": About("Stand for the devices of a site: models come once, updates leave as sums.", "coordinator", SERVER),
@@ -77,6 +78,7 @@ _PROBES: Final = {
     "serve": ("onnxruntime", "tuf", "aiohttp"),
     "agent": ("onnxruntime", "tuf", "torch", "onnxscript"),
     "coordinator": ("onnxruntime", "tuf", "torch", "onnxscript", "sklearn", "matplotlib"),
+    "ray": ("ray", "pandas"),
 }
 """Packages by which an extra is known to be installed."""
 

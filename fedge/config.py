@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
     *("agent", "broker", "compare", "coordinator", "demo", "egress", "enrol", "export", "infer", "install", "method"),
-    *("provision", "relay", "release", "rollout", "sample", "serve", "simulate", "status"),
+    *("provision", "relay", "release", "rollout", "sample", "serve", "simulate", "status", "tune"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 
@@ -183,7 +183,7 @@ def nearest(word: str, right: Iterable[str]) -> str:
 
 
 def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
-    metas = [meta for meta in _metas(hint) if isinstance(meta, msgspec.Meta)]
+    metas = [meta for meta in metas_of(hint) if isinstance(meta, msgspec.Meta)]
     help_text = next((meta.description for meta in metas if meta.description), "")
     unit, words = (
         next((str(meta.extra[name]) for meta in metas if meta.extra and name in meta.extra), "")
@@ -193,11 +193,11 @@ def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setti
     return Setting(field.name, section, hint, _base(hint), help_text, unit, words, default)
 
 
-def _metas(hint: Any) -> list[Any]:
+def metas_of(hint: Any) -> list[Any]:
     """Annotations of a type, also of those inside `X | None`."""
     if get_origin(hint) is Annotated:
-        return [*hint.__metadata__, *_metas(hint.__origin__)]
-    return [meta for argument in get_args(hint) for meta in _metas(argument)]
+        return [*hint.__metadata__, *metas_of(hint.__origin__)]
+    return [meta for argument in get_args(hint) for meta in metas_of(argument)]
 
 
 def _base(hint: Any) -> type:

@@ -375,9 +375,18 @@ class SimulatedFleet:
         self._blobs = {digest: data for digest, data in self._blobs.items() if digest in digests}
 
 
-async def run(method: Method[S], state: S, fleet: SimulatedFleet, on_round: Callable[[S], None] = lambda _: None) -> S:
-    """Run a method to its end on a simulated fleet; `on_round` is given the state after each round."""
-    while not method.done(state):
+async def run(
+    method: Method[S],
+    state: S,
+    fleet: SimulatedFleet,
+    on_round: Callable[[S], None] = lambda _: None,
+    rounds: int | None = None,
+) -> S:
+    """Run a method to its end on a simulated fleet, or for so many rounds.
+
+    `on_round` is given the state after each.
+    """
+    while not method.done(state) and state.round != rounds:
         fleet.round = state.round + 1
         state = await method.advance(state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())

@@ -51,7 +51,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     check_dealing(settings)
     if json_file is not None:
         require_writable(json_file)
-    _one_thread()
+    one_thread()
     from coordinator.simulation.compare import scenario_of
     from coordinator.simulation.report import FILES, lines_of, run_page, write_results
     from coordinator.simulation.run import simulate as run
@@ -94,7 +94,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     check_dealing(settings)
     if json_file is not None:
         require_writable(json_file)
-    _one_thread()
+    one_thread()
     from coordinator.simulation.compare import compare as run
     from coordinator.simulation.compare import told
     from coordinator.simulation.report import FILES, comparison_page, legend_of, table_of, write_results
@@ -109,7 +109,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     click.echo(f"in {out}: {', '.join(FILES)}")
 
 
-def _one_thread() -> None:
+def one_thread() -> None:
     """Several threads on small networks mostly wait for each other. Before numpy and torch are imported."""
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     import torch

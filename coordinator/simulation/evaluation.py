@@ -49,7 +49,8 @@ class Final:
 class Evaluation:
     """Test samples of devices and the network that is asked. `seconds`: how long measuring took so far.
 
-    `ids`: the devices that are measured.
+    `ids`: the devices that are measured. `on_validation`: on the samples by which they choose, in place of test
+    samples; who has none is left out.
     """
 
     def __init__(
@@ -58,14 +59,19 @@ class Evaluation:
         workers: Mapping[str, Worker],
         ids: Sequence[str],
         processor: torch.device = CPU,
+        *,
+        on_validation: bool = False,
     ) -> None:
         self.seconds = 0.0
         self._federation = federation
-        self._workers = {i: workers[i] for i in ids}
+        self._workers = {i: workers[i] for i in ids if not on_validation or len(workers[i].data.y_val)}
         self._network = Network(federation.task, processor)
-        self._shares = {i: federation.shares[i] for i in ids}
+        self._shares = {i: federation.shares[i] for i in self._workers}
         self._tests: dict[str, Samples] = {
-            i: (preprocess.apply(federation.task, share.x_test), share.y_test) for i, share in self._shares.items()
+            i: worker.data.validation
+            if on_validation
+            else (preprocess.apply(federation.task, self._shares[i].x_test), self._shares[i].y_test)
+            for i, worker in self._workers.items()
         }
 
     def now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:

@@ -65,6 +65,38 @@ def simulate(
         return run_to_end(_run(scenario, made, seed, home, watch, label, federation, began, execute))
 
 
+def validate(
+    scenario: Scenario,
+    method: str,
+    options: dict[str, Option],
+    seed: int,
+    home: Path,
+    tell: Callable[[int, float], None],
+) -> None:
+    """Run the rounds of training alone, and tell how good the devices are on validation samples.
+
+    Arguments as those of `simulate`. `tell` is given, at each point of the curve and after the last round, the rounds
+    done and the accuracy of the model that each device would use now, mean over those that are measured.
+
+    Raises:
+        ConfigError: as `simulate`; or no device has validation samples.
+    """
+    federation = deal(scenario, seed)
+    made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
+    fleet, first, workers = gather(federation, scenario, seed, home)
+    measured = federation.measured(scenario.measured, seed)
+    evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on), on_validation=True)
+
+    def on_round(state: State) -> None:
+        if state.round % scenario.spacing == 0 or state.round == scenario.rounds:
+            if not (scores := evaluation.now(made, state, fleet)):
+                raise ConfigError("no device has validation samples to choose by: give the devices more samples")
+            tell(state.round, _mean(scores, federation.newcomers))
+
+    begun = made.begin(federation.layout, first)
+    run_to_end(simulated.run(made, begun, fleet, on_round, scenario.rounds))
+
+
 @contextmanager
 def _engine(
     on: Running | None, scenario: Scenario, federation: Federation, method: Method[Any], home: Path

@@ -282,6 +282,22 @@ class CompareSettings(Running, frozen=True, kw_only=True):
     ] = None
 
 
+class TuneSettings(Scenario, frozen=True, kw_only=True):
+    """Section [tune] of the configuration."""
+
+    method: Annotated[str, Meta(description="A registered method; its options after colons stay as they are.")] = (
+        "fedge"
+    )
+    trials: Annotated[int, Meta(ge=2, description="Configurations that are tried, the first one as it is.")] = 20
+    seed: Annotated[int, Meta(ge=0, description="Of partition, first model, training and search.")] = 0
+    ray_address: Annotated[
+        str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
+    ] = None
+    out: Annotated[
+        Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
+    ] = None
+
+
 class DemoSettings(Setup, frozen=True, kw_only=True):
     """Section [demo] of the configuration: fewer devices than a simulation has, for each is a process."""
 

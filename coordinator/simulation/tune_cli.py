@@ -1,0 +1,75 @@
+"""`fedge tune`: search a method's options and the settings of local training on validation samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.options import check, method_and_options
+from coordinator.simulation.cli import one_thread
+from coordinator.simulation.folder import named_by_time
+from coordinator.simulation.settings import TuneSettings, check_dealing
+from fedge.config import resolve, settings_options
+from fedge.files import require_writable
+
+SHOWN = 5
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(TuneSettings, "tune")
+@click.option(
+    "--search",
+    multiple=True,
+    metavar="NAME=RANGE",
+    help="What is searched: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range; may be repeated. Default: "
+    "the learning rate, and the options of the method that have a lowest and a highest value.",
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
+    """Search a method's options and the settings of local training on validation samples, with Ray Tune.
+
+    The first configuration is the one that was given, the others are drawn at random; worse ones are stopped early.
+    What is compared is the model that each device would use after the rounds of training, on its validation samples.
+    The best configuration is written as a file for `fedge simulate` and `fedge coordinator`. Started again with the
+    same settings and --out, a search goes on where it was.
+
+    \b
+    Examples:
+      fedge tune --method fedavg --search learning_rate
+      fedge tune --method fedprox --search learning_rate=0.01..0.3 --search proximal_mu=0.001..1 --trials 40
+      fedge tune --partition groups --search batch_size=16,32,64 --search gamma=0..0.9 --out search
+      fedge simulate --config search/best.toml
+
+    \b
+    Exit codes: 0 done, 1 every trial failed, 2 wrong usage, no such data or method, 4 a file cannot be written,
+    130 stopped by Ctrl-C.
+    """  # noqa: D301 - click wants the backspace character itself
+    settings = resolve(TuneSettings, "tune", config, flags)
+    check(*method_and_options(settings.method))
+    check_dealing(settings)
+    if json_file is not None:
+        require_writable(json_file)
+    one_thread()
+    from coordinator.simulation.tune import CONFIG, FIGURES, sentence
+    from coordinator.simulation.tune import tune as run
+
+    out = settings.out or named_by_time("tune")
+    found = run(settings, search, out, say)
+    if json_file is not None:
+        json_file.write_bytes((out / FIGURES).read_bytes())
+    table = Table(*found.searched, "accuracy", "rounds", box=None, pad_edge=False)
+    for one in found.trials[:SHOWN]:
+        values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in one.values.values()]
+        table.add_row(*values, f"{100 * one.accuracy:.1f} %", str(one.rounds))
+    Console().print(table, highlight=False)
+    if found.asked is not None:
+        click.echo(f"as it was given: {sentence(found.asked, found.scenario)}")
+    click.echo(f"in {out}: {CONFIG}, {FIGURES}; on test samples: fedge simulate --config {out / CONFIG}")
+
+
+def say(text: str) -> None:
+    """Progress."""
+    click.echo(text, err=True)

@@ -1,0 +1,104 @@
+"""`fedge tune`: what is searched, how a search ends and goes on, and what it leaves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.methods import make
+from coordinator.options import resolve_options
+from coordinator.service import CoordinatorSettings
+from coordinator.simulation.run import validate
+from coordinator.simulation.settings import Scenario, SimulationSettings, TuneSettings
+from coordinator.simulation.tune import Range, Tried, Tuning, applied, configuration, keep_search, ranges_of
+from fedge.config import resolve
+from fedge.errors import ConfigError
+
+
+def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
+    assert ranges_of("fedge", ()) == {
+        "learning_rate": Range(low=0.003, high=0.3),
+        "gamma": Range(low=0, high=0.99),  # below 1
+        "rho": Range(low=0, high=1),
+    }
+
+
+def test_ranges_are_what_the_user_says() -> None:
+    said = ("batch-size=8,16", "local_steps=1..20", "mode=mixture,shift", "selection=ccmab,uniform", "local_steps")
+    assert ranges_of("fedge", said[:4]) == {
+        "batch_size": Range(words=(8, 16)),
+        "local_steps": Range(low=1, high=20),
+        "mode": Range(words=("mixture", "shift")),
+        "selection": Range(words=("ccmab", "uniform")),
+    }
+    assert ranges_of("fedge", said[4:]) == {"local_steps": Range(low=5, high=40)}
+
+
+@pytest.mark.parametrize(
+    ("search", "why"),
+    [
+        ("rounds=1..9", "no setting of local training"),
+        ("proximal_mu", "say one"),
+        ("learning_rate=1..0.1", "LOW..HIGH"),
+        ("learning_rate=a..b", "LOW..HIGH"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(search: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        ranges_of("fedprox", [search])
+
+
+def test_a_value_out_of_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learning_rate"):
+        applied(Scenario(), {}, {"learning_rate": -1.0})
+
+
+def test_the_best_configuration_is_one_of_simulate_and_of_the_coordinator(tmp_path: Path) -> None:
+    best = Tried(values={"learning_rate": 0.1, "rho": 0.25, "batch_size": 32}, accuracy=0.8, rounds=9)
+    scenario = Scenario(rounds=9, devices=5, alpha=0.3)
+    tuning = Tuning(
+        scenario=scenario, method="fedge:gamma=0.2", seed=4, searched={}, best=best, asked=None, trials=(best,)
+    )
+    file = tmp_path / "best.toml"
+    file.write_text(configuration(tuning))
+    simulated = resolve(SimulationSettings, "simulate", file, {})
+    assert (simulated.method, simulated.seed, simulated.devices, simulated.learning_rate) == ("fedge", 4, 5, 0.1)
+    needed = {"broker": "localhost:1883", "federation": "f", "home": tmp_path, "task": "digits"}
+    real = resolve(CoordinatorSettings, "coordinator", file, needed)
+    assert (real.method, real.rounds, real.learning_rate, real.devices) == ("fedge", 9, 0.1, 1)
+    options = resolve_options(file, ())
+    assert options == {"gamma": 0.2, "rho": 0.25}
+    make("fedge", real.for_method(options))
+
+
+def test_a_trial_looks_at_validation_samples_and_installs_nothing(tmp_path: Path) -> None:
+    scenario = Scenario(devices=3, samples=300, rounds=3, evaluate_every=2)
+    points: list[tuple[int, float]] = []
+    validate(scenario, "fedavg", {}, 0, tmp_path, lambda *point: points.append(point))
+    assert [rounds for rounds, _ in points] == [2, 3]
+    assert not list(tmp_path.rglob("bundles"))
+
+
+def test_a_folder_keeps_one_search(tmp_path: Path) -> None:
+    settings, ranges = TuneSettings(devices=2), {"learning_rate": Range(low=0.1, high=0.2)}
+    keep_search(tmp_path, settings, ranges)
+    keep_search(tmp_path, msgspec.structs.replace(settings, out=tmp_path), ranges)
+    with pytest.raises(ConfigError, match="another search"):
+        keep_search(tmp_path, msgspec.structs.replace(settings, devices=3), ranges)
+    with pytest.raises(ConfigError, match="another search"):
+        keep_search(tmp_path, settings, {})
+
+
+@pytest.mark.process
+def test_ray_tune_reports_nothing() -> None:
+    code = (
+        "import coordinator.simulation.tune\n"
+        "from ray._common.usage import usage_lib\n"
+        "print(usage_lib.usage_stats_enabled())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-1] == "False"
