@@ -53,7 +53,7 @@ KIND: Final = {
 """How often which fault comes, relative to each other."""
 ROUGH: Final = {**KIND, "memory": 2, "device's disk": 1, "device's disk read-only": 1}
 FORWARD_S: Final = 365 * 86400.0
-END_S: Final = 600.0
+END_S: Final = 1800.0
 LONGEST_PAUSE_S: Final = 15.0
 """Faults come less often as long as nothing is done between them: a slow machine would never get on."""
 EXPECTED: Final = {None, 0, 130, -signal.SIGKILL, 4}
