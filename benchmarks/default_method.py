@@ -30,6 +30,7 @@ Examples:
     python benchmarks/default_method.py --data DIR --table hundreds --settings "MNIST, 4 rotations"
     python benchmarks/default_method.py --data DIR --table ablation
     python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:rho=0.3
+    python benchmarks/default_method.py --data DIR --methods fedge,benchmarks.default_method:Unclipped
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ import numpy as np
 
 from coordinator.aggregation.trial import ETA_0, wants_split
 from coordinator.fleet import Device
+from coordinator.methods import NO_DATA, MethodSettings, Server
 from coordinator.methods.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation.compare import Comparison, compare
 from coordinator.simulation.outcome import RunOutcome
@@ -216,6 +218,14 @@ class NoFinalFit(Fedge):
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
         return msgspec.structs.replace(super().mixture(pool, fitted), final_fit=False)
+
+
+class Unclipped(Fedge):
+    """With the plain mean: what bounds for hostile devices cost where there are none."""
+
+    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
+        plain = msgspec.structs.replace(settings.protection, average="mean")
+        super().__init__(msgspec.structs.replace(settings, protection=plain), server)
 
 
 class NoGuard(Fedge):

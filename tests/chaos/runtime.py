@@ -23,6 +23,8 @@ from tests.deploy.serving import body, golden
 EXPECTED: Final = {0, 2, 4, 5, -signal.SIGKILL}
 """Exit codes of `fedge install`: done, HOME in use, the disk was full, refused after too many kills, killed."""
 PATIENCE_S: Final = 60.0
+PAUSE_S: Final = 2.0
+"""Between two releases: to examine one takes a processor for about as long."""
 X: Final = golden()["x"]
 CLASSES: Final = golden()["probabilities"].argmax(1).tolist()
 
@@ -56,7 +58,7 @@ class Runtime:
         for release in itertools.count(2):
             bundle, code = self._bundle(release), None
             while code not in {0, 5}:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(PAUSE_S)
                 words = ["install", "--home", self._home, bundle]
                 program = self._programs["install"] = Program(words, self._folder / "install.log")
                 while (code := program.ended) is None:  # noqa: ASYNC110 - programs tell nobody
