@@ -37,6 +37,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -68,6 +69,9 @@ TOTAL_ASK_BYTES: Final = 32 * 1024 * 1024
 STALL_S: Final = 3.0
 """No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
 STALL_CAP_S: Final = 12.0
+ANSWER_CAP_S: Final = 30.0
+"""Where many transfers share a broker or a sender, each waits for its turn: nothing counts as lost before twice the
+time that answers take just now, but after so long in any case."""
 MAX_ATTEMPTS: Final = 3
 """Complete transfers with a wrong digest before the blob is given up."""
 MAX_BLOB_BYTES: Final = 4 * 1024**3
@@ -479,6 +483,7 @@ class Receiver:
         self._stall_s = stall_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._fetches: set[_Fetch] = set()
+        self._pace = _Pace()
         transport.on_connect(self._reconnected)
         _remove_old_parts(folder)
         if not durable:
@@ -520,7 +525,7 @@ class Receiver:
             if ref.digest in self._folder:
                 return
             part = _Part(self._folder, ref, durable=self._durable)
-            fetch = _Fetch(ref, part, self._stall_s)
+            fetch = _Fetch(ref, part, self._stall_s, self._pace)
             self._fetches.add(fetch)
             try:
                 await self._transfer(fetch, chunks, wants, device_id, patience_s)
@@ -555,6 +560,7 @@ class Receiver:
             budget -= sum(f.receiving.under_way for f in self._fetches)
         ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
         if ranges:
+            fetch.asked_at = time.monotonic()
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
             try:
                 await self._transport.publish(wants, self._seal(wants, encode(want)))
@@ -577,10 +583,23 @@ async def _to_its_end(work: Coroutine[Any, Any, bool]) -> bool:
         await asyncio.wait({task})
 
 
+@dataclass(slots=True)
+class _Pace:
+    """How long senders take to answer just now, as all transfers in see it."""
+
+    answer_s: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        self.answer_s += (seconds - self.answer_s) / 8
+
+    def patience_s(self, least_s: float) -> float:
+        return max(least_s, min(2 * self.answer_s, ANSWER_CAP_S))
+
+
 class _Fetch:
     """One transfer in: its decisions, its file, the task that fills it, and its alarm clock."""
 
-    def __init__(self, ref: BlobRef, part: _Part, stall_s: float) -> None:
+    def __init__(self, ref: BlobRef, part: _Part, stall_s: float, pace: _Pace) -> None:
         self.ref = ref
         self.receiving = Receiving(ref.size_bytes, part.have)
         self.receiving.patience_s = stall_s
@@ -589,6 +608,8 @@ class _Fetch:
         self.progress = asyncio.Event()
         self.quiet_s = 0.0
         """For how long nothing new has come although the broker was there."""
+        self.asked_at: float | None = None
+        self._pace = pace
         self._part = part
         self._failure: OSError | None = None
 
@@ -609,18 +630,26 @@ class _Fetch:
             for start, end in pieces:
                 self.receiving.stored(start, end)
         self.quiet_s = 0.0
+        if self.asked_at is not None:
+            self._pace.note(time.monotonic() - self.asked_at)
+            self.asked_at = None  # what follows was asked for together
         self.progress.set()
 
     async def wait(self, *, connected: bool) -> None:
         """Until something new is safe, or nothing was for too long; raises the OSError of a write that failed."""
-        try:
-            async with asyncio.timeout(self.receiving.patience_s):
-                await self.progress.wait()
-        except TimeoutError:
-            self.quiet_s += self.receiving.patience_s if connected else 0.0
+        began = time.monotonic()
+        while not self.progress.is_set():
+            waited_s = time.monotonic() - began
+            if (left_s := self._pace.patience_s(self.receiving.patience_s) - waited_s) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self.progress.wait()
+                continue
+            self.quiet_s += waited_s if connected else 0.0
             log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
             self.listening = _drawn()
             self.receiving.stalled()
+            break
         self.progress.clear()
         if self._failure is not None:
             raise self._failure

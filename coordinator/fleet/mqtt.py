@@ -97,7 +97,7 @@ MAX_UNDER_WAY: Final = 16_384
 """Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
 LARGE_FETCHES: Final = 128
 """Updates of more than one chunk that are fetched at a time: a chunk of each under way is 64 MB in the broker."""
-SMALL_FETCHES: Final = 4096
+SMALL_FETCHES: Final = 1024
 """Others that are fetched at a time, fewer where the system does not allow two open files for each."""
 GIVES_WAY_S: Final = 20.0
 """An update of which nothing comes for so long gives its place to the next, and waits for another one."""
