@@ -8,7 +8,8 @@ coordinator is `fedge coordinator` as a process, with fedavg.
     round s          median of the rounds in which nobody was disturbed: all are asked, fetch a model, send an update
     reports/s        devices / round s
     coordinator MB   largest resident memory of its process
-    ms/device        processor time for each device of a round: coordinator, broker, and the devices themselves
+    ms/device        processor time for each device of a round: coordinator, intakes and blob servers (helpers), broker,
+                     and the devices themselves (herds)
     accepted, expired, lost    orders of all rounds; lost: a device was told "accepted", and the store does not know it
 
 --storm kills Mosquitto in round 2 and starts it again: coordinator and devices come back at once. `back s`: until all
@@ -21,7 +22,8 @@ its own as far as it may). Mosquitto needs `max_queued_messages 0`, as `fedge br
 comes.
 
 Examples:
-    python benchmarks/load.py --devices 100 1000 5000
+    python benchmarks/load.py --devices 100 1000 5000 --deadline-s 900 --plot growth.png
+    python benchmarks/load.py --devices 1000 --intakes 2 --blob-servers 1
     python benchmarks/load.py --devices 1000 --storm
     python benchmarks/load.py --devices 1000 --vanish 0.5 --deadline-s 20
 """
@@ -82,6 +84,7 @@ from fedge.transfer import Receiver
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
 
 TOPICS = Topics("load")
+PARTS = ("coordinator", "helpers", "broker", "herds")
 AT_ONCE = 100
 """Connections that one process opens at a time."""
 STEPS = installed_steps()
@@ -281,21 +284,28 @@ class Run:
     async def measure(self) -> dict[str, Any]:
         async with LocalBroker("mosquitto") as self.broker:
             address = BrokerSettings(self.broker.host, self.broker.port)
-            self.coordinator = await asyncio.create_subprocess_exec(
+            command = (
                 sys.executable, "-m", "fedge.cli", "coordinator", "--broker", f"{address.host}:{address.port}",
                 "--federation", TOPICS.federation, "--home", str(self.home / "coordinator"), "--task", "digits",
                 "--method", "fedavg", "--rounds", str(self.args.rounds), "--devices", str(self.n),
-                "--deadline-s", str(self.args.deadline_s), "--json", stdout=PIPE, limit=2**26,
+                "--deadline-s", str(self.args.deadline_s), "--json",
             )  # fmt: skip
-            self.herds = []
+            self.coordinator = await asyncio.create_subprocess_exec(*command, stdout=PIPE, limit=2**26)
+            self.herds, self.helpers = [], []
             try:
+                if roles := ["intake"] * self.args.intakes + ["blobs"] * self.args.blob_servers:
+                    while not (self.home / "coordinator" / "summary.json").exists():  # noqa: ASYNC110 - it has begun
+                        await asyncio.sleep(0.1)
+                for role in roles:
+                    self.helpers.append(await asyncio.create_subprocess_exec(*command, "--role", role))
                 return await self._measure(address)
             finally:
                 for herd in self.herds:
                     herd.process.kill()
-                if self.coordinator.returncode is None:
-                    self.coordinator.kill()
-                await self.coordinator.wait()
+                for process in (self.coordinator, *self.helpers):
+                    if process.returncode is None:
+                        process.kill()
+                    await process.wait()
 
     async def _measure(self, address: BrokerSettings) -> dict[str, Any]:
         names = [f"d{i:05}" for i in range(self.n)]
@@ -342,7 +352,9 @@ class Run:
     def _used(self) -> dict[str, float]:
         assert self.broker.pid is not None
         herds = sum(cpu_s(herd.process.pid) for herd in self.herds if herd.alive)
-        return {"coordinator": cpu_s(self.coordinator.pid), "broker": cpu_s(self.broker.pid), "herds": herds}
+        helpers = sum(cpu_s(process.pid) for process in self.helpers)
+        used = cpu_s(self.coordinator.pid), helpers, cpu_s(self.broker.pid), herds
+        return dict(zip(PARTS, used, strict=True))
 
     async def _disturb(self) -> None:
         if not (self.args.storm or self.args.vanish):
@@ -366,9 +378,10 @@ class Run:
         disturbed = {2} if self.args.storm or self.args.vanish else set()
         calm = [e for number, e in self.events.items() if number not in disturbed | {self.args.rounds + 1}]
         seconds = statistics.median(e["seconds"] for e in calm)
-        each = {name: statistics.median(1000 * e[name] / e["devices"] for e in calm) for name in self._parts()}
+        each = {name: statistics.median(1000 * e[name] / e["devices"] for e in calm) for name in PARTS}
         return {
             "devices": self.n,
+            "intakes": self.args.intakes,
             "all up s": round(self.events[1]["begun"] - began, 1),
             "round s": round(seconds, 2),
             "round 2 s": round(self.events[2]["seconds"], 2),
@@ -382,9 +395,6 @@ class Run:
             "lost": len((set(told) & kept) - accepted),
         }
 
-    def _parts(self) -> tuple[str, ...]:
-        return ("coordinator", "broker", "herds")
-
 
 def table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -393,16 +403,43 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
 
 
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Time of a round, and the coordinator's processor time in it, against devices; dashed: in proportion to them."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    sizes = [row["devices"] for row in rows]
+    curves = {
+        "a round": [row["round s"] for row in rows],
+        "processor of the coordinator": [row["coordinator ms/device"] * row["devices"] / 1000 for row in rows],
+    }
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name, seconds in curves.items():
+        (line,) = axes.loglog(sizes, seconds, "o-", label=name)
+        axes.loglog(sizes, [seconds[-1] * n / sizes[-1] for n in sizes], "--", color=line.get_color(), linewidth=1)
+    axes.set(xlabel="connected devices", ylabel="seconds", xticks=sizes, xticklabels=sizes)
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(file, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[100, 1000, 5000])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of training (default 3)")
     parser.add_argument("--processes", type=int, default=2, help="processes that the devices live in (default 2)")
+    parser.add_argument("--intakes", type=int, default=0, help="processes beside the coordinator that take in reports")
+    parser.add_argument("--blob-servers", type=int, default=0, help="processes beside it that serve models")
     parser.add_argument("--deadline-s", type=float, default=120.0, help="of a step (default 120)")
     parser.add_argument("--storm", action="store_true", help="kill Mosquitto in round 2, and start it again")
     parser.add_argument("--vanish", type=float, default=0.0, metavar="SHARE", help="of the devices, killed in round 2")
     parser.add_argument("--verbose", action="store_true", help="tell of each round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the growth, with straight lines beside it (.png)"
+    )
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -414,6 +451,8 @@ def main() -> None:
             rows.append(asyncio.run(Run(n, args, Path(home), task, layout).measure()))
         print(table(rows[-1:]), flush=True)
     print(table(rows))
+    if args.plot:
+        plot(rows, args.plot)
     if args.json:
         given = {"processors": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}
         found = {"benchmark": "load", "weights": layout.n_params, **given, "sizes": rows}

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
-from coordinator.service import CoordinatorSettings, Observer, serve
+from coordinator.service import CoordinatorSettings, Observer, help_out, serve
 from coordinator.store import Store
 from coordinator.watch import headline, read_summary
 from coordinator.watch_cli import UiSettings, page
@@ -60,6 +60,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
       fedge coordinator --config edge_server.toml --rounds 50 --json
       fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
+      fedge coordinator --config edge_server.toml --role intake
 
     \b
     Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or the
@@ -70,7 +71,12 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     check(settings.method, own)
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
-    opened = Store(settings.home, settings.store, federation=settings.federation)
+    alone = settings.role == "all"
+    opened = Store(settings.home, settings.store, federation=settings.federation, intake=not alone)
+    if not alone:
+        with contextlib.closing(opened) as store:
+            asyncio.run(until_stopped(help_out(settings, task, store)))
+        return INTERRUPTED
     with contextlib.closing(opened) as store, _observer(as_json) as observe:
         summary = asyncio.run(until_stopped(_served(settings, lambda: serve(settings, task, store, observe, own))))
     if summary is None:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -42,6 +42,7 @@ from coordinator.methods import (
     installed_methods,
     load,
     make,
+    method_class,
     settings_of,
 )
 from coordinator.protection import (
@@ -54,6 +55,7 @@ from coordinator.protection import (
     Masking,
     MinCohort,
 )
+from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import RECALLED_ROUNDS, Event, Store
 from fedge import weights
 from fedge.codec import encode
@@ -65,6 +67,7 @@ from fedge.initial import initial_in_subprocess
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.processor import Processor
+from fedge.step import installed_steps
 from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
@@ -119,6 +122,10 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     allow: Annotated[
         str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
     ] = ""
+    role: Annotated[
+        Literal["all", "intake", "blobs"],
+        Meta(description="intake, blobs: one more process beside a coordinator, with the same settings."),
+    ] = "all"
     method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
     server_data: (
         Annotated[
@@ -270,8 +277,7 @@ async def serve(
         TransportError: the broker refused us for good.
     """
     tune_malloc(large=True)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each update that is fetched
+    raise_open_files()
     began = time.monotonic()
     method = method_of(settings, task, options)
     layout, model = start(settings, task, store, options)
@@ -368,6 +374,34 @@ def anew(method: Method[Any], state: State, observe: Observer) -> State:
     found = method.recluster(state)
     observe("recluster" if found else "recluster_refused", {"reason": "" if found else NOT_ANEW})
     return found or state
+
+
+async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> None:
+    """Be an intake or a server of models until we are stopped.
+
+    Raises:
+        ConfigError: there is no such federation yet.
+        StoreError: the store cannot be read or written.
+        TransportError: the broker refused us for good.
+    """
+    tune_malloc(large=True)
+    raise_open_files()
+    broker, federation = settings.at(settings.broker), settings.federation
+    layout = begun(store, settings.home, task)
+    with own_folder(settings.home) as folder:
+        helper: Intake | BlobServer
+        if settings.role == "blobs":
+            helper = BlobServer(broker, store, folder, federation=federation)
+        else:
+            steps = {**installed_steps(), **{kind.STEP: kind for kind in method_class(settings.method).steps}}
+            helper = Intake(broker, store, folder, federation=federation, task=task, layout=layout, steps=steps)
+        await helper.run()
+
+
+def raise_open_files() -> None:
+    """As far as we may: each update that is fetched takes two."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def welcome(

@@ -38,6 +38,8 @@ FEDGE_0_1: Final = 1
 RECALLED_ROUNDS: Final = 8
 """After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
 NOBODY: Final = msgspec.msgpack.encode([])
+OFFERED: Final = "offered"
+"""What servers of models may hand out (`Store.recall`): the digests that open orders name, as JSON."""
 MAX_BATCH: Final = 1000
 """Changes in one transaction."""
 MAX_EVENTS: Final = 200_000

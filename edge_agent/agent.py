@@ -330,19 +330,19 @@ class Agent:
 
     async def _on_ack(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(AckReceived(decode(self._opened(inbound), Ack)))
+            self._feed(AckReceived(decode(self._opened(inbound, Role.INTAKE), Ack)))
 
     async def _on_want(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            want = decode(self._opened(inbound), Want)
+            want = decode(self._opened(inbound, Role.INTAKE), Want)
             me = self._identity.device_id
             if want.device_id != me:
                 raise ProtocolError("foreign-id", f"want for {want.device_id}")
             self._sender.want(want.digest, want.ranges, chunks=self._topics.update_chunk(me, want.digest))
 
-    def _opened(self, inbound: Inbound) -> bytes:
-        """What the coordinator says to this agent as it is now."""
-        return self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=self._incarnation)
+    def _opened(self, inbound: Inbound, *others: Role) -> bytes:
+        """What the coordinator, or one of the others, says to this agent as it is now."""
+        return self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, *others, to=self._incarnation)
 
     @contextmanager
     def _refusing(self, inbound: Inbound) -> Iterator[None]:

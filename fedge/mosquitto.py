@@ -109,6 +109,15 @@ topic deny {here}/#
 user relay
 topic deny {here}/#
 
+# fedge coordinator --role intake, or blobs
 user intake
-topic deny {here}/#
+topic deny {here}/agents/intake/#
+topic deny {here}/rollout
+topic read {here}/agents/+/status
+topic read {here}/agents/+/reports
+topic read {here}/agents/+/wants
+topic read {here}/agents/+/blobs/#
+topic write {here}/agents/+/acks
+topic write {here}/coordinator/wants/+
+topic write {here}/blobs/#
 """

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -74,7 +74,7 @@ class Plain:
         del topic, to, will
         return payload
 
-    def open(self, topic: str, data: bytes, role: Role, *, name: str = "", to: str = "") -> bytes:
+    def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
         """What came, as it is.
 
         Raises:
@@ -82,7 +82,7 @@ class Plain:
         """
         del topic, name, to
         if data.startswith(BEGINS):
-            raise ProtocolError("signed", f"this {role} signs, and we have no certificate of its federation")
+            raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
         return data
 
     def vouch(self, topic: str, data: bytes) -> bytes:
@@ -154,39 +154,39 @@ class Signed:
 
     # ----------------------------------------------------------------------------------------------- inwards
 
-    def open(self, topic: str, data: bytes, role: Role, *, name: str = "", to: str = "") -> bytes:
-        """The bytes of a message that somebody in this role has signed for this topic.
+    def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
+        """The bytes of a message that somebody in one of these roles has signed for this topic.
 
         Args:
             topic: on which it came.
             data: what came.
-            role: who may say this.
-            name: whose it must be; empty: anybody's in the role.
+            roles: who may say this.
+            name: whose it must be; empty: anybody's in such a role.
             to: our incarnation, where it must be for us as we are now.
 
         Raises:
             ProtocolError: `unsigned`, `oversized`, `malformed`, `certificate`, `revoked`, `not-a-member`, `forged` or
                 `replayed`.
         """
-        envelope, subject, key = self._checked(topic, data, role, name)
+        envelope, subject, key = self._checked(topic, data, roles, name)
         if envelope.to != to:
             raise ProtocolError("replayed", "it was for this device before its last start")
         life = f" {envelope.number >> 32}" if to else ""
         self._require_newest(f"{topic} {_name_of(key)}{life}", envelope.number)
-        if role is Role.DEVICE and envelope.certificate:
+        if subject.role.speaks_as is Role.DEVICE and envelope.certificate:
             self._certificates[subject.name] = envelope.certificate
         return envelope.payload
 
     def _checked(
-        self, topic: str, data: bytes, role: Role, name: str
+        self, topic: str, data: bytes, roles: Sequence[Role], name: str
     ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
-        """What somebody in this role has signed for this topic, and who it was; it may be old.
+        """What somebody in one of these roles has signed for this topic, and who it was; it may be old.
 
         Raises:
             ProtocolError: as `open`, but for `replayed`.
         """
         if not data.startswith(BEGINS):
-            raise ProtocolError("unsigned", f"a {role} of {self.subject.federation} signs what it says")
+            raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} signs what it says")
         if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:
             raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed in an envelope")
         envelope = _envelope_in(data)
@@ -194,8 +194,8 @@ class Signed:
         if not certificate:
             raise ProtocolError("unknown-device", f"{name} has shown no certificate yet")
         subject, key = self.authority.who(certificate)
-        spoken = subject.federation, subject.role.speaks_as
-        if spoken != (self.subject.federation, role) or (name and subject.name != name):
+        ours = subject.federation == self.subject.federation and subject.role.speaks_as in roles
+        if not ours or (name and subject.name != name):
             raise ProtocolError("certificate", f"{subject} may not say this")
         self.admit(subject)
         verify(key, envelope.context(topic), envelope.payload, envelope.signature)
@@ -211,7 +211,7 @@ class Signed:
         Raises:
             ProtocolError: as `open`, or `forged`: it was for others.
         """
-        envelope, _, _ = self._checked(topic, proof, Role.DEVICE, name)
+        envelope, _, _ = self._checked(topic, proof, [Role.DEVICE], name)
         if envelope.payload != data:
             raise ProtocolError("forged", f"{name} has vouched for something else")
 

@@ -29,7 +29,11 @@ ROOT = "fedge/1"
 MAX_CLIENT_ID: Final = 100
 """Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
 
-ClientRole = Literal["agent", "serve", "coordinator", "rollout", "status", "renewal"]
+INTAKES: Final = "intakes"
+MODELS: Final = "models"
+"""Groups of subscribers to reports, and to Wants of models, in which each message goes to one (MQTT 5)."""
+
+ClientRole = Literal["agent", "serve", "coordinator", "intake", "rollout", "status", "renewal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class Topics:
     def agent(self, device_id: str, leaf: str) -> str:
         """Topic of one device; `leaf`: the last level in the list above."""
         return f"{self.prefix}/agents/{device_id}/{leaf}"
+
+    def shared(self, group: str, topic_filter: str) -> str:
+        """The filter for a member of a group: dispatcher, intakes and servers of models share what comes in."""
+        return f"$share/{group}/{topic_filter}"
 
     @property
     def rollout(self) -> str:

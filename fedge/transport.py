@@ -345,6 +345,7 @@ class _Connection:
         self.protocol = protocol
         self._clean = clean
         self._paused = False
+        self.shares = True  # what a client of a group subscribes to; otherwise it has everything to itself
         self._awaits_room = False
         self._connack: asyncio.Future[Properties | None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()
@@ -563,12 +564,12 @@ class _Connection:
             TransportError: the broker refused the filter.
             asyncio.CancelledError: the connection is gone (or the caller was cancelled).
         """
-        _, packet_id = self._client.subscribe(topic_filter, qos=1)
+        _, packet_id = self._client.subscribe(topic_filter if self.shares else unshared(topic_filter), qos=1)
         await self._granted(packet_id)
 
     def unsubscribe(self, topic_filter: str) -> None:
         """Unsubscribe. Nobody waits for the answer: TCP keeps the order, should the filter be subscribed to again."""
-        self._client.unsubscribe(topic_filter)
+        self._client.unsubscribe(topic_filter if self.shares else unshared(topic_filter))
 
     async def _granted(self, packet_id: int | None) -> None:
         if packet_id is None or self.closed.done():
@@ -852,6 +853,7 @@ class Transport:
         """One attempt. The first connection of a process starts a clean session: what is queued is not for us."""
         connection = self._connection = _Connection(self, protocol, clean=not self._was_connected)
         properties = await connection.open()
+        connection.shares = connection.is_v5 and getattr(properties, "SharedSubscriptionAvailable", 1) == 1
         self._was_connected = True
         self.protocol = "5" if connection.is_v5 else "3.1.1"
         self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
@@ -933,6 +935,8 @@ class Transport:
 
     async def subscribe(self, topic_filter: str, handler: Handler) -> None:
         """Have `handler` awaited for each message that matches, one at a time and in order.
+
+        A filter of a group ($share/GROUP/FILTER) stands for the filter alone where the broker knows no groups.
 
         A message is acknowledged when its handler has returned, so a slow handler holds the broker back (at most
         `IN_WINDOW` messages of all subscriptions together are open). For that reason a handler must not wait for

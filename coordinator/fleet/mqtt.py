@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
-import resource
 import time
 from collections import Counter
 from collections.abc import (
@@ -29,12 +29,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, asked, checked, order_for, require_sendable
+from coordinator.fleet import Answer, Device, asked, order_for, require_sendable
 from coordinator.fleet.orders import (
     CLOSED,
     Accept,
     Check,
     Checked,
+    Closed,
     DeviceAppeared,
     Event,
     Expire,
@@ -51,10 +52,11 @@ from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
+from coordinator.fleet.uploads import OF_THE_WAY, Uploads, answer_to
 from coordinator.fleet.versions import Descent
 from coordinator.members import Watched
 from coordinator.registry import Registry
-from coordinator.store import EXPIRED, RECALLED_ROUNDS, Entry, Store
+from coordinator.store import EXPIRED, OFFERED, RECALLED_ROUNDS, Entry, Store
 from fedge import codec
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
@@ -78,12 +80,11 @@ from fedge.messages import (
 )
 from fedge.sealed import Plain, Signed, speaker
 from fedge.step import Action, Refusal, Result, Unsupported, installed_steps, read_action, read_result
-from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
-from fedge.topics import Topics
-from fedge.transfer import Receiver, Sender
-from fedge.transport import SMALL_CHUNK, BrokerSettings, Inbound, Transport
+from fedge.topics import INTAKES, MODELS, Topics
+from fedge.transfer import Sender
+from fedge.transport import BrokerSettings, Inbound, Transport
 from fedge.weights import needed_on_devices
 
 log = logging.getLogger("fedge.coordinator")
@@ -95,33 +96,23 @@ GOODBYE_S: Final = 5.0
 """How long the last verdicts may take to leave: a device without one would repeat its report to nobody."""
 MAX_UNDER_WAY: Final = 16_384
 """Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
-LARGE_FETCHES: Final = 128
-"""Updates of more than one chunk that are fetched at a time: a chunk of each under way is 64 MB in the broker."""
-SMALL_FETCHES: Final = 1024
-"""Others that are fetched at a time, fewer where the system does not allow two open files for each."""
-GIVES_WAY_S: Final = 20.0
-"""An update of which nothing comes for so long gives its place to the next, and waits for another one."""
-SPARE_FILES: Final = 256
-"""Open files for all else."""
 TOO_LONG: Final = (
     f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), and agents do not "
     "hear of it: copy crl.pem to each device, beside its ca_file, and start its agent again"
 )
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
-OF_THE_WAY: Final = frozenset({"digest", "stalled"})
-"""Refusals that whoever carries the bytes can cause, too: no evidence against the device."""
 MAX_STRANGERS: Final = 100
 """Problems of names that are no device of ours: whoever invents some shows no more."""
 LINES_PER_MINUTE: Final = 60
 """Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
 LOOK_S: Final = 3.0
 """Pause between two looks at who belongs to the federation: a device that is revoked is nobody from then on."""
+LOOK_AT_STORE_S: Final = 0.5
+"""Pause between two looks at which orders intakes have closed."""
 NEEDED: Final = "0.2 or later"
 """What an agent's fedge must be."""
 TWICE: Final = "two agents speak as this device, and throw each other off the broker: give each its own --id"
-SLACK_BYTES: Final = 1 << 20
-"""What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,12 +200,11 @@ class MqttFleet:
         self._deadline_s = deadline_s
         self._observe = observe
         self._topics = Topics(federation)
-        self._signed, self._members = _signing(broker, federation, store.home)
+        self._signed, self._members = signing(broker, federation, store.home)
         if isinstance(self._signed, Signed) and (kept := store.recall("heard")):
             self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
         self._transport = Transport(broker, self._topics.client_id("coordinator"))
-        bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
-        self._receiver = Receiver(self._transport, store.blobs, max_bytes=bound, seal=self._seal_want)
+        self._fetching = Uploads(self._transport, store.blobs, self._topics, layout, self._seal_want)
         self._sender = Sender(self._transport, self._model_file)
         self._offered: set[str] = set()
         self._traffic = (0, 0)
@@ -225,17 +215,16 @@ class MqttFleet:
         self._streamed: dict[str, Order] = {}  # orders whose answers have not been handed out, by id
         self._arrived: dict[str, None] = {}  # those of them that are closed, the first one first
         self._uploads: dict[str, set[BlobRef]] = {}  # what they brought
+        self._closing: set[str] = set()  # orders that we close, until we see in the store that they are
+        self._overruled: dict[str, Ack] = {}  # the verdicts of intakes that were before us
+        self._arrival = store.last_arrival()  # of the orders that were closed, by whomever, the last that we know of
         self._something_happened = asyncio.Event()
         self._last_change: asyncio.Future[None]  # of the store, with what follows from it
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
-        small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
-        self._small, self._large = asyncio.Semaphore(small), asyncio.Semaphore(LARGE_FETCHES)
-        self._decoding = asyncio.Lock()  # one update in memory at a time
-        self._norms: dict[BlobRef, codec.Norms] = {}  # of the updates of this step; not of those from before a restart
         self._under_way: set[tuple[str, str]] = set()  # topic, order
         self._failure: asyncio.Future[None] | None = None
-        self._settled_at = 0.0
+        self._settled_at = self._looked_at = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._open = contextlib.AsyncExitStack()
 
@@ -247,8 +236,12 @@ class MqttFleet:
         await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
         await self._transport.subscribe(topics.agent("+", "health"), self._guard(self._on_health))
-        await self._transport.subscribe(topics.agent("+", "reports"), self._guard(self._on_report))
-        await self._transport.subscribe(topics.agent("+", "wants"), self._guard(self._on_want))
+        reports, wants = (
+            topics.shared(INTAKES, topics.agent("+", "reports")),
+            topics.shared(MODELS, topics.agent("+", "wants")),
+        )
+        await self._transport.subscribe(reports, self._guard(self._on_report))
+        await self._transport.subscribe(wants, self._guard(self._on_want))
         async with contextlib.AsyncExitStack() as stack:
             if isinstance(self._signed, Signed):
                 self._transport.on_connect(self._tell_revocations)
@@ -415,7 +408,7 @@ class MqttFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send those that are open, wait for their reports or the deadlines."""
-        self._norms.clear()
+        self._fetching.norms.clear()
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions)
         book = self._books[-1]
@@ -481,7 +474,7 @@ class MqttFleet:
     def _let_go(self, order_id: str) -> None:
         del self._arrived[order_id], self._streamed[order_id], self._actions[order_id]
         for ref in self._uploads.pop(order_id, ()):
-            self._norms.pop(ref, None)
+            self._fetching.norms.pop(ref, None)
 
     def busy(self) -> frozenset[str]:
         """The devices with a streamed order whose answer has not been handed out."""
@@ -556,16 +549,42 @@ class MqttFleet:
         )
         named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
         self._offered = {ref.digest for each in named for ref in blobs_of(each)}
+        self._store.keep(OFFERED, json.dumps(sorted(self._offered)))
 
     async def _wait(self) -> None:
         """Until something happens, or an order is due."""
         due = [at for book in self._books if (at := book.next_wakeup()) is not None]
-        delay = max(min(due) - time.monotonic(), 0.01) if due else None
+        delay = max(min([*due, time.monotonic() + LOOK_AT_STORE_S]) - time.monotonic(), 0.01)
         self._something_happened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._or_failure(self._something_happened.wait())
+        self._look()
         self._decide(Tick())
+
+    def _look(self) -> None:
+        """Take note of the orders that intakes have closed."""
+        if (now := time.monotonic()) < self._looked_at + LOOK_AT_STORE_S:
+            return
+        self._looked_at = now
+        for entry in self._store.closed_since(self._arrival):
+            self._arrival = entry.arrival
+            order_id = entry.order.id
+            if order_id in self._closing:
+                self._closing.discard(order_id)
+            elif (book := self._book_of(order_id)) is not None and book.status(order_id) not in CLOSED:
+                self._closed_by_intake(entry)
+                self._feed(Closed(order_id, accepted=entry.report is not None))
+
+    def _closed_by_intake(self, entry: Entry) -> None:
+        if (check := self._checks.pop(entry.order.id, None)) is not None:
+            check.cancel()
+        if entry.report is None:
+            self._lost(entry.order, "report_rejected", entry.reason)
+            return
+        action = self._actions[entry.order.id]
+        self._note_uploads(entry.order, action, read_result(entry.report, action))
+        self._accepted(entry.report)
 
     def _answer(self, entry: Entry) -> Answer:
         order, report = entry.order, entry.report
@@ -804,21 +823,35 @@ class MqttFleet:
             case Check(order, report):
                 self._checks[order.id] = self._background.spawn(self._check(order, report))
             case Accept(report):
-                self._once_durable(self._store.accept(report, time.time()), lambda _: self._accepted(report))
+                self._close(report.order_id, self._store.accept(report, time.time()), lambda: self._accepted(report))
             case Reject(order, reason):
-                self._once_durable(
-                    self._store.reject(order.id, reason, time.time()),
-                    lambda _: self._lost(order, "report_rejected", reason),
-                )
+                change = self._store.reject(order.id, reason, time.time())
+                self._close(order.id, change, lambda: self._lost(order, "report_rejected", reason))
             case Expire(order):
                 if order.id in self._checks:
                     self._checks.pop(order.id).cancel()
-                self._once_durable(
-                    self._store.expire(order.id, time.time()), lambda _: self._lost(order, "order_expired", EXPIRED)
-                )
+                change = self._store.expire(order.id, time.time())
+                self._close(order.id, change, lambda: self._lost(order, "order_expired", EXPIRED))
             case Tell(ack):
                 topic = self._topics.agent(ack.device_id, "acks")
-                self._once_durable(None, lambda _: self._publish(topic, ack, expires_in_s=3600))
+                told = self._overruled
+                self._once_durable(None, lambda _: self._publish(topic, told.pop(ack.order_id, ack), expires_in_s=3600))
+
+    def _close(self, order_id: str, change: Future[bool], note: Callable[[], None]) -> None:
+        """Take note of a change that closes an order, or of what an intake has made of it a moment before."""
+
+        def closed(ours: bool) -> None:
+            if ours:
+                note()
+                return
+            entry = self._store.entry(order_id)
+            assert entry is not None
+            accepted = entry.status is OrderStatus.ACCEPTED
+            self._overruled[order_id] = verdict(entry.order, accepted=accepted, reason=entry.reason)
+            self._closed_by_intake(entry)
+
+        self._closing.add(order_id)
+        self._once_durable(change, closed)
 
     def _accepted(self, report: Report) -> None:
         self._closed(report.order_id)
@@ -874,15 +907,11 @@ class MqttFleet:
         error = None
         action = self._actions[order.id]
         try:
-            result = checked(action, report, self.task)
-            if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
-                from fedge.masking import member, require_genuine  # the others of the cohort would refuse it
-
-                require_genuine([member(order.device_id, result)], order, action.session, self._signed)
+            result = answer_to(order, action, report, self.task, self._signed)
             if not isinstance(result, Refusal):
                 self._note_uploads(order, action, result)
                 for ref, layout in action.uploads(result, self._layout).items():
-                    await self._fetch(ref, order.device_id, layout)
+                    await self._fetching.fetch(ref, order.device_id, layout)
         except ProtocolError as refusal:
             self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
             if refusal.name not in OF_THE_WAY:
@@ -895,38 +924,9 @@ class MqttFleet:
         self._checks.pop(order.id, None)
         self._feed(Checked(order.id, error))
 
-    async def _fetch(self, ref: BlobRef, device: str, layout: Layout | None) -> None:
-        """Have a blob in the folder; an update that is one of these tensors of our model."""
-        while not await self._fetched(ref, device):
-            log.info("event=gives_way device=%s digest=%s", device, ref.digest)
-        if layout is None:
-            return
-        async with self._decoding:
-            self._norms[ref] = await asyncio.to_thread(self._checked, ref, layout)
-
-    async def _fetched(self, ref: BlobRef, device: str) -> bool:
-        """Fetch a blob, with a place among those that are fetched now; False: the device is silent, others may go."""
-        async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
-            try:
-                await self._receiver.fetch(
-                    ref,
-                    chunks=self._topics.update_chunk(device, ref.digest),
-                    wants=self._topics.coordinator_wants(device),
-                    device_id=device,
-                    patience_s=GIVES_WAY_S,
-                )
-            except ProtocolError as error:
-                if error.name != "stalled":
-                    raise
-                return False
-        return True
-
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        """Those of the updates of this step were taken when they came; others are read."""
-        return self._norms.get(ref) or self._checked(ref, layout)
-
-    def _checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        return codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
+        """Those of the updates of this step that came to us were taken then; others are read."""
+        return self._fetching.norms.get(ref) or self._fetching.checked(ref, layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""
@@ -955,13 +955,15 @@ class MqttFleet:
             waiting.cancel()
 
 
-def _signing(broker: BrokerSettings, federation: str, home: Path) -> tuple[Plain | Signed, Watched | None]:
+def signing(
+    broker: BrokerSettings, federation: str, home: Path, role: Role = Role.COORDINATOR
+) -> tuple[Plain | Signed, Watched | None]:
     """Who we are, and, where messages are signed, who else belongs to the federation.
 
     Raises:
-        ConfigError: the certificate is not a coordinator's of this federation, or nobody says who its members are.
+        ConfigError: the certificate is not of this role in this federation, or nobody says who its members are.
     """
-    signed = speaker(broker, Subject(federation, Role.COORDINATOR, "coordinator"), home)
+    signed = speaker(broker, Subject(federation, role, role), home)
     if isinstance(signed, Plain):
         return signed, None
     assert broker.ca_file is not None

@@ -8,6 +8,8 @@ shell feeds events with the time and performs the returned actions **in order**:
      │               │                  │  └─────bad───▶ REJECTED
      └────expired────┴─────expired──────┘──────────────▶ EXPIRED
 
+An intake, which is another process, may close an order in any status: the store says so (`Closed`).
+
 An order is repeated until there is a report; a report may come many times, since the device repeats it until it is
 told. A report for an order that is closed is for the shell, which answers it from the store, and changes nothing here.
 
@@ -64,6 +66,10 @@ TRANSITIONS: Final[Mapping[tuple[OrderStatus, Cause], OrderStatus]] = {
     (OrderStatus.SENT, Cause.REPORTED): OrderStatus.CHECKING,
     (OrderStatus.CHECKING, Cause.GOOD): OrderStatus.ACCEPTED,
     (OrderStatus.CHECKING, Cause.BAD): OrderStatus.REJECTED,
+    (OrderStatus.OPEN, Cause.GOOD): OrderStatus.ACCEPTED,  # this and the next three: by an intake
+    (OrderStatus.SENT, Cause.GOOD): OrderStatus.ACCEPTED,
+    (OrderStatus.OPEN, Cause.BAD): OrderStatus.REJECTED,
+    (OrderStatus.SENT, Cause.BAD): OrderStatus.REJECTED,
     (OrderStatus.OPEN, Cause.EXPIRED): OrderStatus.EXPIRED,
     (OrderStatus.SENT, Cause.EXPIRED): OrderStatus.EXPIRED,
     (OrderStatus.CHECKING, Cause.EXPIRED): OrderStatus.EXPIRED,
@@ -92,6 +98,14 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class Closed:
+    """The store has the last word on an order already: an intake has accepted or rejected its report."""
+
+    order_id: str
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceAppeared:
     """A device is there (again): it may not have what was sent before."""
 
@@ -103,7 +117,7 @@ class Tick:
     """Time has passed; the shell sends one at `OrderBook.next_wakeup` at the latest."""
 
 
-Event = ReportReceived | Checked | DeviceAppeared | Tick
+Event = ReportReceived | Checked | Closed | DeviceAppeared | Tick
 
 
 # ------------------------------------------------------------------------------------------------------ actions out
@@ -222,6 +236,9 @@ class OrderBook:
                 actions = self._reported(report, now)
             case Checked(order_id, error):
                 actions = self._checked(order_id, error)
+            case Closed(order_id, accepted):
+                self._move(self._held[order_id], Cause.GOOD if accepted else Cause.BAD)
+                actions = []
             case DeviceAppeared(device_id):
                 actions = self._appeared(device_id, now)
             case Tick():

@@ -56,7 +56,8 @@ SERVER: Final = (Role.BROKER, Role.COORDINATOR, Role.STATUS, Role.ROLLOUT)
 """What every federation has."""
 PARTS: Final = tuple(role for role in Role if role.speaks_as is not Role.DEVICE)
 """What it may have."""
-KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR)
+KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR, Role.INTAKE)
+KNOW_MEMBERS: Final = (Role.COORDINATOR, Role.INTAKE)
 Days = Annotated[int, Meta(ge=1, le=10 * 365)]
 
 
@@ -131,8 +132,12 @@ class Issuer:
         return read_members(self.members_file)
 
     def _write_members(self, members: Members) -> None:
-        for folder in (self.folder, self.folder / Role.COORDINATOR):
+        for folder in (self.folder, *self._folders(KNOW_MEMBERS)):
             write_members(folder / MEMBERS, members)
+
+    def _folders(self, roles: Iterable[Role]) -> list[Path]:
+        """Of those that every federation has, and of others that this one has."""
+        return [self.folder / role for role in roles if role in SERVER or (self.folder / role).exists()]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -196,6 +201,9 @@ class Issuer:
         write_atomically(folder / CA, pem_of(self.certificate))
         write_atomically(folder / KEY, pem_of_key(key))
         write_atomically(folder / CERTIFICATE, pem_of(certificate))
+        if subject.role is Role.INTAKE:  # the lists are there already, for the others
+            write_atomically(folder / CRL, (self.folder / CRL).read_bytes())
+            write_members(folder / MEMBERS, self.members)
         return certificate
 
     def enlist(self, subject: Subject, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
@@ -305,7 +313,7 @@ class Issuer:
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when)
             builder = builder.add_revoked_certificate(entry.build())
         data = pem_of(builder.sign(self._key, hashes.SHA256()))
-        for folder in (self.folder, *(self.folder / role for role in KNOW_REVOKED)):
+        for folder in (self.folder, *self._folders(KNOW_REVOKED)):
             write_atomically(folder / CRL, data)
 
     def _genuine(self, file: Path) -> x509.CertificateRevocationList:

@@ -158,13 +158,13 @@ class Federation:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def coordinator(self, **flags: object) -> Running:
-        """Start the coordinator, or start it again: its folder is always the same."""
+    async def coordinator(self, *, log: str = "coordinator", **flags: object) -> Running:
+        """Start the coordinator, or a process beside it, or start it again: the folder is always the same."""
         given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, "keep_rounds": 1000, "home": self.home}
         if self.store_url is not None:
             given["store"] = self.store_url
         given |= flags
-        return await self._start("coordinator", given)
+        return await self._start("coordinator", given, log=log)
 
     async def agent(self, device: str, **flags: object) -> Running:
         """Start an agent, or start it again."""

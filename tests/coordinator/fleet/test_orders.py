@@ -21,6 +21,7 @@ from coordinator.fleet.orders import (
     Cause,
     Check,
     Checked,
+    Closed,
     DeviceAppeared,
     Event,
     Expire,
@@ -105,6 +106,16 @@ def test_a_report_for_an_order_that_is_closed_changes_nothing(status: OrderStatu
     for now in (2.0, 1000.0):
         assert book.handle(ReportReceived(report()), now) == []
         assert book.status("r.1.s.a") is status
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("status", sorted(set(OrderStatus) - CLOSED))
+def test_an_order_that_an_intake_closed_is_closed_and_nobody_is_told_again(status: OrderStatus, accepted: bool) -> None:
+    book = book_at(status)
+    assert book.handle(Closed("r.1.s.a", accepted), 2.0) == []
+    assert book.status("r.1.s.a") is (OrderStatus.ACCEPTED if accepted else OrderStatus.REJECTED)
+    assert book.done
+    assert book.handle(Checked("r.1.s.a"), 3.0) == [], "our own check of it was under way"
 
 
 def test_a_report_that_comes_again_while_it_is_checked_is_ignored() -> None:

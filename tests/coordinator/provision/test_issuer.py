@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.members import Member, read_members, write_members
+from coordinator.members import MEMBERS, Member, read_members, write_members
 from coordinator.provision.issuer import SERVER, Federation, Issuer
 from fedge.certificates import (
     device_subject,
@@ -25,8 +25,8 @@ from fedge.certificates import (
 )
 from fedge.errors import ConfigError
 from fedge.files import volatile
+from fedge.identity import CRL, Role, Subject, subject_of
 from fedge.identity import Authority as Verifier
-from fedge.identity import Role, Subject, subject_of
 from tests.support.identities import Authority as Foreign
 from tests.support.tls import Authority
 
@@ -127,6 +127,16 @@ def test_members_are_on_the_list_until_they_are_revoked(authority: Authority) ->
     assert other.serial_number not in revoked_in(authority.folder / "broker")
     with pytest.raises(ConfigError, match="has no member cam9"):
         authority.issuer.revoke("cam9")
+
+
+def test_an_intake_knows_members_and_revoked_as_the_coordinator_does(authority: Authority) -> None:
+    enlist(authority, "cam1", new_key())
+    authority.issuer.equip(Role.INTAKE)
+    enlist(authority, "cam2", new_key())
+    authority.issuer.revoke("cam1")
+    for file in (MEMBERS, CRL):
+        known = (authority.folder / "coordinator" / file).read_bytes()
+        assert (authority.folder / "intake" / file).read_bytes() == known
 
 
 def test_a_name_is_given_once_and_again_after_it_was_revoked(authority: Authority) -> None:

@@ -1,0 +1,134 @@
+"""What reports bring is fetched and checked: by the dispatcher (`coordinator.fleet.mqtt`) and by intakes alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable
+from typing import Final
+
+from coordinator.fleet import checked
+from fedge import codec
+from fedge.errors import ProtocolError
+from fedge.files import BlobFolder
+from fedge.messages import BlobRef, Order, Report
+from fedge.sealed import Plain, Signed
+from fedge.step import Action, Result
+from fedge.steps.mask_keys import KeysMade, MaskKeys
+from fedge.task import TaskSpec
+from fedge.tensors import Layout
+from fedge.topics import Topics
+from fedge.transfer import Receiver
+from fedge.transport import SMALL_CHUNK, Transport
+
+log = logging.getLogger("fedge.coordinator")
+
+OF_THE_WAY: Final = frozenset({"digest", "stalled"})
+"""Refusals that whoever carries the bytes can cause, too: no evidence against the device."""
+LARGE_FETCHES: Final = 128
+"""Updates of more than one chunk that are fetched at a time: a chunk of each under way is 64 MB in the broker."""
+SMALL_FETCHES: Final = 1024
+"""Others that are fetched at a time, fewer where the system does not allow two open files for each."""
+GIVES_WAY_S: Final = 20.0
+"""An update of which nothing comes for so long gives its place to the next, and waits for another one."""
+SPARE_FILES: Final = 256
+"""Open files for all else."""
+SLACK_BYTES: Final = 1 << 20
+"""What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
+
+
+class Uploads:
+    """The updates that devices send.
+
+    Args:
+        transport: not entered yet.
+        folder: where they are kept.
+        topics: of the federation.
+        layout: of the model.
+        seal: signs a Want for its topic.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        folder: BlobFolder,
+        topics: Topics,
+        layout: Layout,
+        seal: Callable[[str, bytes], bytes],
+    ) -> None:
+        self.norms: dict[BlobRef, codec.Norms] = {}
+        """Of those that were checked here."""
+        bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
+        self._receiver = Receiver(transport, folder, max_bytes=bound, seal=seal)
+        self._folder = folder
+        self._topics = topics
+        small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
+        self._small, self._large = asyncio.Semaphore(small), asyncio.Semaphore(LARGE_FETCHES)
+        self._decoding = asyncio.Lock()  # one update in memory at a time
+
+    async def fetch(
+        self, ref: BlobRef, device: str, layout: Layout | None, *, wanted: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Have a blob in the folder; an update that is one of these tensors of our model.
+
+        Args:
+            ref: what a report of the device names.
+            device: whose it is.
+            layout: its tensors; None: they are plain bytes.
+            wanted: is asked when nothing has come for a while.
+
+        Returns:
+            Whether it is there; False: it was not wanted any more.
+
+        Raises:
+            ProtocolError: it is not what the device said, or not what was asked for.
+            TransportError: the broker does not let us fetch it.
+        """
+        while not await self._fetched(ref, device):
+            log.info("event=gives_way device=%s digest=%s", device, ref.digest)
+            if not wanted():
+                return False
+        if layout is not None:
+            async with self._decoding:
+                self.norms[ref] = await asyncio.to_thread(self.checked, ref, layout)
+        return True
+
+    async def _fetched(self, ref: BlobRef, device: str) -> bool:
+        """Fetch a blob, with a place among those that are fetched now; False: the device is silent, others may go."""
+        async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
+            try:
+                await self._receiver.fetch(
+                    ref,
+                    chunks=self._topics.update_chunk(device, ref.digest),
+                    wants=self._topics.coordinator_wants(device),
+                    device_id=device,
+                    patience_s=GIVES_WAY_S,
+                )
+            except ProtocolError as error:
+                if error.name != "stalled":
+                    raise
+                return False
+        return True
+
+    def checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:
+        """The norms of an update that is in the folder.
+
+        Raises:
+            ProtocolError: it is not one of these tensors.
+        """
+        return codec.check(self._folder.get(ref.digest), ref.codec, layout)
+
+
+def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:
+    """What a report says, if it answers its order; what it brings is not fetched yet.
+
+    Raises:
+        ProtocolError: as `coordinator.fleet.checked`, or the device has not vouched for its keys.
+    """
+    result = checked(action, report, task)
+    if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
+        from fedge.masking import member, require_genuine  # the others of the cohort would refuse it
+
+        require_genuine([member(order.device_id, result)], order, action.session, signed)
+    return result

@@ -1,0 +1,294 @@
+"""More processes of one coordinator: intakes, which take in what devices report, and servers of models.
+
+`fedge coordinator` does all of it alone. Each of these joins the group of subscribers in which the broker hands every
+report, or every Want, to one member, the dispatcher among them. They meet in the store and in the folder of the blobs,
+and may be killed at any time: a device repeats its report until it is acknowledged, and an order is closed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from coordinator.fleet.mqtt import LOOK_S, Lines, signing
+from coordinator.fleet.orders import OrderStatus, verdict
+from coordinator.fleet.quarantine import Offence
+from coordinator.fleet.uploads import OF_THE_WAY, Uploads, answer_to
+from coordinator.store import OFFERED, Entry, Store
+from fedge import codec
+from fedge.background import Background
+from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.files import BlobFolder, InUseError, locked, sync_folder
+from fedge.identity import Role
+from fedge.messages import Ack, BlobRef, Order, Report, Status, Want, decode, encode
+from fedge.sealed import Signed
+from fedge.step import Action, Refusal, Unsupported, read_action
+from fedge.task import TaskSpec
+from fedge.tensors import Layout
+from fedge.topics import INTAKES, MODELS, Topics
+from fedge.transfer import Sender
+from fedge.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.coordinator")
+
+ACK_S: Final = 3600
+"""How long the broker keeps a verdict for a device that is away."""
+LOOK_AGAIN_S: Final = 0.02
+"""Pause between two looks at which models are offered."""
+
+
+@contextlib.contextmanager
+def own_folder(home: Path) -> Iterator[Path]:
+    """A folder of this process alone below HOME, with what the process left that had it before."""
+    for number in range(1, 1000):
+        folder = home / "roles" / str(number)
+        try:
+            with locked(folder, f"{folder} is taken"):
+                yield folder
+                return
+        except InUseError:
+            continue
+    raise ConfigError(f"{home / 'roles'} has no room for one more process")
+
+
+class _Helper:
+    """A connection to the broker, and who says what over it."""
+
+    def __init__(self, broker: BrokerSettings, store: Store, federation: str, home: Path) -> None:
+        self._store = store
+        self._topics = Topics(federation)
+        self._signed, self._members = signing(broker, federation, home, Role.INTAKE)
+        # No session: what a broker keeps for one that was killed would wait an hour for it.
+        self._transport = Transport(broker, self._topics.client_id("intake", uuid.uuid4().hex), session_expiry_s=0)
+        self._incarnations: dict[str, str] = {}
+        self._lines = Lines()
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background = Background(self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def _serve(self) -> None:
+        """Work until something fails for good."""
+        if isinstance(self._signed, Signed):
+            await self._transport.subscribe(self._topics.agent("+", "status"), self._guard(self._on_status))
+        async with self._transport:
+            if self._members is not None:
+                self._background.spawn(self._watch_members())
+            try:
+                await self._end
+            finally:
+                self._background.cancel()
+
+    async def _watch_members(self) -> None:
+        assert self._members is not None
+        assert isinstance(self._signed, Signed)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._members.look(self._signed.authority)
+
+    def _guard(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Awaitable[None]]:
+        """Drop what the contract does not allow."""
+
+        async def guarded(inbound: Inbound) -> None:
+            device = self._topics.parts(inbound.topic)[1]
+            if not inbound.payload:
+                return
+            try:
+                payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+                handle(device, dataclasses.replace(inbound, payload=payload))
+            except ProtocolError as error:
+                self._refuse(error, device)
+
+        return guarded
+
+    def _refuse(self, error: ProtocolError, device: str) -> None:
+        if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
+            log.warning("event=refused name=%s device=%s detail=%r untold=%d", error.name, device, str(error), untold)
+
+    def _on_status(self, device: str, inbound: Inbound) -> None:
+        self._incarnations[device] = decode(inbound.payload, Status).incarnation
+
+    def _seal(self, topic: str, payload: bytes) -> bytes:
+        """For the agent as it is now, or, if it has not shown itself yet, by the next time."""
+        device = self._topics.parts(topic)[1 if topic.endswith("/acks") else 2]
+        return self._signed.seal(topic, payload, to=self._incarnations.get(device, ""))
+
+
+class Intake(_Helper):
+    """Fetches, checks, accepts and acknowledges what devices report.
+
+    Args:
+        broker: how to reach the broker.
+        store: beside its dispatcher.
+        home: folder of this process alone, on the same disk as the blobs.
+        federation: its name.
+        task: what is learned.
+        layout: of the model.
+        steps: what devices are asked.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerSettings,
+        store: Store,
+        home: Path,
+        *,
+        federation: str,
+        task: TaskSpec,
+        layout: Layout,
+        steps: Mapping[str, type[Action]],
+    ) -> None:
+        super().__init__(broker, store, federation, home)
+        self._task, self._layout, self._steps = task, layout, steps
+        self._received = BlobFolder(home / "received")
+        self._uploads = Uploads(self._transport, self._received, self._topics, layout, self._seal)
+        self._checks: set[str] = set()
+
+    async def run(self) -> None:
+        """Work until it is cancelled.
+
+        Raises:
+            StoreError: the store cannot be written; nothing that was accepted is lost.
+            TransportError: the broker refused us for good.
+        """
+        reports = self._topics.shared(INTAKES, self._topics.agent("+", "reports"))
+        await self._transport.subscribe(reports, self._guard(self._on_report))
+        await self._serve()
+
+    def _on_report(self, device: str, inbound: Inbound) -> None:
+        report = decode(inbound.payload, Report)
+        if report.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
+        if report.order_id not in self._checks:
+            self._checks.add(report.order_id)
+            self._background.spawn(self._take(report))
+
+    async def _take(self, report: Report) -> None:
+        try:
+            entry = self._store.entry(report.order_id)
+            if entry is None:
+                ack = Ack(order_id=report.order_id, device_id=report.device_id, accepted=False, reason="unknown-order")
+            elif entry.order.device_id != report.device_id:
+                error = ProtocolError("foreign-id", f"{report.device_id} reports an order of {entry.order.device_id}")
+                return self._refuse(error, report.device_id)
+            elif (closed := await self._closed(entry, report)) is None:
+                return None
+            else:
+                accepted = closed.status is OrderStatus.ACCEPTED
+                ack = verdict(closed.order, accepted=accepted, reason=closed.reason)
+            topic = self._topics.agent(report.device_id, "acks")
+            with contextlib.suppress(TransportError):  # the device asks again
+                await self._transport.publish(topic, self._seal(topic, encode(ack)), expires_in_s=ACK_S)
+        finally:
+            self._checks.discard(report.order_id)
+
+    async def _closed(self, entry: Entry, report: Report) -> Entry | None:
+        """The order as it stands when it is closed, by us or by somebody else; None: it has to stay open."""
+        action = read_action(entry.order, self._steps)
+        if isinstance(action, Unsupported):
+            log.error("event=unknown_step order=%s reason=%r", entry.order.id, action.reason)
+            return None
+        if entry.status is OrderStatus.OPEN:
+            error = await self._examine(entry, action, report)
+            change = (
+                self._store.accept(report, time.time())
+                if error is None
+                else self._store.reject(entry.order.id, error, time.time())
+            )
+            await asyncio.wrap_future(change)
+        return self._store.entry(entry.order.id)
+
+    async def _examine(self, entry: Entry, action: Action, report: Report) -> str | None:
+        """Fetch and check what a report brings; why it is not acceptable, None: it is."""
+        order = entry.order
+        try:
+            result = answer_to(order, action, report, self._task, self._signed)
+            if not isinstance(result, Refusal):
+                for ref, layout in action.uploads(result, self._layout).items():
+                    await self._bring(ref, layout, order)
+        except ProtocolError as refusal:
+            self._refuse(refusal, order.device_id)
+            if refusal.name not in OF_THE_WAY:
+                offence = Offence(device_id=order.device_id, round=order.round, name=refusal.name, detail=str(refusal))
+                await asyncio.wrap_future(self._store.accuse(offence))
+            return str(refusal)
+        except TransportError as refusal:
+            return f"the broker does not let us fetch it: {refusal}"
+        return None
+
+    async def _bring(self, ref: BlobRef, layout: Layout | None, order: Order) -> None:
+        """Have a blob where all can read it, and see that it is what was asked for."""
+        blobs = self._store.blobs
+        if ref.digest in blobs:
+            if layout is not None:
+                codec.check(blobs.get(ref.digest), ref.codec, layout)
+            return
+        try:
+            if await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id)):
+                self._received.path(ref.digest).replace(blobs.path(ref.digest))  # its bytes are on the disk already
+                sync_folder(blobs.path(ref.digest).parent)
+        finally:
+            self._uploads.norms.pop(ref, None)
+            self._received.remove(ref.digest)
+
+    def _is_open(self, order_id: str) -> bool:
+        entry = self._store.entry(order_id)
+        return entry is not None and entry.status is OrderStatus.OPEN
+
+
+class BlobServer(_Helper):
+    """Serves the models that open orders name to the devices that want them."""
+
+    def __init__(self, broker: BrokerSettings, store: Store, home: Path, *, federation: str) -> None:
+        super().__init__(broker, store, federation, home)
+        self._offered: frozenset[str] = frozenset()
+        self._looked_at = 0.0
+        self._sender = Sender(self._transport, self._source)
+
+    async def run(self) -> None:
+        """Work until it is cancelled; raises as `Intake.run`."""
+        wants = self._topics.shared(MODELS, self._topics.agent("+", "wants"))
+        await self._transport.subscribe(wants, self._guard(self._on_want))
+        async with self._sender:
+            await self._serve()
+
+    def _on_want(self, device: str, inbound: Inbound) -> None:
+        want = decode(inbound.payload, Want)
+        if want.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
+        listener = (device, want.listening) if want.listening else None
+        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
+
+    def _source(self, digest: str) -> Path | None:
+        """Devices get what orders name, and nothing else: the updates of others lie in the same folder."""
+        if digest not in self._offered and time.monotonic() - self._looked_at > LOOK_AGAIN_S:
+            self._looked_at = time.monotonic()
+            self._offered = frozenset(json.loads(self._store.recall(OFFERED) or "[]"))
+        return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
+
+
+def begun(store: Store, home: Path, task: TaskSpec) -> Layout:
+    """The layout of the model of a federation that its dispatcher has begun.
+
+    Raises:
+        ConfigError: it has not, or learns another task.
+    """
+    known, identity = store.recall("start"), store.recall("identity")
+    if known is None or identity is None:
+        raise ConfigError(f"{home} holds no federation yet: start `fedge coordinator` without --role first")
+    if json.loads(identity)[2] != task.fingerprint():
+        raise ConfigError(f"{home} holds a federation with another task: give --task as its coordinator was given")
+    layout, _ = msgspec.json.decode(known, type=tuple[Layout, msgspec.Raw])
+    return layout

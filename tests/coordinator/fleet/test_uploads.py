@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator.fleet import uploads
+from coordinator.fleet.uploads import Uploads
+from fedge.broker import LocalBroker
+from fedge.files import BlobFolder
+from fedge.messages import BlobRef
+from fedge.topics import Topics
+from tests.support.broker import transport
+from tests.support.device import LAYOUT, RawDevice
+
+
+async def test_a_silent_device_gives_its_place_to_the_next_until_it_is_not_waited_for(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "SMALL_FETCHES", 1)
+    monkeypatch.setattr(uploads, "GIVES_WAY_S", 1.0)
+    link = transport(one_broker, "intake")
+    fetching = Uploads(link, BlobFolder(tmp_path / "blobs"), Topics("f"), LAYOUT, lambda _, payload: payload)
+    async with link, RawDevice(one_broker, "speaks", tmp_path) as speaks, RawDevice(one_broker, "silent", tmp_path):
+        wanted = True
+        never = BlobRef(digest="0" * 64, size_bytes=10)
+        silent = asyncio.create_task(fetching.fetch(never, "silent", None, wanted=lambda: wanted))
+        await asyncio.sleep(0)  # it has the place
+        update = speaks.trained(0.5).update
+        assert await fetching.fetch(update, "speaks", LAYOUT)
+        assert set(fetching.norms) == {update}
+        wanted = False
+        assert not await silent

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.fleet import order_for
+from coordinator.fleet.orders import OrderStatus
+from coordinator.roles import BlobServer, Intake, begun, own_folder
+from coordinator.store import OFFERED, Store
+from fedge.broker import LocalBroker
+from fedge.codec import Codec
+from fedge.errors import ConfigError
+from fedge.messages import BlobRef, Order
+from fedge.sgd import Sgd
+from fedge.step import installed_steps
+from fedge.steps.train import Start, Train
+from fedge.tensors import to_bytes
+from tests.support.broker import settings
+from tests.support.device import LAYOUT, TASK, RawDevice, tensors
+
+MODEL = to_bytes(tensors(1.0))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Of the dispatcher, which is in round 1."""
+    with contextlib.closing(Store(tmp_path)) as opened:
+        opened.begin_round(1, (), 0.0)
+        yield opened
+
+
+@pytest.fixture
+async def device(one_broker: LocalBroker, tmp_path: Path) -> AsyncIterator[RawDevice]:
+    async with RawDevice(one_broker, "cam1", tmp_path / "devices") as found:
+        yield found
+
+
+@pytest.fixture
+async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> AsyncIterator[None]:
+    with contextlib.closing(Store(tmp_path, intake=True)) as opened, own_folder(tmp_path) as folder:
+        made = Intake(
+            settings(one_broker), opened, folder, federation="f", task=TASK, layout=LAYOUT, steps=installed_steps()
+        )
+        async with running(made):
+            yield
+
+
+@contextlib.asynccontextmanager
+async def running(helper: Intake | BlobServer) -> AsyncIterator[None]:
+    work = asyncio.create_task(helper.run())
+    try:
+        yield
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def written(store: Store, device: str = "cam1") -> Order:
+    ref = BlobRef(digest=store.blobs.put(MODEL), size_bytes=len(MODEL))
+    action = Train(starts=(Start(model=ref),), sgd=Sgd())
+    order = order_for("r", 3, 1, "train", device, TASK.fingerprint(), action, left_s=60)
+    store.write_orders([order])
+    return order
+
+
+async def test_an_intake_accepts_a_report_with_its_update_and_repeats_its_verdict(
+    intake: None, store: Store, device: RawDevice
+) -> None:
+    order, result = written(store), device.trained(0.5)
+    for n in (1, 2):
+        await device.report(order, result)
+        assert (await device.ack(order.id, n)).accepted
+    entry = store.entry(order.id)
+    assert entry is not None
+    assert entry.status is OrderStatus.ACCEPTED
+    assert result.update.digest in store.blobs
+    assert [one.order.id for one in store.closed_since(0)] == [order.id]
+
+
+async def test_an_intake_rejects_an_update_of_another_shape_and_keeps_the_evidence(
+    intake: None, store: Store, device: RawDevice
+) -> None:
+    order, result = written(store), device.trained(0.5)
+    wrong = device.serves(to_bytes({"w": tensors(0.5)["w"]}), Codec.INT8)
+    await device.report(order, msgspec.structs.replace(result, update=wrong))
+    ack = await device.ack(order.id)
+    assert not ack.accepted
+    assert "malformed" in ack.reason
+    assert [offence.name for offence in store.offences()] == ["malformed"]
+    assert wrong.digest not in store.blobs
+
+
+async def test_an_intake_tells_what_the_store_says_of_orders_that_are_closed_or_never_were(
+    intake: None, store: Store, device: RawDevice
+) -> None:
+    order = written(store)
+    assert store.expire(order.id, time.time()).result()
+    never = msgspec.structs.replace(order, id="r.9.train.cam1")
+    for late, reason in ((order, "no report before the deadline"), (never, "unknown-order")):
+        await device.report(late, device.trained(0.5))
+        ack = await device.ack(late.id)
+        assert (ack.accepted, ack.reason) == (False, reason)
+
+
+async def test_a_server_of_models_has_what_open_orders_name_and_nothing_else(
+    one_broker: LocalBroker, store: Store, device: RawDevice, tmp_path: Path
+) -> None:
+    offered, other = (
+        BlobRef(digest=store.blobs.put(data), size_bytes=len(data)) for data in (MODEL, b"an update of somebody")
+    )
+    store.keep(OFFERED, json.dumps([offered.digest]))
+    with contextlib.closing(Store(tmp_path, intake=True)) as opened:
+        async with running(BlobServer(settings(one_broker), opened, tmp_path / "own", federation="f")):
+            secret = asyncio.create_task(device.fetch(other))
+            assert await device.fetch(offered) == MODEL
+            assert not secret.done()
+            secret.cancel()
+
+
+def test_each_process_has_a_folder_of_its_own_and_the_next_one_takes_it_over(tmp_path: Path) -> None:
+    with own_folder(tmp_path) as one:
+        with own_folder(tmp_path) as other:
+            assert one != other
+        with own_folder(tmp_path) as again:
+            assert again == other
+
+
+def test_a_home_without_a_federation_or_with_another_task_is_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="start `fedge coordinator` without --role first"):
+        begun(store, tmp_path, TASK)
+    store.remember("start", msgspec.json.encode((LAYOUT, "model")).decode())
+    store.remember("identity", json.dumps(["f", "fedavg", "another", 0, 1, {}]))
+    with pytest.raises(ConfigError, match="another task"):
+        begun(store, tmp_path, TASK)

@@ -1,0 +1,116 @@
+"""kill -9 of intakes while devices report: others take their work over, and each report is accepted once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import TOPICS, Device
+from coordinator.methods import load
+from coordinator.methods.fedavg import FedAvgState
+from coordinator.store import Store
+from fedge.broker import LocalBroker
+from fedge.initial import initial_in_subprocess
+from fedge.messages import Order, Report
+from fedge.tasks import task_spec
+from tests.support.broker import settings
+from tests.support.federation import Running, until, words
+
+N, ROUNDS = 24, 4
+EVERY = 12
+"""Answers between two kills."""
+
+
+class Slow(Device):
+    """A device that takes its time, so that a round lasts longer than an intake needs to start."""
+
+    async def _report(self, order: Order) -> Report:
+        await asyncio.sleep(random.Random(order.seed).uniform(0, 3))
+        return await super()._report(order)
+
+
+class Fleet:
+    """Coordinator, intakes and devices on one broker."""
+
+    def __init__(self, broker: LocalBroker, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "coordinator"
+        self._flags = {
+            "broker": f"{broker.host}:{broker.port}", "federation": TOPICS.federation, "home": self.home,
+            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 120,
+        }  # fmt: skip
+        self._broker = settings(broker)
+        self._started = contextlib.AsyncExitStack()
+        self.devices: list[Device] = []
+
+    async def process(self, name: str, **flags: object) -> Running:
+        running = await Running.start(self.folder / f"{name}.log", "coordinator", *words({**self._flags, **flags}))
+        self._started.push_async_callback(running.kill)
+        return running
+
+    async def start_devices(self) -> None:
+        task = task_spec("digits")
+        layout, _ = initial_in_subprocess(task, 0)
+        for i in range(N):
+            device = Slow(f"d{i:02}", self._broker, task.fingerprint(), layout, self.folder / "devices")
+            await device.start()
+            self._started.push_async_exit(device.transport)
+            self.devices.append(device)
+
+    def accepted(self) -> int:
+        return sum(len(device.accepted) for device in self.devices)
+
+    async def accepts(self, n: int) -> None:
+        """Wait until so many more reports are acknowledged, or all of training."""
+        goal = min(self.accepted() + n, N * ROUNDS)
+        await until(lambda: self.accepted() >= goal)
+
+    async def close(self) -> None:
+        await self._started.aclose()
+
+
+@pytest.fixture
+async def fleet(mosquitto_program: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with LocalBroker("mosquitto", home=tmp_path / "broker") as broker:
+        found = Fleet(broker, tmp_path)
+        try:
+            yield found
+        finally:
+            await found.close()
+
+
+async def test_intakes_that_are_killed_lose_nothing_and_accept_nothing_twice(fleet: Fleet) -> None:
+    coordinator = await fleet.process("coordinator")
+    await until((fleet.home / "summary.json").exists)
+    intakes = [await fleet.process(f"intake{k}", role="intake") for k in range(2)]
+    for helper in (*intakes, await fleet.process("blobs", role="blobs")):
+        await helper.logged("event=connected")
+    await fleet.start_devices()
+    await coordinator.said("round_begun", round=1)
+    await until(lambda: fleet.accepted() > 0)
+    coordinator.send(signal.SIGSTOP)  # the others do its share, too
+    await until(lambda: fleet.accepted() >= N)
+    coordinator.send(signal.SIGCONT)
+    kills = random.Random(1)
+    while fleet.accepted() < N * ROUNDS:
+        await fleet.accepts(EVERY)
+        k = kills.randrange(2)
+        await intakes[k].kill()
+        intakes[k] = await fleet.process(f"intake{k}", role="intake")
+    assert await coordinator.ended() == 0
+    with contextlib.closing(Store(fleet.home)) as store:
+        entries = [entry for number in range(1, ROUNDS + 2) for entry in store.entries(number)]
+        state = store.state()
+    assert {entry.status for entry in entries} == {"accepted"}
+    told = [order for device in fleet.devices for order in device.accepted]
+    assert sorted(told) == sorted(entry.order.id for entry in entries)
+    assert len(told) == N * (ROUNDS + 1)
+    assert state is not None
+    assert [one.answered for one in load(state, FedAvgState).history] == [N] * ROUNDS
+    assert sum(event["event"] == "answer" for event in coordinator.events) == len(told)
