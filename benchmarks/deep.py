@@ -203,6 +203,7 @@ def main() -> None:
                     global_test=0.25,
                     evaluate_every=size["rounds"] // 5,
                     server_data=0.0,
+                    down="float32",
                     hardware=Hardware.NONE,
                     train_on=given.train_on,
                     **settings,
