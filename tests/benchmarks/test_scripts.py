@@ -94,6 +94,7 @@ LONG = (
     "inference.py",
     "marks.py",
     "outlier.py",
+    "relay.py",
     "transfer.py",
     "papers/natural.py",
 )

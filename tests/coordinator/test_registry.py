@@ -11,7 +11,7 @@ from coordinator import registry as module
 from coordinator.fleet import Device
 from coordinator.registry import Registry
 from fedge.errors import ProtocolError
-from fedge.messages import Capabilities, Context, Health, Phase, Presence, Status
+from fedge.messages import Capabilities, Context, Health, Phase, Presence, SiteDevice, Status
 
 NOW = 1e9
 
@@ -264,3 +264,31 @@ def test_who_is_forgotten_is_no_device_any_more() -> None:
     assert [device.id for device in registry.online()] == ["b"]
     assert registry.incarnation("a") is None
     assert not registry.knows("a")
+
+
+def test_the_devices_behind_a_relay_are_devices_and_the_relay_is_none() -> None:
+    registry = here("z", "s.taken")
+    behind = (
+        SiteDevice("d1", 7, "i", True, False, 2),
+        SiteDevice("d2", 0, "i", False, True, 0, ("labels",)),
+        SiteDevice("taken", 1, "i", True, False, 0),
+        SiteDevice("d" * 62, 1, "i", True, False, 0),
+    )
+    assert registry.on_status("s", status("s", site=behind))
+    assert [device.id for device in registry.online()] == ["s.d1", "s.taken", "z"], "no name is taken, or too long"
+    assert registry.online()[0] == Device("s.d1", 7, None, "i", release=2, via="s")
+    assert registry.inference_only() == (
+        Device("s.d2", 0, None, "i", trains=False, drift=True, withholds=("labels",), via="s"),
+    )
+    assert registry.behind_relays() == dict.fromkeys(("s.d1", "s.d2"), Presence.ONLINE)
+    assert not registry.on_status("s", status("s", site=behind[:1])), "others behind it: that it is there is no news"
+    registry.on_status("s", status("s", Presence.OFFLINE, site=behind))
+    assert [device.id for device in registry.online()] == ["s.taken", "z"]
+
+
+def test_where_there_can_be_no_relays_they_are_refused_with_the_reason() -> None:
+    registry = Registry("t", no_relays="it needs single updates")
+    with pytest.raises(ProtocolError, match="no-relays: s is a relay, and its devices are left out: it needs single"):
+        registry.on_status("s", status("s", site=()))
+    registry.on_context("s", Context(device_id="s"), NOW)
+    assert registry.online() == ()
