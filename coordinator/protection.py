@@ -129,10 +129,13 @@ NOTES: Final[Mapping[frozenset[Guard], str]] = {
 """What whoever combines two guards should know."""
 
 
+WITHOUT: Final = "fedavg, fedprox, fedavgm, fedbuff, fedper, fedrep and lg-fedavg do without"
+
+
 def without_noise(*told: tuple[type[Action], str]) -> str:
     """Why a method that needs these fields of these steps cannot have differential privacy."""
     fields = ", ".join(f"{field} of step {step.STEP} ({step.RESULT.REVEALS[field].words})" for step, field in told)
-    return f"it needs {fields}, which has no noise; fedavg, fedprox, fedavgm, fedper, fedrep and lg-fedavg do without"
+    return f"it needs {fields}, which has no noise; " + WITHOUT
 
 
 def check(protection: Protection, unfit: Mapping[Guard, str], method: str, codec: Codec = Codec.INT8) -> None:

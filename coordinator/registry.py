@@ -143,6 +143,11 @@ class Registry:
         known = self._known.get(device_id)
         return known.status.incarnation if known else None
 
+    def is_away(self, device_id: str) -> bool:
+        """Whether the device has said that it sleeps, or the broker that it is gone."""
+        known = self._known.get(device_id)
+        return known is not None and known.status.presence is not Presence.ONLINE
+
     def is_twice(self, device_id: str) -> bool:
         """Whether two agents speak as this device: one was back after the other had come."""
         known = self._known.get(device_id)

@@ -7,7 +7,7 @@ Methods see only this interface; it has two implementations: `coordinator.fleet.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,6 +91,13 @@ class Answer:
     result: Result | None
     seconds: float = 0.0
     round: int = field(default=0, compare=False)
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """An update that was believed, as a measure for those that come after it."""
+
+    norms: Norms
+    n_samples: int
 
 
 def order_for(
@@ -188,12 +195,15 @@ class Fleet(Protocol):
         was already answered.
         """
 
-    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
         """Have each device do its action; answers one by one, as they come.
+
+        `label` is unique within the round. A device has a day, whatever the deadline of a round: nobody waits for it.
+        `seen`: updates from before that the norms of the new ones are measured against, beside each other.
 
         Answers of orders that earlier streams of this run have left open are among them. Who leaves the loop leaves
         the others open: they go on, and come in a later stream, also of a later round. The stream ends when no order
-        is open any more; one that is not answered by its deadline gives an answer without result.
+        is open any more; one that is never answered gives an answer without result.
 
         The order of the answers is recorded before each is handed out. After a crash the same calls give the same
         answers, as far as they were handed out in this round, and then go on.
@@ -248,9 +258,9 @@ class FleetAround:
         """As the other."""
         return await self._fleet.run(label, actions)
 
-    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
         """As the other."""
-        return self._fleet.stream(label, actions)
+        return self._fleet.stream(label, actions, seen)
 
     def busy(self) -> frozenset[str]:
         """The other's."""

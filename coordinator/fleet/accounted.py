@@ -6,11 +6,11 @@ without is refused before the run (`Method.UNPROTECTED`), and here, should it no
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
-from coordinator.fleet import Answer, Fleet, FleetAround
+from coordinator.fleet import Answer, Fleet, FleetAround, Seen
 from coordinator.protection import without_noise
 from fedge.errors import ConfigError
 from fedge.step import Action, unaccounted
@@ -51,6 +51,6 @@ class AccountedFleet(FleetAround):
         """As the fleet's, with noise."""
         return await self._fleet.run(label, self._accounted(actions))
 
-    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
         """As the fleet's, with noise."""
-        return self._fleet.stream(label, self._accounted(actions))
+        return self._fleet.stream(label, self._accounted(actions), seen)

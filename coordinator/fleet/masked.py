@@ -29,7 +29,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from coordinator.fleet import Answer, Fleet, FleetAround
+from coordinator.fleet import Answer, Fleet, FleetAround, Seen
 from fedge import fixed_point
 from fedge.errors import ConfigError
 from fedge.masking import Roster, add_pair_mask, commitment, member, prg, read_roster, too_close, write_roster
@@ -283,10 +283,15 @@ class MaskedFleet(FleetAround):
         start = self._fleet.get(group.train.starts[0].model, layout)
         return Model(mean.params, start.buffers + mean.buffers, start.counters + mean.counters)
 
-    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
-        """A sum waits for its cohort: no training can be streamed."""
-        assert not any(isinstance(action, Train) for action in actions.values())
-        return self._fleet.stream(label, actions)
+    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
+        """A sum waits for its cohort: no training can be streamed.
+
+        Raises:
+            ConfigError: the method streams training all the same.
+        """
+        if any(isinstance(action, Train) for action in actions.values()):
+            raise ConfigError("a masked sum waits for its cohort, and the method takes updates as they come")
+        return self._fleet.stream(label, actions, seen)
 
 
 def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, asked, order_for, require_sendable
+from coordinator.fleet import Answer, Device, Seen, asked, order_for, require_sendable
 from coordinator.fleet.orders import (
     CLOSED,
     Accept,
@@ -62,6 +62,7 @@ from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.identity import MAX_REVOCATIONS_BYTES, Role, Subject
 from fedge.messages import (
+    MAX_LEFT_S,
     Ack,
     BlobRef,
     Codec,
@@ -374,8 +375,7 @@ class MqttFleet:
             self._actions[entry.order.id] = action
         self._hold(entries)
         if self._streamed:
-            asked = {order.device_id: self._actions[order.id] for order in self._streamed.values()}
-            self._open_book(entries, self._allowed_s(asked))
+            self._open_book(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
     def _recall(self, order: Order, seconds: float) -> None:
         """How fast a device was, as far as its step is known here."""
@@ -431,14 +431,16 @@ class MqttFleet:
         await self._durable()
         return dict(sorted((answers | refused).items()))
 
-    async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+    async def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+    ) -> AsyncIterator[Answer]:
         """Write the orders, send those that are open, hand out answers in the order in which the store has them."""
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
         closed = [entry.order.id for entry in self._store.streamed(self._round) if entry.status is not OrderStatus.OPEN]
         self._arrived = dict.fromkeys(order_id for order_id in closed if order_id in self._streamed)
-        guard = OneByOne(self._layout, self.norms)
+        guard = OneByOne(self._layout, self.norms, seen)
         for _, answer in sorted(refused.items()):
             yield answer
         self._decide(Tick())
@@ -451,10 +453,12 @@ class MqttFleet:
             assert entry is not None
             action, answer = self._actions[order.id], self._answer(entry)
             self._learn(order.device_id, action, answer)
-            answer, error = await asyncio.to_thread(guard.believed, order.id, answer, action)
+            answer, error, suspect = await asyncio.to_thread(guard.believed, answer, action)
             if error is not None:
                 self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
                 self._accuse(order.device_id, error.name, str(error))
+            if suspect is not None:
+                self._accuse(order.device_id, LONG_UPDATE, suspect)
             await asyncio.wrap_future(self._store.hand_out(order.id, self._round))
             self._let_go(order.id)
             yield answer
@@ -506,7 +510,7 @@ class MqttFleet:
 
     async def _write(self, label: str, actions: Mapping[str, Action], *, streamed: bool = False) -> dict[str, Entry]:
         """Write orders and open a book of those without an answer."""
-        allowed_s = self._allowed_s(actions)
+        allowed_s = dict.fromkeys(actions, MAX_LEFT_S) if streamed else self._allowed_s(actions)
         entries = await asyncio.to_thread(
             self._store.write_orders,
             [
@@ -872,6 +876,8 @@ class MqttFleet:
         unknown = self.registry.incarnation(order.device_id) is None
         if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
             return  # sent when it shows itself, if it may
+        if self.registry.is_away(order.device_id):
+            return  # likewise: the broker need not keep what is repeated for hours
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
         self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
 

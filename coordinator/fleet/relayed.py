@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.clustering import mctc
-from coordinator.fleet import Answer, Fleet, FleetAround, asked, checked, require_sendable
+from coordinator.fleet import Answer, Fleet, FleetAround, Seen, asked, checked, require_sendable
 from fedge import codec
 from fedge.codec import Norms
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
@@ -294,11 +294,11 @@ class RelayFleet(FleetAround):
             self._refuse(via, ProtocolError("malformed", str(error)))
             return None
 
-    def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
+    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
         """Of devices without relay alone: a site answers when all have."""
         if not self._via.keys().isdisjoint(actions):
             raise ConfigError("the method takes answers one by one, and a relay gives those of its site together")
-        return self._fleet.stream(label, actions)
+        return self._fleet.stream(label, actions, seen)
 
     # ------------------------------------------------------------------------------------------------------- updates
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, answering, asked, clock, order_for, require_sendable
+from coordinator.fleet import Answer, Device, Seen, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
@@ -32,7 +33,7 @@ from fedge.egress import ALL, Rules
 from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
-from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, blobs_of, way_to
+from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, Order, blobs_of, way_to
 from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals
 from fedge.task import TaskSpec
@@ -42,13 +43,24 @@ from fedge.weights import needed_on_devices
 log = logging.getLogger("fedge.coordinator")
 
 GIVEN_UP_S: Final = 60.0
-"""What an order that is never answered costs where there is no deadline: the coordinator's default deadline."""
+"""What an order that is never answered costs where there is no deadline, as in a stream: the coordinator's default."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
 AT_ONCE: Final = 2048
 """Devices at work at the same time: their samples are in memory then."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An order that reached its device. `ends`: the earliest that its answer may come, which is sent in no time."""
+
+    order: Order
+    action: Action
+    begins: float
+    ends: float
+    bytes_down: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,7 +98,7 @@ class SimulatedFleet:
         workers: by device id; those that are made when they are asked for by ascending id.
         seed: of orders and of the clock.
         hardware: what each device is; those not named, and without it all, take no time and are always there.
-        deadline_s: an answer that takes longer is none, and costs so long. None: nobody is late.
+        deadline_s: of `run`: an answer that takes longer is none, and costs so long. None: nobody is late.
         arrives: the first round in which a device is there; those not named are there from the beginning.
         leaves: the first round in which a device is gone for good; those not named stay.
         rules: what their owners let out; of those not named, everything.
@@ -135,6 +147,7 @@ class SimulatedFleet:
         self._there = dict[str, bool]()
         self._there_in = -1  # the round that `_there` is about
         self.offences: dict[tuple[str, int, str], Offence] = {}
+        self._waiting: list[_Asked] = []  # streamed orders that nobody has carried out yet
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
 
     def devices(self) -> tuple[Device, ...]:
@@ -198,7 +211,10 @@ class SimulatedFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
-        answers, actions = self._carried_out(label, actions)
+        self._catch_up()
+        orders, answers, actions = self._ask(label, actions, self._deadline_s)
+        answers |= {answer.device_id: answer for answer in self._carried_out(orders, self._deadline_s)}
+        answers = dict(sorted(answers.items()))
         waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
         answers, refused, suspects = within_limits(answers, actions, self._layout, self.norms)
         for i, error in refused.items():
@@ -209,87 +225,120 @@ class SimulatedFleet:
         await asyncio.sleep(0)  # lets Ctrl-C in
         return answers
 
-    async def stream(self, label: str, actions: Mapping[str, Action]) -> AsyncIterator[Answer]:
-        """Execute the actions at once; answers in the order of the simulated clock, which goes on to each."""
-        guard = OneByOne(self._layout, self.norms)
+    async def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+    ) -> AsyncIterator[Answer]:
+        """Answers in the order of the simulated clock, which goes on to each.
+
+        Orders are carried out when the next answer may be theirs, all that wait at once: more of them learn together.
+        """
+        guard = OneByOne(self._layout, self.norms, seen)
+        if self.busy().intersection(actions):
+            self._catch_up()
         free_at = self._free_at()
-        answers, actions = self._carried_out(label, actions)
+        orders, answers, actions = self._ask(label, actions)
+        self._waiting += orders
         for i, answer in answers.items():
-            comes_at = max(self.seconds, free_at.get(i, 0.0)) + answer.seconds
-            heapq.heappush(self._under_way, _UnderWay(comes_at, self.round, label, i, answer, actions[i]))
-        while self._under_way:
+            self._comes(label, actions[i], answer, max(self.seconds, free_at.get(i, 0.0)))
+        while self._waiting or self._under_way:
+            if not self._under_way or self._under_way[0].at >= min((a.ends for a in self._waiting), default=math.inf):
+                self._catch_up()
             coming = self._under_way[0]
-            order_id = f"{coming.round}.{coming.label}.{coming.device_id}"
-            answer, error = guard.believed(order_id, coming.answer, coming.action)
+            answer, error, suspect = guard.believed(coming.answer, coming.action)
             if error is not None:
                 self._refuse(answer.device_id, error)
+            if suspect is not None:
+                self._accuse(answer.device_id, LONG_UPDATE, suspect)
             heapq.heappop(self._under_way)
             self.seconds = max(self.seconds, coming.at)
             await asyncio.sleep(0)
             yield answer
 
+    def _catch_up(self) -> None:
+        """Carry out the streamed orders that wait."""
+        waiting, self._waiting = self._waiting, []
+        for each, answer in zip(waiting, self._carried_out(waiting), strict=True):
+            self._comes(each.order.label, each.action, answer, each.begins)
+
+    def _comes(self, label: str, action: Action, answer: Answer, begins: float) -> None:
+        coming = _UnderWay(begins + answer.seconds, answer.round, label, answer.device_id, answer, action)
+        heapq.heappush(self._under_way, coming)
+
     def busy(self) -> frozenset[str]:
         """The devices with a streamed order whose answer has not been handed out."""
-        return frozenset(coming.device_id for coming in self._under_way)
+        waiting = (each.order.device_id for each in self._waiting)
+        return frozenset((*waiting, *(coming.device_id for coming in self._under_way)))
 
     def needed(self) -> set[str]:
-        """Digests of the tensors of answers that have not been handed out, and of what is frozen on all devices."""
-        frozen = {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
-        return frozen | {ref.digest for coming in self._under_way for ref in blobs_of(coming.answer.result)}
+        """Digests of what is frozen on all devices, of answers that have not been handed out, and of their orders."""
+        actions = (*(waiting.action for waiting in self._waiting), *(coming.action for coming in self._under_way))
+        results = (coming.answer.result for coming in self._under_way)
+        named = (needed_on_devices(self.task), *actions, *results)
+        return {ref.digest for each in named for ref in blobs_of(each)}
 
     def _free_at(self) -> dict[str, float]:
         """When devices are done that work on streamed orders; one that was not reached does not."""
         return {c.device_id: c.at for c in sorted(self._under_way) if c.answer.result is not None}
 
-    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> tuple[dict[str, Answer], Mapping[str, Action]]:
-        """What comes of the actions, by ascending device id, before anybody doubts it; the actions as asked."""
+    def _ask(
+        self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None
+    ) -> tuple[list[_Asked], dict[str, Answer], dict[str, Action]]:
+        """The orders that reach their devices, the answers of the others, and the actions as asked; ascending ids."""
         require_sendable(actions.values())
-        present = set(self._present())
+        present, free_at = set(self._present()), self._free_at()
         own, refused = asked({i: self._about(i).device for i in actions}, actions, self.task)
-        reached = [i for i in sorted(own) if i in present and not self._drops(label, i)]
-        finished: dict[str, Finished] = {}
-        with volatile(), in_one_process():
-            for first in range(0, len(reached), AT_ONCE):
-                lot = reached[first : first + AT_ONCE]
-                finished |= zip(lot, self._execute([self._job(label, i, own[i]) for i in lot]), strict=True)
+        reached: list[_Asked] = []
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
-            if i in finished:
-                answers[i] = self._answer(label, i, own[i], finished.pop(i))
-            elif i in refused:
+            if i in refused:
                 answers[i] = Answer(i, refused[i], 0.0, self.round)
+            elif i not in present or self._drops(label, i):
+                answers[i] = Answer(i, None, deadline_s or GIVEN_UP_S, self.round)
             else:
-                answers[i] = Answer(i, None, self._deadline_s or GIVEN_UP_S, self.round)
-        return answers, {**actions, **own}
+                order = order_for(RUN, self._seed, self.round, label, i, self._fingerprint, own[i], left_s=MAX_LEFT_S)
+                bytes_down = self._downloaded(i, own[i])
+                self.bytes_down += bytes_down
+                begins = max(self.seconds, free_at.get(i, 0.0))
+                reached.append(
+                    _Asked(order, own[i], begins, begins + self._seconds(order, own[i], bytes_down), bytes_down)
+                )
+        return reached, answers, {**actions, **own}
 
-    def _job(self, label: str, device_id: str, action: Action) -> batched.Job:
-        order = order_for(RUN, self._seed, self.round, label, device_id, self._fingerprint, action, left_s=MAX_LEFT_S)
-        return batched.Job(self.workers[device_id], order, action, self.get_bytes)
+    def _carried_out(self, asked: Sequence[_Asked], deadline_s: float | None = None) -> list[Answer]:
+        """What comes of the orders, in their order, before anybody doubts it."""
+        finished: list[Finished] = []
+        with volatile(), in_one_process():
+            for first in range(0, len(asked), AT_ONCE):
+                lot = asked[first : first + AT_ONCE]
+                finished += self._execute([self._job(each) for each in lot])
+        return [self._answer(each, done, deadline_s) for each, done in zip(asked, finished, strict=True)]
+
+    def _job(self, asked: _Asked) -> batched.Job:
+        return batched.Job(self.workers[asked.order.device_id], asked.order, asked.action, self.get_bytes)
 
     def _drops(self, label: str, device_id: str) -> bool:
         own = self._hardware[device_id]
         return clock.dropped(own, seed=self._seed, round_number=self.round, label=label, device=device_id)
 
-    def _answer(self, label: str, device_id: str, action: Action, finished: Finished) -> Answer:
+    def _answer(self, asked: _Asked, finished: Finished, deadline_s: float | None) -> Answer:
         """The answer as it comes in, or none if it is late; what a late device sent is not kept."""
-        bytes_down = self._downloaded(device_id, action)
-        self.bytes_down += bytes_down
+        device_id, number = asked.order.device_id, asked.order.round
         bytes_up = sum(ref.size_bytes for ref in blobs_of(finished.result))
         self.bytes_up += bytes_up
-        taken = self._seconds(label, device_id, action, bytes_down, bytes_up) if self._timed else 0.0
-        if self._deadline_s is not None and taken > self._deadline_s:
-            return Answer(device_id, None, self._deadline_s, self.round)
-        result = finished.result
+        taken = self._seconds(asked.order, asked.action, asked.bytes_down, bytes_up)
+        if deadline_s is not None and taken > deadline_s:
+            return Answer(device_id, None, deadline_s, number)
+        result, action = finished.result, asked.action
         try:
             if not isinstance(result, Refusal):
                 result = self._rules[device_id].stripped(result, action.reveals())
             result = answering(action, result, self.task)
         except ProtocolError as error:
             self._refuse(device_id, error)
-            return Answer(device_id, None, taken, self.round)
+            return Answer(device_id, None, taken, number)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
-        return Answer(device_id, result, taken, self.round)
+        return Answer(device_id, result, taken, number)
 
     def _downloaded(self, device_id: str, action: Action) -> int:
         """Bytes of what a device fetches, as agents do, to have the models that an order names."""
@@ -304,20 +353,22 @@ class SimulatedFleet:
         self._held[device_id] = [*others[-CACHED_MODELS:], *named]
         return n_bytes
 
-    def _seconds(self, label: str, device_id: str, action: Action, bytes_down: int, bytes_up: int) -> float:
+    def _seconds(self, order: Order, action: Action, bytes_down: int, bytes_up: int = 0) -> float:
+        if not self._timed:
+            return 0.0
         work = 0.0  # without torch: a few calls of ONNX Runtime
         if action.TRAINS:
-            own, network = self._about(device_id), shared_network(self.task, self._fingerprint)
+            own, network = self._about(order.device_id), shared_network(self.task, self._fingerprint)
             work = action.passes(own.n_shared, own.n_train, own.n_val) * flops(network)
         return clock.seconds(
-            self._hardware[device_id],
+            self._hardware[order.device_id],
             work=work,
             bytes_down=bytes_down,
             bytes_up=bytes_up,
             seed=self._seed,
-            round_number=self.round,
-            label=label,
-            device=device_id,
+            round_number=order.round,
+            label=order.label,
+            device=order.device_id,
         )
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:

@@ -5,7 +5,7 @@ Nothing here knows whether a device lies: an honest one whose training went astr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from coordinator.fleet import Answer
+from coordinator.fleet import Answer, Seen
 from fedge.codec import Norms
 from fedge.errors import ProtocolError
 from fedge.messages import BlobRef
@@ -39,7 +39,10 @@ HUGE: Final = 1e15
 
 
 def limited(
-    answers: Mapping[str, Answer], norms: Mapping[str, Norms], norms_of_start: Callable[[str], Norms]
+    answers: Mapping[str, Answer],
+    norms: Mapping[str, Norms],
+    norms_of_start: Callable[[str], Norms],
+    seen: Sequence[Seen] = (),
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
     """The answers of a step without what is out of all proportion, and why that was refused.
 
@@ -51,12 +54,14 @@ def limited(
         answers: of a step, by device id.
         norms: of each update among them, by device id.
         norms_of_start: of the model that a device trained; asked for those that are above the median's limit.
+        seen: updates from before, which count in the medians as well.
 
     Returns:
         The answers, those refused without result; `update-too-large` for each that was refused.
     """
-    usual = [_limit([norm[part] for norm in norms.values()]) for part in range(2)]
-    most = _limit([a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)])
+    usual = [_limit([norm[part] for norm in (*(s.norms for s in seen), *norms.values())]) for part in range(2)]
+    claims = [a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)]
+    most = _limit([*(s.n_samples for s in seen), *claims])
     kept, refused = dict(answers), dict[str, ProtocolError]()
     for i, answer in answers.items():
         result = answer.result
@@ -80,6 +85,7 @@ def within_limits(
     actions: Mapping[str, Action],
     layout: Layout,
     norms_of: Callable[[BlobRef, Layout], Norms],
+    seen: Sequence[Seen] = (),
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError], dict[str, str]]:
     """`limited` and `suspects` for a fleet, which knows the norms of the updates of a model of this layout."""
 
@@ -94,36 +100,45 @@ def within_limits(
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
-    kept, refused = limited(answers, norms, norms_of_start)
-    return kept, refused, suspects(kept, norms, norms_of_start)
+    kept, refused = limited(answers, norms, norms_of_start, seen)
+    return kept, refused, suspects(kept, norms, norms_of_start, seen)
 
 
 class OneByOne:
     """`within_limits` for answers that come one after the other: each is measured against those before it.
 
     Until three have come there is no median: an update then counts unless its norm is above 1e15.
+
+    Args:
+        layout: of the model.
+        norms_of: of its updates.
+        seen: what was believed before the first of these answers.
     """
 
-    def __init__(self, layout: Layout, norms_of: Callable[[BlobRef, Layout], Norms]) -> None:
+    def __init__(self, layout: Layout, norms_of: Callable[[BlobRef, Layout], Norms], seen: Sequence[Seen] = ()) -> None:
         self._layout = layout
         self._norms_of = cache(norms_of)
-        self._answers: dict[str, Answer] = {}
-        self._actions: dict[str, Action] = {}
+        self._seen = list(seen)
 
-    def believed(self, order_id: str, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None]:
-        """The answer, and why it was refused if it was; what is refused is no measure for others."""
-        answers, actions = self._answers | {order_id: answer}, self._actions | {order_id: action}
-        kept, refused, _ = within_limits(answers, actions, self._layout, self._norms_of)
-        if order_id not in refused:
-            self._answers, self._actions = answers, actions
-        return kept[order_id], refused.get(order_id)
+    def believed(self, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None, str | None]:
+        """The answer, why it was refused, and what is suspicious of it; what is refused is no measure for others."""
+        i = answer.device_id
+        found, refused, suspicious = within_limits({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
+        kept = found[i]
+        if isinstance(kept.result, Trained) and isinstance(action, Train):
+            norms = self._norms_of(kept.result.update, self._layout.without(action.personal))
+            self._seen.append(Seen(norms=norms, n_samples=kept.result.n_samples))
+        return kept, refused.get(i), suspicious.get(i)
 
 
 def suspects(
-    answers: Mapping[str, Answer], norms: Mapping[str, Norms], norms_of_start: Callable[[str], Norms]
+    answers: Mapping[str, Answer],
+    norms: Mapping[str, Norms],
+    norms_of_start: Callable[[str], Norms],
+    seen: Sequence[Seen] = (),
 ) -> dict[str, str]:
     """Updates that no honest device sends, in words; arguments as those of `limited`."""
-    middle = _limit([norm for norm, _ in norms.values()]) / FACTOR
+    middle = _limit([norm for norm, _ in (*(s.norms for s in seen), *norms.values())]) / FACTOR
     return {
         i: f"norm {norm:.3g}, {norm / middle:.1f} times the median and longer than the model that it changes"
         for i, (norm, _) in norms.items()

@@ -11,6 +11,7 @@ import asyncio
 import difflib
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -167,7 +168,7 @@ class Method(Generic[S]):
     """What devices count for, where the server needs of `train` the mean of each cluster alone, and devices are in one
     cluster each: then training can be masked (`coordinator.fleet.masked`)."""
     NO_RELAYS: ClassVar[Mapping[str, str]] = {}
-    """Of an option, by NAME=VALUE, or of the method, by "": why devices cannot be behind relays
+    """Of an option, by NAME=VALUE or by NAME (if it is not 0), or of the method, by "": why devices cannot be behind relays
     (`coordinator.fleet.relayed`); where nothing is said, they can."""
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
@@ -196,7 +197,7 @@ class Method(Generic[S]):
         if protection.average not in {"mean", "clipped"}:
             return f"--average {protection.average} needs each device's update; clipped and mean do not"
         chosen = msgspec.structs.asdict(self.options)
-        given = {"", *(f"{name}={value}" for name, value in chosen.items())}
+        given = {"", *(f"{name}={value}" for name, value in chosen.items()), *(name for name in chosen if chosen[name])}
         return next((why for which, why in self.NO_RELAYS.items() if which in given), "")
 
     def init(self, layout: Layout, model: BlobRef) -> S:
@@ -489,18 +490,23 @@ def sizes(updates: Mapping[str, Trained]) -> list[int]:
     return [update.n_samples for update in updates.values()]
 
 
+def owner(key: str) -> str:
+    """The device of an update: updates go by device id, and where a device may have sent several by ID/NUMBER."""
+    return key.partition("/")[0]
+
+
 def declined(answer: Answer) -> bool:
     """Whether the device politely refused, which is no fault."""
     return isinstance(answer.result, Declined)
 
 
 def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
-    """The state after a round of training, with what else it changed."""
+    """The state after a round of training, with what else it changed. `updates`: as `owner` has them."""
     r = state.round + 1
     return msgspec.structs.replace(
         state,
         round=r,
-        participations=state.participations | {i: state.participations.get(i, 0) + 1 for i in updates},
+        participations=dict(Counter(state.participations) + Counter(map(owner, updates))),
         history=(*state.history, summarise(r, n_asked, updates)),
         **changes,
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import numpy as np
 
 from coordinator.aggregation import Average
 from coordinator.aggregation.guarded import believed, guarded_averages, shortened
@@ -15,6 +18,8 @@ from coordinator.fleet.relayed import RelayFleet, StandIn
 from coordinator.methods import Method
 from fedge.messages import BlobRef
 from fedge.tensors import Layout, Model
+
+FRESH: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class Update(Protocol):
@@ -47,6 +52,7 @@ async def averages(
     alike: bool = False,
     note: Note = ignore,
     whose: Collection[str] = (),
+    discounts: Mapping[str, float] = FRESH,
 ) -> tuple[Average | None, ...]:
     """Average updates within clusters. Those of devices behind relays are summed on their sites.
 
@@ -59,6 +65,7 @@ async def averages(
         alike: every device counts as one, whatever it learned from.
         note: is shown the directions of updates.
         whose: devices whose directions it is shown.
+        discounts: by what changes are multiplied, of some updates that are here; lengths are bounded before that.
 
     Returns:
         The average of each cluster; None where it has no members, or no site of theirs has answered.
@@ -72,7 +79,8 @@ async def averages(
             change = fleet.get(updates[i].update, layout)
             if i in whose and (direction := mctc.direction(change.params)) is not None:
                 note(i, direction)
-            yield change
+            s = np.float32(discounts.get(i, 1.0))
+            yield change if s == 1 else Model(s * change.params, change.buffers, change.counters)
 
     sizes = [1 if alike else u.n_samples for u in updates.values()]
     protection = method.settings.protection
@@ -122,11 +130,16 @@ async def average(
     fleet: Fleet,
     updates: Mapping[str, Update],
     layout: Layout,
+    *,
+    alike: bool = False,
     note: Note = ignore,
     whose: Collection[str] = (),
+    discounts: Mapping[str, float] = FRESH,
 ) -> Average | None:
     """The average over everybody; None where no site of theirs has answered."""
-    (found,) = await averages(method, fleet, updates, [updates], layout, note=note, whose=whose)
+    (found,) = await averages(
+        method, fleet, updates, [updates], layout, alike=alike, note=note, whose=whose, discounts=discounts
+    )
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
-from coordinator.fleet import Device, Fleet
+from coordinator.fleet import Device, Fleet, Seen
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
     NO_DATA,
@@ -35,12 +36,14 @@ from coordinator.methods import (
     equip,
     grouping,
     install,
+    owner,
     results,
     round_done,
     round_rng,
     steps_alone,
 )
-from coordinator.methods.averaging import average, averages
+from coordinator.methods.asynchronous import ONE_BY_ONE, buffered
+from coordinator.methods.averaging import FRESH, average, averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
     Choices,
@@ -75,6 +78,7 @@ log = logging.getLogger("fedge.method")
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
 PANEL = 2000  # devices that are "everybody", drawn by lot, where there are more, section 4
 MAX_CLUSTERS = 8  # K, section 5
+CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait, the last one that of the trial
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
 A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
@@ -88,6 +92,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `clustering` makes the experts: of the updates; aidc: the groups; labels: of label features (CFIC section 3).
     `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
     least ten, fit a local model and decide whether it comes in; others only if it does (section 14).
+    `buffer`: updates of a step of the server that waits for nobody (section 4.2); 0: rounds wait for their devices.
     """
 
     mode: Literal["mixture", "shift"] = "mixture"
@@ -96,6 +101,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
     rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
     local_pilot: bool = False
+    buffer: Annotated[int, Meta(ge=0, le=10_000)] = 0
 
     def __post_init__(self) -> None:
         if self.mode == "shift" and self.local_pilot:
@@ -158,6 +164,7 @@ class FedgeState(AskingState, frozen=True, kw_only=True):
     experts: tuple[ServerModel, ...] = ()
     primary: dict[str, Primary] = {}
     pool: Pool | None = None
+    seen: tuple[Seen, ...] = ()  # the latest updates of asynchronous rounds
 
 
 class Fedge(Method[FedgeState]):
@@ -182,6 +189,7 @@ class Fedge(Method[FedgeState]):
         ),
         ABLATION,
     )
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"buffer": ONE_BY_ONE}
     WELCOMES = True
     SHRINKAGE: ClassVar[float] = 20.0
     """a of the devices' own weights, in samples (section 8)."""
@@ -194,6 +202,10 @@ class Fedge(Method[FedgeState]):
         super().__init__(settings, server)
         if settings.fine_tune and self.options.mode == "mixture":
             raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
+        if self.options.buffer and settings.options.get("selection", "uniform") != "uniform":
+            raise ConfigError(
+                "with buffer nobody is chosen for a round: devices that are idle are drawn; leave out selection"
+            )
         self._bandit = bandit_of(settings)
 
     def init(self, layout: Layout, model: BlobRef) -> FedgeState:
@@ -203,13 +215,15 @@ class Fedge(Method[FedgeState]):
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Steps 1 to 3."""
         r = state.round + 1
-        if r > WARM_UP:
+        if self.options.buffer and not self._together(r):
+            return await self._stepped(state, fleet, r)
+        if r > WARM_UP and not self.options.buffer:
             state = await profile(state, fleet, r)
         present = awake(state, fleet, r)
         tries, panel = self._tries(state, r), self._panel(present)
         choices = {} if tries else self._select(state, present, r)
         tell_choices(fleet, choices)
-        cohort = panel if tries or r <= WARM_UP else self._cohort(state, choices, present, r)
+        cohort = panel if tries or self.options.buffer or r <= WARM_UP else self._cohort(state, choices, present, r)
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
@@ -239,9 +253,35 @@ class Fedge(Method[FedgeState]):
         state = await equip(self, state, fleet, for_inference(state, fleet))
         return msgspec.structs.replace(state, round=r)
 
+    async def _stepped(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Section 4.2: a step of the server with the next updates, before or after the split."""
+
+        def order(device_id: str) -> Train:
+            return self._order(state, device_id, r, measure=False)
+
+        buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, order)
+        updates = buffer.updates
+        state = msgspec.structs.replace(state, seen=buffer.seen)
+        if len(updates) >= self.settings.min_reports:
+            if state.experts:
+                state = await train_experts(self, state, updates, fleet, buffer.discounts)
+            else:
+                state = await train_shared(self, state, updates, fleet, (), buffer.discounts)
+        return round_done(state, buffer.asked, updates, primary=state.primary | looked_up(state, updates, r))
+
+    def _together(self, r: int) -> bool:
+        """Whether a round of an asynchronous run asks everybody and waits: clusters and trial rest on it."""
+        return self._trial - CLUSTERING < r <= self._trial
+
+    @property
+    def _trial(self) -> int:
+        """R_w, the round of the trial."""
+        found: int = round(self.options.rho * self.settings.rounds)
+        return found
+
     def _tries(self, state: FedgeState, r: int) -> bool:
         """Whether the trial is held after this round (section 5)."""
-        return not state.experts and r == round(self.options.rho * self.settings.rounds)
+        return not state.experts and r == self._trial
 
     def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
         """FedEPC section 5, in each group; nothing before there are groups, or without the bandit's deadline."""
@@ -319,6 +359,10 @@ class Fedge(Method[FedgeState]):
         )
         experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
         return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
+
+    def gamma(self, discounts: Collection[float]) -> float:
+        """Section 4.2: the momentum of a step with updates that count so much; of a synchronous round the option's."""
+        return float(self.options.gamma) * (sum(discounts) / len(discounts) if discounts else 1.0)
 
     def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:
         """Section 5, step 5, or what the option `split` says."""
@@ -572,7 +616,12 @@ def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeSt
 
 
 async def train_shared(
-    method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet, panel: Collection[str]
+    method: Fedge,
+    state: FedgeState,
+    updates: Mapping[str, Trained],
+    fleet: Fleet,
+    panel: Collection[str],
+    discounts: Mapping[str, float] = FRESH,
 ) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
 
@@ -586,8 +635,8 @@ async def train_shared(
         before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
         directions[device_id] = (before + direction).astype(np.float32)  # the sum of its unit updates (section 4)
 
-    mean = await average(method, fleet, updates, state.layout, note=note, whose=seen)
-    shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.options.gamma)
+    mean = await average(method, fleet, updates, state.layout, note=note, whose=seen, discounts=discounts)
+    shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.gamma(discounts.values()))
     if not seen:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items() if i in seen}
@@ -633,14 +682,24 @@ async def try_clusters(
     return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
 
 
-async def train_experts(method: Fedge, state: FedgeState, updates: Mapping[str, Trained], fleet: Fleet) -> FedgeState:
+async def train_experts(
+    method: Fedge,
+    state: FedgeState,
+    updates: Mapping[str, Trained],
+    fleet: Fleet,
+    discounts: Mapping[str, float] = FRESH,
+) -> FedgeState:
     """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
     assert state.trial is not None
-    members = [[i for i in cluster if i in updates] for cluster in state.trial.clusters]
-    means = await averages(method, fleet, updates, members, state.layout)
+    members = [[i for i in updates if owner(i) in cluster] for cluster in state.trial.clusters]
+    means = await averages(method, fleet, updates, members, state.layout, discounts=discounts)
+    if discounts:  # section 4.2: an expert moves by the share of its members that have answered
+        shares = [min(1.0, len(own) / len(cluster)) for own, cluster in zip(members, state.trial.clusters, strict=True)]
+        means = tuple(mean and replace(mean, params=s * mean.params) for s, mean in zip(shares, means, strict=True))
+    gammas = [method.gamma([discounts[i] for i in own if i in discounts]) for own in members]
     experts = tuple(
-        stepped(expert, mean, state.layout, fleet, gamma=method.options.gamma)
-        for expert, mean in zip(state.experts, means, strict=True)
+        stepped(expert, mean, state.layout, fleet, gamma=gamma)
+        for expert, mean, gamma in zip(state.experts, means, gammas, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)
 
@@ -666,7 +725,8 @@ def offered(state: FedgeState, device_id: str) -> tuple[Start, ...]:
 def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict[str, Primary]:
     """The primary experts that devices have just chosen."""
     found: dict[str, Primary] = {}
-    for device_id, update in updates.items():
+    for key, update in updates.items():
+        device_id = owner(key)
         before = state.primary.get(device_id)
         if update.cluster >= 0 and (before is None or r - before.round >= LOOKUP_EVERY):
             found[device_id] = Primary(cluster=update.cluster, round=r)

@@ -279,11 +279,12 @@ class Replay(SimulatedFleet):
     def _present(self) -> dict[str, Worker]:
         return {i: worker for i, worker in self.workers.items() if i in self._there_at.get(self.round, self.workers)}
 
-    def _carried_out(self, label: str, actions: Mapping[str, Action]) -> tuple[dict[str, Answer], Mapping[str, Action]]:
+    def _ask(self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None) -> Any:
         without = {i: (self.round, label, i) for i in actions if (self.round, label, i) in self._refused}
-        found, asked = super()._carried_out(label, {i: action for i, action in actions.items() if i not in without})
-        found |= {i: Answer(i, self._refused[key], 0.0, self.round) for i, key in without.items()}
-        return dict(sorted(found.items())), {**actions, **asked}
+        others = {i: action for i, action in actions.items() if i not in without}
+        orders, answers, asked = super()._ask(label, others, deadline_s)
+        answers |= {i: Answer(i, self._refused[key], 0.0, self.round) for i, key in without.items()}
+        return orders, answers, {**actions, **asked}
 
 
 def _end_of(program: Program | None) -> str:

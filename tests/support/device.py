@@ -78,14 +78,19 @@ class RawDevice:
         await self._stack.aclose()
 
     async def appear(
-        self, incarnation: str = "1", *, task: TaskSpec = TASK, capabilities: Capabilities | None = None
+        self,
+        incarnation: str = "1",
+        *,
+        task: TaskSpec = TASK,
+        capabilities: Capabilities | None = None,
+        presence: Presence = Presence.ONLINE,
     ) -> None:
         """Say that it is there, and how it is."""
         fingerprint = task.fingerprint()
         status = Status(
             device_id=self.id,
             incarnation=incarnation,
-            presence=Presence.ONLINE,
+            presence=presence,
             task_fingerprint=fingerprint,
             n_samples=5,
             capabilities=capabilities,

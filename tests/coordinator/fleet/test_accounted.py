@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.fleet import Answer
 from coordinator.fleet.accounted import AccountedFleet, accounted
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, installed_methods, make, method_class
@@ -30,7 +29,7 @@ from tests.support.simulation import digits
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=2, epsilon=8.0)
 DP = Protection(dp_epsilon=8.0)
-GOES = ("fedavg", "fedavgm", "fedper", "fedprox", "fedrep", "lg-fedavg", "local")
+GOES = ("fedavg", "fedavgm", "fedbuff", "fedper", "fedprox", "fedrep", "lg-fedavg", "local")
 
 
 def settings(**changes: Any) -> MethodSettings:
@@ -53,13 +52,13 @@ def test_each_method_goes_with_it_or_says_which_field_it_needs() -> None:
 async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str, tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     asked: list[Action] = []
-    carried_out = fleet._carried_out
+    ask = fleet._ask
 
-    def heard(label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    def heard(label: str, actions: Mapping[str, Action], deadline_s: float | None = None) -> Any:
         asked.extend(actions.values())
-        return carried_out(label, actions)
+        return ask(label, actions, deadline_s)
 
-    fleet._carried_out = heard  # type: ignore[method-assign]
+    fleet._ask = heard  # type: ignore[method-assign]
     method: Any = make(name, settings())
     state = await run(method, method.begin(layout, first), fleet)
     assert {type(action).STEP for action in asked} <= {"train_dp", "install"}

@@ -22,7 +22,7 @@ from coordinator.methods.fedavg import FedAvg
 from coordinator.store import Store
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Capabilities, Codec, Order, Why, decode, encode
+from fedge.messages import BlobRef, Capabilities, Codec, Order, Presence, Why, decode, encode
 from fedge.sgd import Sgd
 from fedge.step import Action, Failed, Unsupported
 from fedge.steps.fit_mixture import FitMixture
@@ -228,16 +228,16 @@ async def test_simulated_time_goes_on_to_the_answer_and_is_the_same_each_time(tm
     assert times == [[("d00", 1.0), ("d01", 5.0), ("d02", 9.0)]] * 2
 
 
-async def test_a_simulated_order_that_is_dropped_ends_at_the_deadline(tmp_path: Path) -> None:
+async def test_streams_have_no_deadline_and_an_order_that_is_dropped_ends_after_a_minute(tmp_path: Path) -> None:
     digital, layout, first, _ = digits(tmp_path, n=2, limit=80)
-    hardware = {"d00": Hardware(drops=1.0), "d01": Hardware(latency_s=2.0)}
+    hardware = {"d00": Hardware(drops=1.0), "d01": Hardware(latency_s=3600.0)}
     fleet = SimulatedFleet(digital.task, layout, digital.workers, seed=0, hardware=hardware, deadline_s=10.0)
     model = fleet.put(unflatten(digital.get(first, layout), layout))
     action = Train(starts=(Start(model=model),), sgd=Sgd(), measure=False)
     heard = [
         (a.device_id, a.result is None, fleet.seconds) async for a in fleet.stream("s", {"d00": action, "d01": action})
     ]
-    assert heard == [("d01", False, 2.0), ("d00", True, 10.0)]
+    assert heard == [("d00", True, 60.0), ("d01", False, 3600.0)]
 
 
 async def test_a_busy_simulated_device_does_what_it_is_asked_afterwards(tmp_path: Path) -> None:
@@ -354,11 +354,32 @@ async def test_a_step_between_two_streams_disturbs_nothing(mqtt: Devices) -> Non
     assert [answer.device_id async for answer in fleet.stream("u", {})] == ["d01"]
 
 
-async def test_an_order_that_nobody_answers_expires_and_the_stream_ends(mqtt: Devices) -> None:
-    fleet = await mqtt.fleet(deadline_s=1.0)
+async def test_a_device_has_a_day_and_gets_its_order_when_it_wakes(
+    mqtt: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the deadline of a round; while it sleeps nothing is sent. Then the stream ends, also without it."""
+    monkeypatch.setattr("coordinator.fleet.mqtt.MAX_LEFT_S", 5.0)
+    fleet = await mqtt.fleet(deadline_s=0.1)
     await fleet.begin(1, len(DEVICES))
-    heard = [(a.device_id, a.result) async for a in fleet.stream("s", dict.fromkeys(DEVICES, train(fleet)))]
-    assert sorted(heard) == [(i, None) for i in DEVICES]
+    sleeper = mqtt.devices["d01"]
+    await sleeper.appear(presence=Presence.SLEEPING)
+    await until(lambda: fleet.registry.is_away("d01"))
+
+    async def answer() -> None:
+        for i in ("d02", "d01"):
+            device = mqtt.devices[i]
+            if i == "d01":
+                assert not device.orders
+                await device.appear()
+            await until(lambda device=device: bool(device.orders))
+            assert device.orders[0].left_s > 1
+            await device.report(device.orders[0], device.trained(1.0))
+            await device.ack(device.orders[0].id)
+
+    answering = asyncio.create_task(answer())
+    heard = [(a.device_id, a.result is None) async for a in fleet.stream("s", dict.fromkeys(DEVICES, train(fleet)))]
+    await answering
+    assert heard == [("d02", False), ("d01", False), ("d00", True)]
 
 
 async def test_at_the_end_of_the_run_open_orders_expire(mqtt: Devices) -> None:

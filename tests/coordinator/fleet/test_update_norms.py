@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fleet import Answer, update_norms
+from coordinator.fleet import Answer, Seen, update_norms
 from coordinator.fleet.update_norms import FACTOR, OneByOne
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
@@ -86,14 +86,26 @@ def test_one_by_one_each_is_measured_against_those_before_it() -> None:
     guard = OneByOne(LAYOUT, lambda ref, _: known[ref])
     action = Train(starts=(Start(model=refs[5]),), sgd=Sgd())
     found = [
-        guard.believed(str(k), Answer("d", Trained(update=ref, n_samples=n)), action)
-        for k, (ref, n) in enumerate(zip(refs, (5, 5, 5, 5, 10_000), strict=False))
+        guard.believed(Answer("d", Trained(update=ref, n_samples=n)), action)
+        for ref, n in zip(refs, (5, 5, 5, 5, 10_000), strict=False)
     ]
-    assert [answer.result is not None for answer, _ in found] == [True, True, True, False, True]
-    assert [error and error.name for _, error in found] == [None, None, None, "update-too-large", None]
+    assert [answer.result is not None for answer, *_ in found] == [True, True, True, False, True]
+    assert [error and error.name for _, error, _ in found] == [None, None, None, "update-too-large", None]
     last = found[4][0].result
     assert isinstance(last, Trained)
     assert last.n_samples == 500, "a claim counts as a hundred medians"
+
+
+def test_what_was_seen_before_is_a_measure_from_the_first_on() -> None:
+    """An update of ten times the norms before is evidence; one of 500 times is refused."""
+    refs = [BlobRef(digest=str(k) * 64, size_bytes=1) for k in range(3)]
+    known = dict(zip(refs, ((10.0, 0.0), (500.0, 0.0), (1.0, 0.0)), strict=True))
+    seen = [Seen(norms=(1.0, 0.0), n_samples=5)] * 3
+    guard = OneByOne(LAYOUT, lambda ref, _: known[ref], seen)
+    action = Train(starts=(Start(model=refs[2]),), sgd=Sgd())
+    for ref, refused, suspicious in ((refs[0], False, True), (refs[1], True, False), (refs[2], False, False)):
+        answer, error, suspect = guard.believed(Answer("d", Trained(update=ref, n_samples=5)), action)
+        assert ((answer.result is None), error is not None, suspect is not None) == (refused, refused, suspicious)
 
 
 def test_updates_of_zero_and_other_answers_are_no_measure() -> None:

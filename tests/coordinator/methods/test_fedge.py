@@ -12,6 +12,7 @@ from coordinator.fleet import Device, require_sendable
 from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load
 from coordinator.methods import fedge as module
+from coordinator.methods.asynchronous import discount
 from coordinator.methods.fedavg import FedAvg
 from coordinator.methods.fedge import (
     Fedge,
@@ -23,6 +24,7 @@ from coordinator.methods.fedge import (
     offered,
     starts,
     train_experts,
+    train_shared,
 )
 from coordinator.methods.server_optimizer import ServerModel
 from coordinator.selection import ccmab
@@ -35,12 +37,13 @@ from edge_agent.steps.describe_labels import label_feature
 from edge_agent.worker import Worker
 from export.reference import calibrated
 from fedge.bundle import read as read_bundle
+from fedge.errors import ConfigError
 from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.profile import Profiled
-from fedge.steps.train import Start, Train
-from fedge.tensors import flatten, from_bytes
+from fedge.steps.train import Start, Train, Trained
+from fedge.tensors import Model, flatten, from_bytes, unflatten
 from tests.support.simulation import Fleet, digits, manifests, predicted
 from tests.support.simulation import roles as roles_of
 
@@ -103,6 +106,62 @@ async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> No
     before = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
+
+
+# -------------------------------------------------------------------------------------- asynchronous rounds
+
+
+def test_worked_step_of_stale_updates(tmp_path) -> None:
+    """fedge.md section 16: an update is three steps old; before the split, and of an expert with four members."""
+    fleet, layout, _, _ = digits(tmp_path, n=2, limit=80)
+
+    def vector(x: float, y: float) -> np.ndarray:
+        return np.float32([x, y, *[0] * (layout.n_params - 2)])
+
+    def put(params: np.ndarray):
+        return fleet.put(unflatten(Model(params, np.zeros(0, np.float32), np.zeros(0, np.int64)), layout))
+
+    method = Fedge(EXACT)
+    shared = ServerModel(model=put(vector(0, 0)), velocity=fleet.put({"v": vector(0.4, 0)}))
+    state = msgspec.structs.replace(method.init(layout, shared.model), shared=shared)
+    updates = {
+        "a/0": Trained(update=put(vector(1, 0)), n_samples=1),
+        "b/1": Trained(update=put(vector(0, 2)), n_samples=3),
+    }
+    discounts = {"a/0": discount(0), "b/1": discount(3)}
+    after = train_shared(method, state, updates, fleet, (), discounts).shared
+    np.testing.assert_allclose(fleet.get(after.model, layout).params[:2], [0.4, 0.75], atol=1e-7)
+    split = with_clusters(state, fleet, ("a", "b", "c", "d"), ("c", "d"))
+    split = msgspec.structs.replace(split, experts=(shared, shared))
+    first, other = train_experts(method, split, updates, fleet, discounts=discounts).experts
+    np.testing.assert_allclose(fleet.get(first.model, layout).params[:2], [0.275, 0.375], atol=1e-7)
+    assert other == shared
+
+
+async def test_before_and_after_the_split_nobody_waits_and_in_between_everybody_does(tmp_path) -> None:
+    """The slow one's updates count, late; the run can be interrupted between any two rounds."""
+    fleet, layout, first, _ = digits(tmp_path, n=8, n_groups=2, limit=480)
+    slow = "d07"
+    fleet._hardware[slow] = dataclasses.replace(fleet._hardware[slow], latency_s=50.0)
+    for i in fleet.workers.keys() - {slow}:
+        fleet._hardware[i] = dataclasses.replace(fleet._hardware[i], latency_s=1.0)
+    method = Fedge(MethodSettings(rounds=30, options={"buffer": 6, "split": "always"}))
+    state, took = method.init(layout, first), {}
+    while not method.done(state):
+        fleet.round, before = state.round + 1, fleet.seconds
+        state = load(dump(await method.advance(state, fleet)), FedgeState)
+        took[state.round] = fleet.seconds - before
+    assert {number for number, seconds in took.items() if seconds > 10} == {10, 11, 12, 31}
+    assert [line.answered for line in state.history] == [8 if n in {10, 11, 12} else 6 for n in range(1, 31)]
+    assert 3 < state.participations[slow] < 10
+    assert len(state.experts) == len(state.trial.clusters) > 1
+    assert state.installed.keys() == fleet.workers.keys()
+    assert not state.groups
+
+
+def test_nobody_is_chosen_for_a_round_that_waits_for_nobody() -> None:
+    with pytest.raises(ConfigError, match="leave out selection"):
+        Fedge(MethodSettings(options={"buffer": 5, "selection": "ccmab"}))
 
 
 # ---------------------------------------------------------------------------------------------- trial and split

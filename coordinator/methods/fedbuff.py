@@ -1,0 +1,84 @@
+"""FedBuff: the server never waits for the slowest; it steps whenever K updates have come, however old they are.
+
+Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, Algorithm 1;
+docs/methods/fedbuff.md. An update that began tau steps ago counts s(tau) = 1 / sqrt(1 + tau):
+
+    w <- w + eta_g / K * sum_i s(tau_i) Delta_i
+
+A round is such a step. Where nobody works any more a step is made of what has come.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from coordinator.fleet import Fleet, Seen
+from coordinator.methods import Method, State, round_done
+from coordinator.methods.asynchronous import Buffer, buffered
+from coordinator.methods.averaging import average
+from fedge.messages import BlobRef
+from fedge.steps.train import Start, Train
+from fedge.tensors import Layout, Model, unflatten
+
+
+class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`buffer`: K, updates in a step of the server; `server_rate`: eta_g."""
+
+    buffer: Annotated[int, Meta(ge=1, le=10_000)] = 10
+    server_rate: Annotated[float, Meta(gt=0, le=100)] = 1.0
+
+
+class FedBuffState(State, frozen=True, kw_only=True):
+    """`model`: w. `staleness`: mean tau of the last step. `seen`: the latest updates."""
+
+    model: BlobRef
+    staleness: float = 0.0
+    seen: tuple[Seen, ...] = ()
+
+
+class FedBuff(Method[FedBuffState]):
+    """Algorithm 1; `--participation`: the share of the devices that work at a time (the paper's concurrency)."""
+
+    name = "fedbuff"
+    Options: ClassVar[type[Struct]] = FedBuffOptions
+
+    def init(self, layout: Layout, model: BlobRef) -> FedBuffState:
+        """The state before the first step."""
+        return FedBuffState(round=0, layout=layout, model=model)
+
+    async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
+        """Fill the buffer, step."""
+        settings = self.settings
+        order = Train(starts=(Start(model=state.model),), sgd=settings.sgd, codec=settings.codec, measure=False)
+        buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, lambda _: order)
+        enough = len(buffer.updates) >= settings.min_reports
+        return round_done(
+            state,
+            buffer.asked,
+            buffer.updates,
+            model=self.stepped(state, fleet, buffer) if enough else state.model,
+            staleness=float(np.mean(list(buffer.staleness.values()) or [0])),
+            seen=buffer.seen,
+        )
+
+    def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
+        """The model after a step with at least one update."""
+        w = fleet.get(state.model, state.layout)
+        mean = average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
+        model = Model(
+            (w.params + self.options.server_rate * mean.params).astype(np.float32),
+            mean.buffers.astype(np.float32),
+            mean.counters,
+        )
+        return fleet.put(unflatten(model, state.layout))
+
+    def serves(self, state: FedBuffState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
+        """The newest model."""
+        return state.model
+
+    def summary(self, state: FedBuffState) -> dict[str, Any]:
+        """With the staleness of the last step."""
+        return super().summary(state) | {"staleness": state.staleness}

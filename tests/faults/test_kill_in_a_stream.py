@@ -1,0 +1,92 @@
+"""Asynchronous rounds over MQTT: killed in mid-round, or with a device that sleeps, they end as recorded."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.methods import State
+from coordinator.methods.fedbuff import FedBuffState
+from coordinator.methods.fedge import FedgeState
+from fedge.broker import LocalBroker
+from tests.support.federation import Federation, same, settings, until
+from tests.support.streams import record_of, replay_of, stand_still_in_mid_round
+
+DEVICES = ("cam0", "cam1", "cam2", "cam3")
+SIZE = 3
+HAS_ORDER = "SELECT count(*) FROM orders WHERE device_id = 'cam3' AND status = 'open'"
+
+
+async def ends_as_recorded(federation: Federation, method: str, rounds: int, kind: type[State]) -> None:
+    """Every device has a bundle, and a simulation in which answers come as recorded ends in the same bytes."""
+    given = msgspec.structs.replace(settings(rounds), options={"buffer": SIZE})
+    state = federation.state(kind)
+    assert same(state, await federation.undisturbed(method, given, replay_of(federation)))
+    assert set(state.installed) == set(DEVICES)
+    assert not federation.rows("SELECT id FROM orders WHERE status = 'open'")
+
+
+@pytest.mark.parametrize(("method", "kind", "begun"), [("fedbuff", FedBuffState, 1), ("fedge", FedgeState, 4)])
+async def test_killed_between_two_answers(
+    mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], begun: int
+) -> None:
+    """The buffer is half full when the coordinator is killed; of fedge after the trial, which waits for everybody."""
+    rounds = 9
+    flags = {"method": method, "rounds": rounds, "option": f"buffer={SIZE}"}
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        agents = await federation.agents()
+        coordinator = await federation.coordinator(**flags)
+        await coordinator.said("round_done", round=begun)
+        await stand_still_in_mid_round(federation, agents, SIZE)
+        await coordinator.kill()
+        before = record_of(federation)
+
+        coordinator = await federation.coordinator(**flags)
+        for agent in agents.values():
+            agent.send(signal.SIGCONT)
+        assert await coordinator.ended() == 0
+        after = record_of(federation)
+        assert all(after[number][: len(handed)] == handed for number, handed in before.items())
+        together = {2, 3, 4} if method == "fedge" else set()
+        assert {number: len(handed) for number, handed in after.items()} == dict.fromkeys(
+            sorted({*range(1, rounds + 1)} - together), SIZE
+        )
+        await ends_as_recorded(federation, method, rounds, kind)
+
+
+async def test_a_device_that_sleeps_for_rounds(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    """Nobody waits for it. When it wakes it gets its order, and its answer counts what it is worth."""
+    rounds = 24
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        agents = await federation.agents()
+        coordinator = await federation.coordinator(method="fedbuff", rounds=rounds, option=f"buffer={SIZE}")
+        await coordinator.said("round_done", round=1)
+        sleeper = agents.pop("cam3")
+        while True:  # until it has an order to sleep on
+            sleeper.send(signal.SIGSTOP)
+            await until(lambda: federation.rows(HAS_ORDER) == [(1,)])
+            sleeper.send(signal.SIGTERM)
+            sleeper.send(signal.SIGCONT)
+            await sleeper.ended()
+            if federation.rows(HAS_ORDER) == [(1,)]:
+                break
+            sleeper = await federation.agent("cam3")
+        (fell_asleep,) = federation.rows("SELECT max(round) FROM rounds")[0]
+        await coordinator.said("round_done", round=fell_asleep + 5)
+        for agent in agents.values():  # the others, who would be through before it is up
+            agent.send(signal.SIGSTOP)
+
+        def late() -> int:
+            record = record_of(federation).items()
+            own = [handed - written for handed, answers in record for written, i in answers if i == "cam3"]
+            return max(own, default=0)
+
+        await federation.agent("cam3")
+        await until(lambda: late() >= 5)
+        for agent in agents.values():
+            agent.send(signal.SIGCONT)
+        assert await coordinator.ended() == 0
+        await ends_as_recorded(federation, "fedbuff", rounds, FedBuffState)
