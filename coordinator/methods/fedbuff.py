@@ -3,13 +3,15 @@
 Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, Algorithm 1;
 docs/methods/fedbuff.md. An update that began tau steps ago counts s(tau) = 1 / sqrt(1 + tau):
 
-    w <- w + eta_g / K * sum_i s(tau_i) Delta_i
+    w <- w + 1 / K * sum_i s(tau_i) Delta_i
 
-A round is such a step. Where nobody works any more a step is made of what has come.
+A round is such a step. Departures: the server's rate, which the paper tunes for each task, is 1; where nobody works any
+more a step is made of what has come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -21,14 +23,13 @@ from coordinator.methods.asynchronous import Buffer, buffered
 from coordinator.methods.averaging import average
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, unflatten
 
 
 class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`buffer`: K, updates in a step of the server; `server_rate`: eta_g."""
+    """`buffer`: K, updates in a step of the server."""
 
     buffer: Annotated[int, Meta(ge=1, le=10_000)] = 10
-    server_rate: Annotated[float, Meta(gt=0, le=100)] = 1.0
 
 
 class FedBuffState(State, frozen=True, kw_only=True):
@@ -44,6 +45,7 @@ class FedBuff(Method[FedBuffState]):
 
     name = "fedbuff"
     Options: ClassVar[type[Struct]] = FedBuffOptions
+    REFUSED: ClassVar[Mapping[str, str]] = {"selection": "nobody is chosen for a step: devices that are idle are drawn"}
 
     def init(self, layout: Layout, model: BlobRef) -> FedBuffState:
         """The state before the first step."""
@@ -68,12 +70,7 @@ class FedBuff(Method[FedBuffState]):
         """The model after a step with at least one update."""
         w = fleet.get(state.model, state.layout)
         mean = average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
-        model = Model(
-            (w.params + self.options.server_rate * mean.params).astype(np.float32),
-            mean.buffers.astype(np.float32),
-            mean.counters,
-        )
-        return fleet.put(unflatten(model, state.layout))
+        return fleet.put(unflatten(mean.added_to(w), state.layout))
 
     def serves(self, state: FedBuffState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The newest model."""

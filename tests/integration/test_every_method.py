@@ -30,6 +30,7 @@ EPOCHS = {"cfic": 3, "fedepc": 3}
 OPTIONS: dict[str, dict[str, float | int | str]] = {
     "fedge for data that shift": {"mode": "shift"},
     "fedge with experts": {"split": "always", "local_pilot": True},
+    "fedge that waits for nobody": {"buffer": 4},
     "fedepc": {"warm_up": 2},
     "fedepc with a proxy set": {"warm_up": 1, "extractor": "server", "sigma_dp": 0.01},
     "scmoe-pfl as printed": {"preset": "paper"},

@@ -49,9 +49,9 @@ ROUNDS = 5
 METHODS = [
     *("local", "fedavg", "fedavg+ft", "fedavgm", "fedprox", "ditto", "ditto+ft", "fedper", "fedrep", "lg-fedavg"),
     *("fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl"),
-    *("fedge", "fedge:split=always"),
+    *("fedge", "fedge:split=always", "fedge:buffer=3", "fedbuff"),
 ]
-PRIVATE = ["fedavg", "fedavgm", "fedprox", "fedper", "fedrep", "lg-fedavg"]
+PRIVATE = ["fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "lg-fedavg"]
 """Methods that differential privacy is for."""
 TUNED = {name for name in installed_methods() if not method_class(name).NO_FINE_TUNING} - {"fedge"}
 OFTEN = [

@@ -43,10 +43,12 @@ def federation() -> Federation:
     return deal(SCENARIO, SEED)
 
 
-async def trained(federation: Federation, home: Path, execute: Execute, **options: Option) -> bytes:
+async def trained(
+    federation: Federation, home: Path, execute: Execute, method_name: str = "fedavg", **options: Option
+) -> bytes:
     """The global model after the rounds."""
     fleet, first, _ = gather(federation, SCENARIO, SEED, home, execute)
-    method = make("fedavg", SCENARIO.for_method(SEED, dict(options)), Server(federation.task, None))
+    method = make(method_name, SCENARIO.for_method(SEED, dict(options)), Server(federation.task, None))
     state = method.init(federation.layout, first)
     for number in range(1, SCENARIO.rounds + 1):
         fleet.round = number
@@ -64,6 +66,14 @@ async def test_bits_do_not_depend_on_the_number_of_actors(cluster: object, feder
     assert of[1] == of[2] == of[4]
     here = await trained(federation, tmp_path / "here", batched.execute)
     np.testing.assert_allclose(np.frombuffer(of[1], np.float32), np.frombuffer(here, np.float32), rtol=1e-6, atol=1e-7)
+
+
+async def test_bits_of_answers_as_they_come_do_not_either(cluster: object, federation: Federation, tmp_path: Path):
+    of = [
+        await trained(federation, tmp_path / str(n), shards(federation, tmp_path / str(n), n), "fedbuff", buffer=3)
+        for n in (1, 2)
+    ]
+    assert of[0] == of[1]
 
 
 async def test_a_killed_actor_changes_nothing(cluster: object, federation: Federation, tmp_path: Path):

@@ -246,7 +246,7 @@ def test_an_option_that_there_is_not_says_why_or_what_replaces_it(name: str) -> 
 
 
 def test_the_selection_is_every_methods_and_the_first_is_the_default() -> None:
-    assert {name for name in installed_methods() if not method_class(name).SELECTIONS} == {"local"}
+    assert {name for name in installed_methods() if not method_class(name).SELECTIONS} == {"fedbuff", "local"}
     assert make("fedavg", MethodSettings()).selection == "uniform"
     assert make("cfic", MethodSettings()).selection == "stratified"
     assert make("fedge", MethodSettings(options={"selection": "fastest"})).selection == "fastest"
