@@ -19,11 +19,12 @@ from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet, Seen
 from coordinator.methods import Method, State, round_done
-from coordinator.methods.asynchronous import Buffer, buffered
+from coordinator.methods.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.averaging import average
+from coordinator.methods.server_optimizer import ServerModel, stepped
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
-from fedge.tensors import Layout, unflatten
+from fedge.tensors import Layout
 
 
 class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +48,8 @@ class FedBuff(Method[FedBuffState]):
     Options: ClassVar[type[Struct]] = FedBuffOptions
     REFUSED: ClassVar[Mapping[str, str]] = {"selection": "nobody is chosen for a step: devices that are idle are drawn"}
 
+    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": ONE_BY_ONE}
+
     def init(self, layout: Layout, model: BlobRef) -> FedBuffState:
         """The state before the first step."""
         return FedBuffState(round=0, layout=layout, model=model)
@@ -61,16 +64,15 @@ class FedBuff(Method[FedBuffState]):
             state,
             buffer.asked,
             buffer.updates,
-            model=self.stepped(state, fleet, buffer) if enough else state.model,
+            model=await self.stepped(state, fleet, buffer) if enough else state.model,
             staleness=float(np.mean(list(buffer.staleness.values()) or [0])),
             seen=buffer.seen,
         )
 
-    def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
-        """The model after a step with at least one update."""
-        w = fleet.get(state.model, state.layout)
-        mean = average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
-        return fleet.put(unflatten(mean.added_to(w), state.layout))
+    async def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
+        """The model after a step."""
+        mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
+        return stepped(ServerModel(model=state.model), mean, state.layout, fleet, gamma=0.0).model
 
     def serves(self, state: FedBuffState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The newest model."""

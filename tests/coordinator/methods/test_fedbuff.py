@@ -45,7 +45,7 @@ async def test_a_step_by_hand(tmp_path: Path) -> None:
         tensors = {info.name: np.full(info.shape, value, np.float32) for info in layout.tensors}
         updates[key] = Trained(update=fleet.put(tensors), n_samples=n)
     buffer = Buffer(updates, {"a/1": 1, "b/0": 0}, asked=2, seen=())
-    after = fleet.get(method.stepped(method.init(layout, first), fleet, buffer), layout)
+    after = fleet.get(await method.stepped(method.init(layout, first), fleet, buffer), layout)
     wanted = fleet.get(first, layout).params + (1 / np.sqrt(2) + 3) / 2
     np.testing.assert_allclose(after.params, wanted, rtol=1e-6)
 

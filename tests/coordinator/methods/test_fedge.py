@@ -111,7 +111,7 @@ async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> No
 # -------------------------------------------------------------------------------------- asynchronous rounds
 
 
-def test_worked_step_of_stale_updates(tmp_path) -> None:
+async def test_worked_step_of_stale_updates(tmp_path) -> None:
     """fedge.md section 16: an update is three steps old; before the split, and of an expert with four members."""
     fleet, layout, _, _ = digits(tmp_path, n=2, limit=80)
 
@@ -129,11 +129,11 @@ def test_worked_step_of_stale_updates(tmp_path) -> None:
         "b/1": Trained(update=put(vector(0, 2)), n_samples=3),
     }
     discounts = {"a/0": discount(0), "b/1": discount(3)}
-    after = train_shared(method, state, updates, fleet, (), discounts).shared
+    after = (await train_shared(method, state, updates, fleet, (), discounts)).shared
     np.testing.assert_allclose(fleet.get(after.model, layout).params[:2], [0.4, 0.75], atol=1e-7)
     split = with_clusters(state, fleet, ("a", "b", "c", "d"), ("c", "d"))
     split = msgspec.structs.replace(split, experts=(shared, shared))
-    first, other = train_experts(method, split, updates, fleet, discounts=discounts).experts
+    first, other = (await train_experts(method, split, updates, fleet, discounts=discounts)).experts
     np.testing.assert_allclose(fleet.get(first.model, layout).params[:2], [0.275, 0.375], atol=1e-7)
     assert other == shared
 
