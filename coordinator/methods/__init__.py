@@ -168,7 +168,7 @@ class Method(Generic[S]):
     """What devices count for, where the server needs of `train` the mean of each cluster alone, and devices are in one
     cluster each: then training can be masked (`coordinator.fleet.masked`)."""
     NO_RELAYS: ClassVar[Mapping[str, str]] = {}
-    """Of an option, by NAME=VALUE or NAME (if it is not 0), or of the method, by "": why devices cannot be behind relays
+    """Of an option, by NAME=VALUE or NAME (if not 0), or of the method, by "": why devices cannot be behind relays
     (`coordinator.fleet.relayed`); where nothing is said, they can."""
     NO_FINE_TUNING: ClassVar[str] = ""
     """Why "+ft" makes no sense; empty: it does."""
