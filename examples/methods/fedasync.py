@@ -1,7 +1,7 @@
 """FedAsync: every answer moves the model at once, the less the older it is.
 
-Source: Xie et al., "Asynchronous Federated Optimization", 2019, Algorithm 1 with the polynomial staleness of section
-5.2. A device trains W_i from the model that was the newest when it was asked. Its answer, tau steps later, gives
+Source: Xie et al., "Asynchronous Federated Optimization", 2019, Algorithm 1, with the polynomial staleness of its §5.2.
+A device trains W_i from the model that was the newest when it was asked. Its answer, tau steps later, gives
 
     w <- (1 - alpha_tau) w + alpha_tau W_i        alpha_tau = alpha (1 + tau)^-a
 
