@@ -60,11 +60,11 @@ async def test_killed_between_two_answers(
 ) -> None:
     """The coordinator is killed while it waits for the answer of a round, with orders of earlier ones open."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
-    rounds, flags = 12, {"method": FEDASYNC, "rounds": 12, "option": "alpha=0.5"}
+    rounds, flags = 7, {"method": FEDASYNC, "rounds": 7, "option": "alpha=0.5"}
     async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
         agents = await federation.agents()
         coordinator = await federation.coordinator(**flags)
-        await coordinator.said("round_done", round=2)
+        await coordinator.said("round_done", round=1)
         for agent in agents.values():
             agent.send(signal.SIGSTOP)
         await until(lambda: not record_of(federation)[federation.rows("SELECT max(round) FROM rounds")[0][0]])
