@@ -199,11 +199,15 @@ def database(home: Path, url: str | None, federation: str) -> Callable[[], Datab
     Raises:
         ConfigError: the URL is none of PostgreSQL's, the home has tables of its own, or asyncpg is not installed.
     """
-    file = home / "store.db"
+    file, elsewhere = home / "store.db", home / "store.elsewhere"
     if url is None:
+        if elsewhere.exists():
+            raise ConfigError(f"the federation in {home} keeps its tables on a server: name it with --store")
         return lambda: _Sqlite(file)
     if not url.startswith(SCHEMES):
         raise ConfigError("the store's address must begin with postgresql://; without one it is HOME/store.db")
     if file.exists():
         raise ConfigError(f"the federation in {home} was begun with {file}: leave --store out, or use another --home")
+    home.mkdir(parents=True, exist_ok=True)
+    elsewhere.touch()
     return lambda: _Postgres(url, federation)
