@@ -227,7 +227,7 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     accuracy = history[-1]["accuracy"] if history else None
     lines = [
         f"federation  {summary['federation']} ({summary['method']}), as it was {_length(summary['age_s'])} ago",
-        f"rounds      {summary['round']} of {summary['rounds']}: {headline(summary)}",
+        f"rounds      {summary['round']} of {summary['rounds']}, {headline(summary)}",
         f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",

@@ -45,10 +45,12 @@ Watch = Callable[[int, int, RunOutcome], None]
 DP: Final = ("dp_epsilon", "dp_noise", "dp_delta", "dp_clip")
 LATER: Final = (
     *("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
-    *("measured", "masking", "min_cohort"),
+    *("measured", "masking", "min_cohort", "weights", "adapt", "down"),
     *DP,
 )
-"""Settings that older folders lack: while they have their defaults, such a folder goes on being of use."""
+"""Settings that older folders lack: while they are as they were then, such a folder goes on being of use."""
+THEN: Final = {"down": "float32"}
+"""What they were, where that is not their default now."""
 BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "newcomers": "min_reports"}
 """Where settings stood when the first folders were made, for the names of files depend on it."""
 
@@ -147,7 +149,7 @@ class _Run(Struct, frozen=True, kw_only=True):
         settings["scenario"] = {
             name: settings["scenario"][name]
             for name in order
-            if name not in LATER or getattr(self.scenario, name) != getattr(default, name)
+            if name not in LATER or getattr(self.scenario, name) != THEN.get(name, getattr(default, name))
         }
         digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"

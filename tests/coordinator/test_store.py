@@ -426,6 +426,16 @@ def test_a_migration_that_fails_leaves_the_old_schema(
         assert store._db.execute("SELECT count(*) FROM more") == [(0,)]
 
 
+def test_a_home_whose_tables_are_on_a_server_is_not_begun_anew_without_it(opened: Open, tmp_path: Path) -> None:
+    opened().close()
+    if opened.args[1] is None:
+        with contextlib.closing(Store(tmp_path, federation="f")) as again:
+            assert again.state() is None
+    else:
+        with pytest.raises(ConfigError, match="keeps its tables on a server: name it with --store"):
+            Store(tmp_path, federation="f")
+
+
 def test_evidence_against_a_device_is_kept_once_a_round_and_name(store: Store, opened: Open) -> None:
     first = Offence(device_id="a", round=1, name="long-update", detail="norm 50")
     assert store.accuse(first).result()

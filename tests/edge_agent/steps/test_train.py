@@ -470,7 +470,7 @@ def trained(result: Result) -> Trained:
     return result
 
 
-@pytest.mark.parametrize("update_codec", list(Codec))
+@pytest.mark.parametrize("update_codec", sorted(set(Codec) - {Codec.TOP}))  # which keeps most of the change back
 def test_training_lowers_the_loss_and_the_update_is_the_change(
     tmp_path: Path, blobs: Blobs, update_codec: Codec
 ) -> None:
