@@ -21,6 +21,7 @@ from coordinator.fleet import Fleet, Seen
 from coordinator.methods import Method, State, round_done
 from coordinator.methods.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.averaging import average
+from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
@@ -46,8 +47,10 @@ class FedBuff(Method[FedBuffState]):
 
     name = "fedbuff"
     Options: ClassVar[type[Struct]] = FedBuffOptions
-    REFUSED: ClassVar[Mapping[str, str]] = {"selection": "nobody is chosen for a step: devices that are idle are drawn"}
-
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "clustering": NO_CLUSTERS["clustering"],
+        "selection": "nobody is chosen for a step: devices that are idle are drawn",
+    }
     NO_RELAYS: ClassVar[Mapping[str, str]] = {"": ONE_BY_ONE}
 
     def init(self, layout: Layout, model: BlobRef) -> FedBuffState:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -107,7 +107,7 @@ def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
     Args:
         method: its options are searched beside the settings of local training.
         search: NAME=LOW..HIGH, NAME=A,B,C, or NAME: its usual range, or that which the method declares. None: the
-            learning rate, and all options of the method that have a lowest and a highest value.
+            learning rate, and all real options of the method that have a lowest and a highest value.
 
     Raises:
         ConfigError: there is no such setting or option, or it needs a range.
@@ -143,7 +143,9 @@ def _range(name: str, text: str) -> Range:
 
 
 def _declared(kind: Any) -> Range | None:
-    """The range of an option that has a lowest and a highest value; a bound that is not one itself is kept off."""
+    """The range of a real number that has a lowest and a highest value; a bound that is not one itself is kept off."""
+    if get_args(kind)[:1] == (int,):  # its bounds are what is possible, not what is sensible
+        return None
     for meta in (meta for meta in metas_of(kind) if isinstance(meta, Meta)):
         low, high = (meta.gt if meta.ge is None else meta.ge), (meta.lt if meta.le is None else meta.le)
         if low is not None and high is not None:
