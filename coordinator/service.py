@@ -84,6 +84,8 @@ TELL_S: Final = 1.0
 """Between two summaries at least, whatever happens."""
 NOTE_S: Final = 0.2
 """Events go into the store together, no more often."""
+SPARE_S: Final = 60.0
+"""While streamed orders are open an intake may have an update of theirs that nobody else knows of yet."""
 RARELY: Final = 50
 """And so many times as long as one takes to write."""
 LOOK_S: Final = 0.5
@@ -433,7 +435,8 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
     """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
     await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
-    store.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
+    spare_s = SPARE_S if fleet.busy() else 0.0
+    store.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed(), spare_s=spare_s)
 
 
 def write_summary(

@@ -11,6 +11,7 @@ carried out in the order of the calls. All others wait for it themselves.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import groupby
@@ -413,12 +414,14 @@ class Store:
         rows = self._read("SELECT value FROM meta WHERE name = $1", name)
         return str(rows[0][0]) if rows else None
 
-    def keep_only(self, digests: Collection[str]) -> None:
-        """Delete all other tensors, and what was received of others."""
+    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+        """Delete all other tensors, and what was received of others, but for what is younger than `spare_s`."""
         with _guarded():
             for path in list(self.blobs.path("").iterdir()):
                 if path.name.partition(".")[0] not in digests:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        if time.time() - path.stat().st_mtime >= spare_s:
+                            path.unlink()
 
 
 def _count(db: Database, counted: Mapping[str, int]) -> None:
