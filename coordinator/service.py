@@ -333,7 +333,8 @@ async def serve(
             told("round_done", write_summary(settings, method, state, store, fleet))
         fleet.end_streams()
         if settings.welcome:
-            await welcome(settings, method, state, store, fleet, told)
+            async for state in welcome(settings, method, state, store, fleet, told):  # noqa: B020 - it is the next one
+                told("round_done", write_summary(settings, method, state, store, fleet))
     note()
     store.count(fleet.take_counts())
     summary = write_summary(settings, method, state, store, fleet)
@@ -408,8 +409,8 @@ def raise_open_files() -> None:
 
 async def welcome(
     settings: CoordinatorSettings, method: Method[Any], state: Any, store: Store, fleet: MqttFleet, observe: Observer
-) -> None:
-    """After the last round: a round for each time that devices without a bundle come. It never returns.
+) -> AsyncIterator[Any]:
+    """After the last round: a round for each time that devices without a bundle come; the state after each, for ever.
 
     A device that declined or failed is asked again when its agent, or this coordinator, has been started again.
     """
@@ -422,7 +423,7 @@ async def welcome(
         state = await method.welcome(state, beyond_relays(settings, state, fleet))
         state = msgspec.structs.replace(state, round=number)
         await commit(store, fleet, number, state, time.monotonic() - began, settings.keep_rounds)
-        observe("round_done", write_summary(settings, method, state, store, fleet))
+        yield state
         tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}
 
 

@@ -171,7 +171,13 @@ class Weather:
         where = {"broker": f"{self._network.host}:{self._network.port}", "federation": NAME}
         given: dict[str, Any] = {**where, "task": self._folder / "task.json", "home": self._folder / name}
         if name == "coordinator":
-            given |= {"seed": SEED, "devices": len(DEVICES), "deadline_s": 3600, "method": self._method}
+            given |= {
+                "seed": SEED,
+                "devices": len(DEVICES),
+                "deadline_s": 3600,
+                "keep_rounds": 1000,
+                "method": self._method,
+            }
             given |= {"rounds": self._rounds, "local_steps": STEPS}
         else:
             given |= {"id": name, "data": federation.data(name), "context_interval_s": 1}

@@ -96,7 +96,7 @@ async def undisturbed(shares: dict[str, Path], home: Path) -> str:
     state = method.init(layout, fleet.put(unflatten(model, layout)))
     for number in range(1, ROUNDS + 1):
         fleet.round = number
-        state = await method.round(state, fleet)
+        state = await method.advance(state, fleet)
     return str(state.model.digest)
 
 
