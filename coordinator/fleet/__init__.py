@@ -244,7 +244,15 @@ class FleetAround:
         self._fleet = fleet
         self.task = fleet.task
         self.sites: RelayFleet | None = fleet.sites
-        self.descents = fleet.descents
+
+    @property
+    def descents(self) -> dict[str, Descent] | None:
+        """The other's, which writes the orders."""
+        return self._fleet.descents
+
+    @descents.setter
+    def descents(self, descents: dict[str, Descent] | None) -> None:
+        self._fleet.descents = descents
 
     def devices(self) -> tuple[Device, ...]:
         """The other's."""
