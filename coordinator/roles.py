@@ -30,7 +30,7 @@ from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.files import BlobFolder, InUseError, locked, sync_folder
 from fedge.identity import Role
-from fedge.messages import Ack, BlobRef, Order, Report, Status, Want, decode, encode
+from fedge.messages import Ack, BlobRef, Order, Report, Status, decode, encode
 from fedge.sealed import Signed
 from fedge.step import Action, Refusal, Unsupported, read_action
 from fedge.task import TaskSpec
@@ -265,11 +265,7 @@ class BlobServer(_Helper):
             await self._serve()
 
     def _on_want(self, device: str, inbound: Inbound) -> None:
-        want = decode(inbound.payload, Want)
-        if want.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
-        listener = (device, want.listening) if want.listening else None
-        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
+        self._sender.want_of(device, inbound.payload, self._topics)
 
     def _source(self, digest: str) -> Path | None:
         """Devices get what orders name, and nothing else: the updates of others lie in the same folder."""

@@ -28,8 +28,6 @@ PASSED: Final = frozenset({"chosen", "left_out", "problem"})
 """Events that say why a device was not asked."""
 PAGE: Final = 5000
 """Events that are read at a time."""
-FRESH_S: Final = 15.0
-"""A coordinator that runs has written something by then."""
 
 
 def read_summary(home: Path) -> dict[str, Any]:
@@ -77,7 +75,8 @@ class Watch:
         match event.name:
             case "round_begun":
                 self._now = {}
-                self._rounds[event.round] = {"round": event.round, "begun_at": event.at, "done_at": None, **_nothing()}
+                self._rounds.pop(event.round, None)
+                self._row(event)
                 for old in list(self._rounds)[:-ROUNDS]:
                     del self._rounds[old]
             case "asked":  # again, if the coordinator was started again

@@ -48,7 +48,8 @@ from weakref import WeakValueDictionary
 from fedge.background import first_failure
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, sync_folder
-from fedge.messages import BlobRef, Want, encode
+from fedge.messages import BlobRef, Want, decode, encode
+from fedge.topics import Topics
 from fedge.transport import LARGE_CHUNK, PACKET_OVERHEAD, Inbound, Transport
 
 log = logging.getLogger("fedge.transfer")
@@ -715,6 +716,18 @@ class Sender:
             task.cancel()
         with first_failure():
             await self._group.__aexit__(kind, error, trace)
+
+    def want_of(self, device: str, payload: bytes, topics: Topics) -> None:
+        """Queue what a device says that it lacks of a model; returns at once.
+
+        Raises:
+            ProtocolError: it is no Want, or `foreign-id`, it speaks for another device; or as `want`.
+        """
+        want = decode(payload, Want)
+        if want.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
+        listener = (device, want.listening) if want.listening else None
+        self.want(want.digest, want.ranges, chunks=topics.model_chunk(want.digest), listener=listener)
 
     def want(self, digest: str, ranges: Iterable[Range], *, chunks: str, listener: Listener | None = None) -> None:
         """Queue byte ranges of a blob for publishing; returns at once.

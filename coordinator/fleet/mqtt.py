@@ -72,7 +72,6 @@ from fedge.messages import (
     Outcome,
     Report,
     Status,
-    Want,
     Why,
     blobs_of,
     decode,
@@ -729,11 +728,7 @@ class MqttFleet:
         self.registry.on_health(device, decode(inbound.payload, Health))
 
     def _on_want(self, device: str, inbound: Inbound) -> None:
-        want = decode(inbound.payload, Want)
-        if want.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
-        listener = (device, want.listening) if want.listening else None
-        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
+        self._sender.want_of(device, inbound.payload, self._topics)
 
     def _on_report(self, device: str, inbound: Inbound) -> None:
         report = decode(inbound.payload, Report)

@@ -26,7 +26,7 @@ from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
 from fedge.files import version_of
 from fedge.identity import Role, Subject
-from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, Want, decode, encode
+from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, decode, encode
 from fedge.sealed import speaker
 from fedge.tensors import digest_of
 from fedge.topics import Topics
@@ -244,11 +244,8 @@ class Supervisor:
 
     async def _on_want(self, inbound: Inbound) -> None:
         device = self._topics.parts(inbound.topic)[1]
-        want = decode(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Want)
-        if want.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
-        listener = (device, want.listening) if want.listening else None
-        self._sender.want(want.digest, want.ranges, chunks=self._topics.model_chunk(want.digest), listener=listener)
+        payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+        self._sender.want_of(device, payload, self._topics)
 
 
 def _shown(health: Health) -> tuple[object, ...]:
