@@ -322,7 +322,9 @@ class Run:
         disturbing = asyncio.create_task(self._disturb())
         async for event in self._events():
             self._note(event)
-        disturbing.cancel()
+        if not self._disturbed.is_set():
+            disturbing.cancel()
+        await asyncio.wait([disturbing])  # the last device may come back when the work is done
         if code := await self.coordinator.wait():
             raise SystemExit(f"the coordinator ended with exit code {code}")
         told = [order for herd in self.herds if herd.alive for order in await herd.ask("accepted")]
