@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
-from coordinator.service import CoordinatorSettings, Observer, help_out, serve
+from coordinator.service import CoordinatorSettings, Observer, happened, help_out, serve
 from coordinator.store import Store
 from coordinator.watch import headline, read_summary
 from coordinator.watch_cli import UiSettings, page
@@ -27,6 +27,7 @@ from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.identity import Role, Subject
+from fedge.logs import bind, in_json, note
 from fedge.messages import Status, decode, is_outdated
 from fedge.sealed import speaker
 from fedge.tasks import task_spec
@@ -67,6 +68,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     store's server does not answer, 6 done, but no device has a bundle, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
+    bind(federation=settings.federation)
     own = resolve_options(config, options)
     check(settings.method, own)
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
@@ -97,15 +99,25 @@ async def _served(settings: CoordinatorSettings, work: Callable[[], Awaitable[di
 
 @contextlib.contextmanager
 def _observer(as_json: bool) -> Iterator[Observer]:
-    """JSON lines; or a live line on a terminal; or a line per round."""
+    """JSON lines; or events as log lines in JSON; or a live line on a terminal; or a line per round."""
     if as_json:
         yield lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
+        return
+    if in_json():
+        yield _logged
         return
     progress = Progress(live=sys.stderr.isatty())
     try:
         yield progress.observe
     finally:
         progress.close()
+
+
+def _logged(event: str, fields: dict[str, Any]) -> None:
+    """An event with what the store keeps of it."""
+    told = happened(event, fields, fields.get("round", 0))
+    about = {"round": told.round or None, "device": told.device or None}
+    note(log, event, {name: value for name, value in about.items() if value} | told.fields)
 
 
 class Progress:

@@ -64,6 +64,7 @@ from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
 from fedge.initial import initial_in_subprocess
+from fedge.logs import bind
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.processor import Processor
@@ -322,7 +323,7 @@ async def serve(
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
     async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warning_daily(settings):
         while not method.done(state):
-            number = state.round + 1
+            bind(round=(number := state.round + 1))
             wishes = await permitted(number, store, fleet, told)
             if wishes.recluster == number:
                 state = anew(method, state, told)

@@ -295,6 +295,13 @@ class Answering:
     def _take(self, runtime: Runtime, before: str | None = None) -> None:
         """Let a bundle answer, for now not on trial; `before`: digest of the one to be compared with, if any."""
         reference = runtime.manifest.reference
+        log.info(
+            "event=answers bundle=%s release=%d engine=%s providers=%s",
+            runtime.digest,
+            runtime.manifest.release,
+            runtime.engine,
+            ",".join(runtime.providers),
+        )
         with self._lock:
             self._runtime = runtime
             self._drift = Drift(reference) if isinstance(reference, Reference) else None

@@ -33,6 +33,7 @@ from fedge.credentials import Credentials
 from fedge.egress import Door, Rules, rules_of, without_figures
 from fedge.errors import ConfigError, StoreError
 from fedge.https import server_tls
+from fedge.logs import bind
 from fedge.renewal import Renewal
 from fedge.step import Reveals
 from fedge.topics import Topics
@@ -118,6 +119,7 @@ def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     answered.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
+    bind(federation=settings.federation, device=settings.id)
     rules = rules_of(settings.home, settings.egress, config)
     if settings.home is not None:
         rules = without_figures(rules, settings.home)

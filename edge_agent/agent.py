@@ -55,6 +55,7 @@ from fedge.egress import Door, Rules, WithheldError
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, highest_release, volatile
 from fedge.identity import Role, Subject
+from fedge.logs import bound, note
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -415,22 +416,23 @@ class Agent:
 
     async def _carry_out(self, order: Order) -> None:
         """Do one order from its models to its report; nothing comes of it if it was stopped."""
-        self._say("order_started", **_about(order))
-        began = time.monotonic()
-        report: Report | None = None
-        try:
-            action = read_action(order, self._identity.steps)
-            if isinstance(action, Unsupported):
-                report = self._report(order, action, began)
-            elif (refused := self._refuse_work(order, action)) is not None:
-                report = self._report(order, refused, began)
-            elif await self._fetch(order, action):
-                work = partial(self._execute, order, action, began)
-                report = await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
-            report = self._report(order, failed(error), began)
-        self._forget_models()
-        self._feed(WorkStopped(order.id) if report is None else WorkFinished(report))
+        with bound(**_about(order)):
+            self._say("order_started", **_about(order))
+            began = time.monotonic()
+            report: Report | None = None
+            try:
+                action = read_action(order, self._identity.steps)
+                if isinstance(action, Unsupported):
+                    report = self._report(order, action, began)
+                elif (refused := self._refuse_work(order, action)) is not None:
+                    report = self._report(order, refused, began)
+                elif await self._fetch(order, action):
+                    work = partial(self._execute, order, action, began)
+                    report = await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
+                report = self._report(order, failed(error), began)
+            self._forget_models()
+            self._feed(WorkStopped(order.id) if report is None else WorkFinished(report))
 
     def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
         """What needs no model and no worker to be answered."""
@@ -641,8 +643,7 @@ class Agent:
 
     def _say(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
         """One log line, and the same to whoever observes."""
-        text = " ".join(f"{key}={value!r}" if " " in str(value) else f"{key}={value}" for key, value in fields.items())
-        log.log(level, "event=%s device=%s %s", event, self._identity.device_id, text)
+        note(log, event, {"device": self._identity.device_id, **fields}, level)
         self._observe(event, fields)
 
 

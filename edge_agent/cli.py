@@ -18,6 +18,7 @@ from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
+from fedge.logs import bind
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
 from fedge.steps.mask_shares import MIN_COHORT
@@ -123,6 +124,7 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(AgentSettings, "agent", config, flags)
     rules = rules_of(settings.home, settings.egress, config)
+    bind(federation=settings.federation, device=settings.id)
     try:
         asyncio.run(_run(build(settings, rules, _observer(as_json))))
     finally:

@@ -6,10 +6,8 @@ be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -21,6 +19,7 @@ import fedge
 from fedge.config import nearest
 from fedge.errors import FedgeError
 from fedge.loading import needs
+from fedge.logs import Format, configure
 from fedge.text import printable
 
 ENTRY_POINTS: Final = "fedge.commands"
@@ -147,7 +146,15 @@ class Commands(click.Group):
     show_default=True,
     help="Lines on standard error.  [env: FEDGE_LOG_LEVEL]",
 )
-def command(log_level: str) -> None:
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    envvar="FEDGE_LOG_FORMAT",
+    show_default=True,
+    help="json: an object a line, for programs (docs/operating.md).  [env: FEDGE_LOG_FORMAT]",
+)
+def command(log_level: str, log_format: Format) -> None:
     """Personalised federated learning that runs at the edge.
 
     \b
@@ -159,7 +166,7 @@ def command(log_level: str) -> None:
       fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data samples/cam1.npz
       fedge infer cam1/bundles/1 samples/cam1-test.npz
     """  # noqa: D301 - click wants the backspace character itself
-    configure_logging(log_level)
+    configure(log_level, log_format)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,31 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo("\n".join(printable(line) for line in f"error: {error}".split("\n")), err=True)
         return error.exit_code
     return result if isinstance(result, int) else 0
-
-
-class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO event=... key=value`: one event, one line, whatever a peer wrote into it."""
-
-    converter = staticmethod(time.gmtime)
-    default_time_format = "%Y-%m-%dT%H:%M:%S"
-    default_msec_format = "%s.%03dZ"
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line, with control characters escaped: a peer's text cannot forge a second one."""
-        return printable(super().formatMessage(record))
-
-
-def configure_logging(level: str) -> None:
-    """Send the log lines of this process to standard error: ours from `level` on, others' from WARNING on."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger("fedge").setLevel(level.upper())
 
 
 def _installed() -> dict[str, EntryPoint]:

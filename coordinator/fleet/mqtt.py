@@ -654,9 +654,8 @@ class MqttFleet:
         harmless = error.name in SAYS_NOTHING
         level = logging.INFO if harmless else logging.WARNING
         if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
-            more = f" untold={untold}" if untold else ""
-            text = "event=refused name=%s device=%s topic=%s detail=%r%s"
-            log.log(level, text, error.name, device, topic, str(error), more)
+            text = "event=refused name=%s device=%s topic=%s detail=%r untold=%d"
+            log.log(level, text, error.name, device, topic, str(error), untold)
         if not harmless:
             self._note_problem(device, str(error))
 

@@ -238,7 +238,7 @@ class ScmoePfl(Method[ScmoeState]):
         rng = round_rng(self.settings, r)
         found = find_clusters(o.clustering, seen, rng=rng, n_clusters=o.n_clusters)  # a preset's is of MCTC
         if found.separability is not None and found.separability < 0.7:
-            log.info("event=weak_groups separability=%.2f: the clusters may be arbitrary", found.separability)
+            log.info("event=weak_groups separability=%.2f the clusters may be arbitrary", found.separability)
         made = Clusters(
             made=r,
             members=tuple(tuple(ids[i] for i in cluster) for cluster in found.clusters),

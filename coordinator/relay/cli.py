@@ -18,6 +18,7 @@ from edge_agent.agent import Agent, Identity
 from fedge.background import INTERRUPTED, STOP_S, on_signal
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
+from fedge.logs import bind
 from fedge.tasks import task_spec
 
 Observer = Callable[[str, dict[str, Any]], None]
@@ -61,6 +62,7 @@ def relay(config: Path | None, as_json: bool, **flags: object) -> int:
     Exit codes: 2 wrong configuration, 3 a broker refuses us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(RelaySettings, "relay", config, flags)
+    bind(federation=settings.federation, device=settings.id)
 
     def observe(event: str, fields: dict[str, Any]) -> None:
         if as_json:

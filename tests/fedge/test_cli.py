@@ -10,7 +10,7 @@ import click
 import pytest
 
 import fedge
-from fedge import cli, errors
+from fedge import cli, errors, logs
 
 HEAVY = ("torch", "torchvision", "sklearn", "onnx", "onnxruntime", "scipy")
 
@@ -110,7 +110,7 @@ def test_any_other_error_is_a_bug_and_shows_its_traceback(commands: dict[str, ob
 @pytest.mark.parametrize("turn", [1, 2])
 def test_the_log_lines_of_a_command_are_not_those_of_the_next_test(commands: dict[str, object], turn: int) -> None:
     """`main` sends them to the standard error of its test, which is closed by then."""
-    assert not any(isinstance(handler.formatter, cli.LineFormatter) for handler in logging.getLogger().handlers)
+    assert not any(isinstance(handler.formatter, logs.LineFormatter) for handler in logging.getLogger().handlers)
     commands["demo"] = raising(ZeroDivisionError(turn))
     with pytest.raises(ZeroDivisionError):
         cli.main(["demo"])
@@ -220,30 +220,6 @@ def test_both_signals_stop_cleanly_with_130(number: signal.Signals, background: 
         out, err = child.communicate(timeout=30)
     assert (child.returncode, out) == (130, "stopped\n")
     assert "Traceback" not in err
-
-
-def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    code = """
-import logging
-from fedge.cli import configure_logging
-configure_logging("info")
-log = logging.getLogger("fedge.agent")
-log.debug("event=hidden")
-log.info("event=refused device=%s", "cam1\\n2026-01-01T00:00:00.000Z INFO event=forged\\x1b[2J")
-logging.getLogger("other").info("event=theirs")
-logging.getLogger("other").warning("event=loud")
-"""
-    lines = fresh(code).stderr.splitlines()
-    assert [line.split(" ", 2)[1] for line in lines] == ["INFO", "WARNING"]
-    assert lines[0].endswith(r"event=refused device=cam1\n2026-01-01T00:00:00.000Z INFO event=forged\x1b[2J")
-    assert lines[0][:11].endswith("T")
-    assert lines[0].split(" ")[0].endswith("Z")
-
-
-def test_the_formatter_writes_utc() -> None:
-    record = logging.LogRecord("fedge", logging.INFO, "", 0, "event=%s", ("x",), None)
-    record.created, record.msecs = 0.007, 7.0
-    assert cli.LineFormatter().format(record) == "1970-01-01T00:00:00.007Z INFO event=x"
 
 
 def test_the_working_folder_is_not_searched_for_modules(tmp_path: Path) -> None:

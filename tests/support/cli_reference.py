@@ -16,7 +16,8 @@ Made from the commands themselves by `python -m tests.support.cli_reference`; a 
 
 Settings come from a TOML file (`--config`, one section for each command), from environment variables and from flags;
 flags win over the environment, the environment over the file. An unknown key is an error that names the nearest right
-one. Log lines go to standard error (`fedge --log-level warning COMMAND` for fewer), results to standard output.
+one. Log lines go to standard error (`fedge --log-level warning COMMAND` for fewer, `--log-format json` for programs),
+results to standard output.
 
 Exit codes of every command: 0 done, 1 an error, 2 wrong usage or configuration, 3 the broker cannot be reached or
 refuses us, 4 durable state cannot be written or read, 5 a bundle that is not to be trusted, 6 an end at which no

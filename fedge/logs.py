@@ -1,0 +1,131 @@
+"""Log lines on standard error, one for an event: as text, or as JSON with fixed names (docs/operating.md).
+
+A line is logged as `log.info("event=order_refused order=%s reason=%r", order, reason)`. The names are those of the
+template and the values those of the arguments, so that no text of a peer can become a name, a second line or a command
+of the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, Literal
+
+from fedge.text import printable
+
+Format = Literal["text", "json"]
+_NAME: Final = re.compile(r"(?:^|\s)(\w+)=")
+_PLACE: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
+_bound: dict[str, object] = {}
+"""What this process is and does; in every JSON line whose template has no such name."""
+
+
+def bind(**fields: object) -> None:
+    """Name the federation, the device or the round of all JSON lines from now on; None: no more."""
+    _bound.update(fields)
+    for name in [name for name, value in _bound.items() if value is None]:
+        del _bound[name]
+
+
+@contextmanager
+def bound(**fields: object) -> Iterator[None]:
+    """`bind` within."""
+    before = {name: _bound.get(name) for name in fields}
+    bind(**fields)
+    try:
+        yield
+    finally:
+        bind(**before)
+
+
+def note(log: logging.Logger, event: str, fields: Mapping[str, object], level: int = logging.INFO) -> None:
+    """Log an event whose names are known only now; they come from our own code."""
+    template = "".join(f" {name}={'%r' if ' ' in str(value) else '%s'}" for name, value in fields.items())
+    log.log(level, f"event=%s{template}", event, *fields.values())
+
+
+def fields_of(template: str) -> dict[str, str]:
+    """The names in a template with what stands for their values; words after the last value are `detail`."""
+    _, *parts = _NAME.split(template)
+    found: dict[str, str] = {}
+    for name, value in zip(parts[::2], parts[1::2], strict=True):
+        first, _, rest = (value, "", "") if value.startswith("'") else value.partition(" ")
+        found[name] = first
+        if rest:
+            found["detail"] = rest
+    return found
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123Z INFO event=... key=value`: one event, one line, whatever a peer wrote into it."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The line, with control characters escaped: a peer's text cannot forge a second one."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802 - logging's name
+        """The traceback, indented and escaped in the same way."""
+        return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
+
+
+class JsonFormatter(LineFormatter):
+    """The same as an object of JSON: time, level, logger, what `bind` said, and the template's names."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line of ASCII; what would be another line or a command of a terminal is escaped."""
+        line: dict[str, object] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **_bound,
+            **_said(record),
+        }
+        if record.exc_info:
+            line["exception"] = logging.Formatter.formatException(self, record.exc_info)
+        return json.dumps(line, default=str).replace("\x7f", r"\u007f")
+
+
+def _said(record: logging.LogRecord) -> dict[str, object]:
+    """The fields of a line of ours; the message of any other."""
+    if not str(record.msg).startswith("event="):
+        return {"message": record.getMessage()}
+    arguments = iter(record.args if isinstance(record.args, tuple) else ())
+    said: dict[str, object] = {}
+    for name, value in fields_of(str(record.msg)).items():
+        given = tuple(next(arguments) for _ in _PLACE.findall(value))
+        said[name] = _value(given[0]) if _PLACE.fullmatch(value) else (value % given).strip("'")
+    return said
+
+
+def _value(value: object) -> object:
+    """As JSON has it."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    return value if value is None or isinstance(value, bool | int) else str(value)
+
+
+def configure(level: str, how: Format) -> None:
+    """Send the log lines of this process to standard error: ours from `level` on, others' from WARNING on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if how == "json" else LineFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("fedge").setLevel(level.upper())
+    logging.captureWarnings(how == "json")
+
+
+def in_json() -> bool:
+    """Whether lines are objects of JSON: then nothing else may stand between them."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
