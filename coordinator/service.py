@@ -112,8 +112,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     task: Annotated[
         str,
         Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, or "
-            "package.module:Class."
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
+            " schema (.toml) or package.module:Class."
         ),
     ]
     data: (

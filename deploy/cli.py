@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from deploy.engines import APPROXIMATE, ENGINES, EngineChoice, Mode
 from deploy.runtime import Prediction, Runtime, load
+from fedge import table
 from fedge.errors import ConfigError
 from fedge.preprocess import load_image
 
@@ -73,8 +74,8 @@ def infer(
 ) -> None:
     """Predict with an installed bundle; needs no torch.
 
-    INPUT is a PNG or JPEG picture, an .npy array (one sample or a batch), or an .npz file with x and, if the accuracy
-    is wanted, the class numbers y.
+    INPUT is a PNG or JPEG picture, an .npy array (one sample or a batch), an .npz file with x and, if the accuracy is
+    wanted, the class numbers y, or a .csv or .parquet of a task with a schema.
 
     \b
     Examples:
@@ -100,8 +101,11 @@ def _read(runtime: Runtime, path: Path) -> tuple[NDArray[Any], NDArray[Any] | No
     """Raw samples (n, ...) and, where there are any, class numbers (n,)."""
     if path.suffix.lower() in {".png", ".jpg", ".jpeg"}:
         return load_image(runtime.task, path)[np.newaxis], None
+    if path.suffix.lower() in table.SUFFIXES:
+        rows = table.read(table.schema_of(runtime.task), path, labelled=False)
+        return rows["x"], rows.get("y")
     if path.suffix.lower() not in {".npy", ".npz"}:
-        raise ConfigError(f"cannot read {path}: use .png, .jpg, .npy or .npz")
+        raise ConfigError(f"cannot read {path}: use .png, .jpg, .npy, .npz, .csv or .parquet")
     try:
         with path.open("rb") as file:
             loaded = np.load(file, allow_pickle=False)

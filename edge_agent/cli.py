@@ -44,8 +44,8 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     task: Annotated[
         str,
         Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, or "
-            "package.module:Class."
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
+            " schema (.toml) or package.module:Class."
         ),
     ]
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]

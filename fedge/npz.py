@@ -36,16 +36,24 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             found = [name for name in names or archive.files if name in archive]
-            allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-            claimed = sum(_claimed(archive.zip, name) for name in found)
-            if claimed > allowed:
-                raise ConfigError(
-                    f"{file} holds arrays of {claimed / 2**20:.0f} MiB, at most {allowed / 2**20:.0f} MiB, half of the "
-                    "memory, may be read here"
-                )
+            require_room(file, sum(_claimed(archive.zip, name) for name in found))
             return {name: _readable(archive[name]) for name in found}
     except _DAMAGED as error:
         raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
+
+
+def require_room(file: Path, claimed: int) -> None:
+    """Refuse a file whose content takes more than half of the memory.
+
+    Raises:
+        ConfigError: it does.
+    """
+    allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if claimed > allowed:
+        raise ConfigError(
+            f"{file} holds arrays of {claimed / 2**20:.0f} MiB, at most {allowed / 2**20:.0f} MiB, half of the memory, "
+            "may be read here"
+        )
 
 
 def _readable(array: NDArray[Any]) -> NDArray[Any]:

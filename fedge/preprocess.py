@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge import table
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     """Bring raw samples into the shape of the model's input and scale them: (x / scale - mean) / std.
+
+    Of a table, each input by the mean and std of its column.
 
     Args:
         task: its input shape and preprocessing.
@@ -33,6 +36,11 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
     how = task.preprocessing
     x = np.array(_shaped(task.input_shape, raw), dtype=np.float32, order="C")
+    if how.table:
+        mean, std = table.scale(how.table)
+        x -= mean
+        x /= std
+        return x
     x -= np.float32(how.mean * how.scale)
     x /= np.float32(how.scale * how.std)
     return x

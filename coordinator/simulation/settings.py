@@ -95,8 +95,8 @@ class Dealing(Struct, frozen=True, kw_only=True):
     task: Annotated[
         str,
         Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, or "
-            "package.module:Class."
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
+            " schema (.toml) or package.module:Class."
         ),
     ] = "digits"
     data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None

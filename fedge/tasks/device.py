@@ -1,4 +1,4 @@
-"""What `fedge agent --data SOURCE` reads: an .npz file or a folder of images, held out and marked."""
+"""What `fedge agent --data SOURCE` reads: an .npz file, a table or a folder of images, held out and marked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import preprocess
+from fedge import preprocess, table
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tasks import arrays, images
@@ -21,7 +21,8 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
 
     Args:
         task: what is learned; a task of the user's own reads its data itself.
-        source: an .npz with x (n, ...) and y (n,), or a folder of images `<class>/*.jpg`. Optional: `split` (0 train, 1
+        source: an .npz with x (n, ...) and y (n,), a .csv or .parquet of a task with a schema, or a folder of images
+            `<class>/*.jpg`. Optional: `split` (0 train, 1
             validation, 2 test) or split.json, and `sensitive` or sensitive.txt. Without a split, a fifth of each class
             is held out for validation; without marks, nothing is sensitive.
         seed: of the hold-out.
@@ -75,11 +76,14 @@ def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
         y = images.labels(names, task.classes) if labelled else np.zeros(0, np.int64)
         x = images.load(task, source, names)
         return x, y, images.split_numbers(source, names), images.sensitive_flags(source, names)
-    table = arrays.read(source, labelled=labelled)
-    y = table["y"] if labelled else np.zeros(0, np.int64)
+    if source.suffix.lower() in table.SUFFIXES:
+        found = table.read(table.schema_of(task), source, labelled=labelled)
+    else:
+        found = arrays.read(source, labelled=labelled)
+    y = found["y"] if labelled else np.zeros(0, np.int64)
     if y.max(initial=0) >= task.n_classes:
         raise ConfigError(f"{source}: label {y.max()} found, but the task has the classes 0..{task.n_classes - 1}")
-    return table["x"], y, table.get("split"), table.get("sensitive", np.zeros(len(table["x"]), dtype=np.bool_))
+    return found["x"], y, found.get("split"), found.get("sensitive", np.zeros(len(found["x"]), dtype=np.bool_))
 
 
 def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge import table
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.task import Preprocessing, TaskSpec
@@ -51,7 +52,8 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     Args:
         task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or where
             torchvision puts them), uci-har, spoken-digits (see `har`, `speech`), image-folder (a folder or .zip of
-            `<class>/*.jpg`), arrays (an .npz), package.module:Class, or the name of a `Task` of this process.
+            `<class>/*.jpg`), arrays (an .npz), SCHEMA.toml (a .csv or .parquet), package.module:Class, or the name of a
+            `Task` of this process.
         data: where they are; not needed for digits. A class of the user's own reads them as those of one device.
         seed: of the choice of `limit` samples.
         limit: take so many samples at random; None: all.
@@ -73,8 +75,11 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     elif task_name == "spoken-digits" and data is not None:
         x, y, user = speech.read(data)
     elif task_name == "arrays" and data is not None:
-        table = arrays.read(data)
-        x, y, user = table["x"], table["y"], table.get("user")
+        held = arrays.read(data)
+        x, y, user = held["x"], held["y"], held.get("user")
+    elif task_name.endswith(".toml") and data is not None:
+        held = table.read(table.schema_of(task_spec(task_name)), data)
+        x, y, user = held["x"], held["y"], held.get("user")
     elif task_name == "image-folder" and data is not None:
         return _images(data, rng, limit)
     else:

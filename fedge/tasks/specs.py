@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedge.config import nearest
 from fedge.errors import MALFORMED, ConfigError
 from fedge.files import write_atomically
+from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, images
 from fedge.tasks.data import user_task
@@ -60,11 +61,11 @@ BUILT_IN: Final = {
 
 
 def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[str] = ()) -> TaskSpec:
-    """The task of a name, of a .json file or of a class.
+    """The task of a name, of a .json file, of a table's schema or of a class.
 
     Args:
-        name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json or
-            package.module:Class.
+        name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json,
+            SCHEMA.toml or package.module:Class.
         data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. Both describe themselves by
             it; machines that hold a part of the data only read the file that `write_task` wrote.
         allow: the code, package.module:name, that a .json file may name: such a file comes from elsewhere.
@@ -76,13 +77,15 @@ def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[s
         return BUILT_IN[name_or_file]
     if name_or_file.endswith(".json"):
         return _read(Path(name_or_file), allow)
+    if name_or_file.endswith(".toml"):
+        return _of_table(Path(name_or_file))
     if ":" in name_or_file:
         return msgspec.structs.replace(user_task(name_or_file).spec(data), name=name_or_file)
     if name_or_file not in _DESCRIBED:
         hint = nearest(name_or_file, (*BUILT_IN, *_DESCRIBED))
         raise ConfigError(
             f"unknown task {name_or_file}{hint}: use {', '.join((*BUILT_IN, *_DESCRIBED))}, a .json file that was "
-            "written for a federation, or package.module:Class"
+            "written for a federation, a table's schema (.toml), or package.module:Class"
         )
     if data is None:
         raise ConfigError(
@@ -116,6 +119,12 @@ def _read(path: Path, allow: Container[str]) -> TaskSpec:
             f"--allow {','.join(code_of(task))}"
         )
     return task
+
+
+def _of_table(file: Path) -> TaskSpec:
+    schema = read_schema(file)
+    how = Preprocessing(table=schema)
+    return TaskSpec(name="table", classes=schema.classes, input_shape=(schema.width,), model="mlp", preprocessing=how)
 
 
 def _of_images(data: Path) -> TaskSpec:

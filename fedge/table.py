@@ -1,0 +1,223 @@
+"""Tables of rows, CSV or Parquet, and the schema that says what their columns mean.
+
+The schema is a TOML file, equal on all machines: what becomes a number, and how it is scaled, stands there and is never
+learned from a device's rows. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.config import nearest
+from fedge.errors import MALFORMED, ConfigError
+from fedge.loading import needs
+from fedge.npz import require_room
+from fedge.task import Column, Schema, TaskSpec
+from fedge.text import printable
+
+SUFFIXES: Final = (".csv", ".parquet")
+NO_VALUE: Final = frozenset({"", "na", "nan", "null"})
+"""Cells that count as missing, in any case."""
+MARKS: Final = {"0": 0, "1": 1, "false": 0, "true": 1}
+LARGEST: Final = float(np.finfo(np.float32).max)
+BATCH: Final = 4096
+"""Rows that are read together."""
+
+Cells = Mapping[str, Sequence[object]]
+
+
+def read_schema(file: Path) -> Schema:
+    """The schema that a TOML file holds.
+
+    Raises:
+        ConfigError: it cannot be read, or contradicts itself; the text says where.
+    """
+    try:
+        schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
+    except (OSError, *MALFORMED, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file} is no schema of a table: {error}") from error
+    names = [c.name for c in schema.columns]
+    names += [name for name in (schema.target, schema.sensitive, schema.user) if name] + list(schema.ignore)
+    faults = [f"{name} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    faults += ["a class stands twice"] * (len(set(schema.classes)) < len(schema.classes))
+    for column in schema.columns:
+        if not column.categories:
+            if isinstance(column.missing, str):
+                faults.append(f"{column.name} is a number, and missing = {column.missing!r} is none")
+        elif column.missing not in (None, *column.categories):
+            faults.append(f"missing = {column.missing!r} of {column.name} is none of its categories")
+        elif (column.mean, column.std) != (0, 1) or len(set(column.categories)) < len(column.categories):
+            faults.append(f"{column.name} has categories: each once, and neither mean nor std")
+    if faults:
+        raise ConfigError(f"{file}: {'; '.join(faults)}")
+    return schema
+
+
+def schema_of(task: TaskSpec) -> Schema:
+    """The schema of a task whose samples are rows.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if not task.preprocessing.table:
+        raise ConfigError(f"task {task.name} takes no tables: name a schema, --task SCHEMA.toml")
+    return task.preprocessing.table
+
+
+def scale(schema: Schema) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Mean and std of each input of the network, (width,) each; of a category 0 and 1."""
+    widths = [column.width for column in schema.columns]
+    mean, std = (np.repeat(values, widths) for values in zip(*((c.mean, c.std) for c in schema.columns), strict=True))
+    return mean.astype(np.float32), std.astype(np.float32)
+
+
+def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
+    """The rows of a table as arrays, as an .npz has them. Not `labelled`: the column of the class may be missing.
+
+    Returns:
+        x (n, width) float32, before it is scaled; y (n,) int64; where the schema names their columns, sensitive (n,)
+        bool and user (n,) int64, numbered in the order in which they come.
+
+    Raises:
+        ConfigError: the file cannot be read, has other columns than the schema, or a cell that does not fit; the text
+            names the row, counted from 1 after the header. Or it is too large for the memory.
+    """
+    parts: list[dict[str, NDArray[Any]]] = []
+    users: dict[object, int] = {}
+    n = 0
+    for cells in _csv(schema, file, labelled) if file.suffix.lower() == ".csv" else _parquet(schema, file, labelled):
+        reader = _Reader(file, n + 1)
+        part = {"x": np.concatenate([reader.inputs(c, cells[c.name]) for c in schema.columns], axis=1)}
+        if schema.target in cells:
+            numbers = {name: number for number, name in enumerate(schema.classes)}
+            part["y"] = reader.numbered(schema.target, cells[schema.target], numbers)
+        if schema.sensitive:
+            marks = [str(cell).lower() for cell in cells[schema.sensitive]]
+            part["sensitive"] = reader.numbered(schema.sensitive, marks, MARKS).astype(np.bool_)
+        if schema.user:
+            part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
+        parts.append(part)
+        n += len(part["x"])
+        require_room(file, 8 * n * schema.width)  # these numbers, twice while they are put together
+    if not parts:
+        raise ConfigError(f"{file} has no rows")
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+class _Reader:
+    """Cells of one batch as numbers; `first`: the number of its first row, for errors."""
+
+    def __init__(self, file: Path, first: int) -> None:
+        self._file, self._first = file, first
+
+    def inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.float32]:
+        """(n, width) float32."""
+        if column.categories:
+            known = {name: number for number, name in enumerate(column.categories)}
+            return np.eye(len(known), dtype=np.float32)[self.numbered(column.name, cells, known, column.missing)]
+        found = np.array([self._number(i, column, cell) for i, cell in enumerate(cells)], np.float32)
+        return found[:, np.newaxis]
+
+    def numbered(
+        self, name: str, cells: Sequence[object], known: Mapping[str, int], missing: object = None
+    ) -> NDArray[np.int64]:
+        """What each cell's word is called, (n,) int64."""
+        found = np.empty(len(cells), np.int64)
+        for i, cell in enumerate(cells):
+            word = _word(cell)
+            if word not in known and word.lower() in NO_VALUE:
+                word = "" if missing is None else str(missing)
+            if word not in known:
+                hint = nearest(word, known) if word else ""
+                told = printable(word)[:100] if word else "missing"
+                raise self._fault(i, name, f"is {told}{hint}: expected {', '.join([*known][:20])}")
+            found[i] = known[word]
+        return found
+
+    def _number(self, i: int, column: Column, cell: object) -> float:
+        word = _word(cell)
+        if word.lower() in NO_VALUE:
+            if column.missing is None:
+                raise self._fault(
+                    i, column.name, "is missing: give the column a `missing` in the schema, or fill it in"
+                )
+            return float(column.missing)
+        try:
+            value = float(word)
+        except ValueError:
+            value = np.inf
+        if not abs(value) <= LARGEST:
+            raise self._fault(i, column.name, f"is no number: {printable(word)[:100]}")
+        return value
+
+    def _fault(self, i: int, name: str, what: str) -> ConfigError:
+        return ConfigError(f"{self._file}, row {self._first + i}: {name} {what}")
+
+
+def _word(cell: object) -> str:
+    """A cell as text; whole numbers that a table keeps as floats for the sake of gaps, as whole numbers."""
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return "" if cell is None else str(cell).strip()
+
+
+def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            require_room(file, os.fstat(opened.fileno()).st_size)
+            rows = csv.reader(opened, strict=True)
+            header = [name.strip() for name in next(rows, [])]
+            wanted = _columns(schema, file, header, labelled)
+            for batch in iter(lambda: [*islice(rows, BATCH)], []):
+                if odd := next((row for row in batch if len(row) != len(header)), None):
+                    told = printable(str(odd))[:100]
+                    raise ConfigError(f"{file}: a row has {len(odd)} cells, the header {len(header)}: {told}")
+                cells = dict(zip(header, zip(*batch, strict=True), strict=True))
+                yield {name: cells[name] for name in wanted}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{file} is no table with commas, in UTF-8, with a header: {error}") from error
+
+
+def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise needs(error, "a Parquet table", "tables") from error
+    try:
+        with parquet.ParquetFile(file, memory_map=True) as opened:
+            wanted = _columns(schema, file, opened.schema_arrow.names, labelled)
+            groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
+            require_room(file, max((group.total_byte_size for group in groups), default=0))
+            for batch in opened.iter_batches(BATCH, columns=wanted):
+                yield batch.to_pydict()
+    except (OSError, ValueError, MemoryError, NotImplementedError) as error:  # pyarrow's own are subclasses of these
+        raise ConfigError(f"{file} is no Parquet table: {error}") from error
+
+
+def _columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:
+    """The columns that are read, each once.
+
+    Raises:
+        ConfigError: one is missing, stands twice, or has a name that the schema does not know.
+    """
+    there = list(there)
+    needed = [*(c.name for c in schema.columns), *filter(None, (schema.sensitive, schema.user))]
+    needed += [schema.target] * (labelled or schema.target in there)
+    faults = [f"lacks {name}{nearest(name, there)}" for name in needed if name not in there]
+    faults += [f"has {name} twice" for name in needed if there.count(name) > 1]
+    faults += [f"has {name}, which the schema does not name" for name in there if name not in {*needed, *schema.ignore}]
+    if faults:
+        more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
+        told = printable("; ".join(faults[:4]))
+        raise ConfigError(f"{file} {told}{more}. Mend the table, or the schema: `ignore` names columns to leave out")
+    return needed
