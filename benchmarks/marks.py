@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import Server, make
 from coordinator.simulation.federation import deal
+from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Groups, Partition, Scenario
 from edge_agent.batched import Job, one_by_one, one_thread
 from edge_agent.worker import Finished, Worker

@@ -58,8 +58,9 @@ from plain import Plan
 from torch.nn import functional
 
 from coordinator.fleet import order_for
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, make
+from coordinator.simulation.rounds import run
 from edge_agent.batched import one_by_one
 from edge_agent.worker import Worker
 from fedge import models

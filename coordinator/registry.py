@@ -95,9 +95,9 @@ class Registry:
             return False
         return status.presence is Presence.ONLINE
 
-    def _has_room(self, newcomer: Status) -> bool:
+    def _has_room(self, status: Status) -> bool:
         """Whether there is a place; who is there gets that of somebody who is not and was not in the last round."""
-        if len(self._known) < MAX_DEVICES or newcomer.presence is not Presence.ONLINE:
+        if len(self._known) < MAX_DEVICES or status.presence is not Presence.ONLINE:
             return len(self._known) < MAX_DEVICES
         away = (i for i, known in self._known.items() if known.status.presence is not Presence.ONLINE)
         gone = next((i for i in away if i not in self._contexts), None)
@@ -262,7 +262,7 @@ class Registry:
         await self._until(lambda: len(self.online()) >= n)
         return self.online()
 
-    async def wait_for_newcomer(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
+    async def wait_for_late_joiner(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
         """Wait until a device is there, training or not, that needs a bundle: it has none, or the one it has drifts.
 
         tried: incarnation of each device that was asked before; it is asked again in another one.

@@ -25,7 +25,6 @@ from coordinator.control import Wishes, at_round, wishes_in
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
-    FINE_TUNED,
     BatchSize,
     Down,
     LearningRate,
@@ -137,7 +136,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    welcome: Annotated[
+    late_joiners: Annotated[
         bool, Meta(description="Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C.")
     ] = False
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
@@ -222,13 +221,13 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
     Raises:
         ConfigError: there is no such method, or it lacks something.
     """
-    if settings.train_on is not Processor.CPU and settings.method.removesuffix(FINE_TUNED) != "fedcoe":
+    if settings.train_on is not Processor.CPU and "" not in method_class(settings.method).SERVER_DATA:
         raise ConfigError(
             f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
         )
     server_data = None if settings.server_data is None else labelled(task, settings.server_data)
     method = make(settings.method, settings.for_method(options), Server(task, server_data))
-    if settings.welcome and not method.WELCOMES:
+    if settings.late_joiners and not method.SERVES_LATE_JOINERS:
         raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
     return method
 
@@ -333,8 +332,8 @@ async def serve(
             began = time.monotonic()
             told("round_done", write_summary(settings, method, state, store, fleet))
         fleet.end_streams()
-        if settings.welcome:
-            async for state in welcome(settings, method, state, store, fleet, told):  # noqa: B020 - it is the next one
+        if settings.late_joiners:
+            async for state in serve_late_joiners(settings, method, state, store, fleet, told):  # noqa: B020 - it is the next one
                 told("round_done", write_summary(settings, method, state, store, fleet))
     note()
     store.count(fleet.take_counts())
@@ -408,7 +407,7 @@ def raise_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def welcome(
+async def serve_late_joiners(
     settings: CoordinatorSettings, method: Method[Any], state: Any, store: Store, fleet: MqttFleet, observe: Observer
 ) -> AsyncIterator[Any]:
     """After the last round: a round for each time that devices without a bundle come; the state after each, for ever.
@@ -421,7 +420,7 @@ async def welcome(
         number = state.round + 1
         await fleet.admit(number, tried, state.installed)
         observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
-        state = await method.welcome(state, beyond_relays(settings, state, fleet))
+        state = await method.serve_late_joiners(state, beyond_relays(settings, state, fleet))
         state = msgspec.structs.replace(state, round=number)
         await commit(store, fleet, number, state, time.monotonic() - began, settings.keep_rounds)
         yield state

@@ -34,6 +34,8 @@ class About(NamedTuple):
     group: str  # under which heading it stands
 
 
+RENAMED: Final = {"--welcome": "--late-joiners", "--newcomers": "--late-joiners"}
+"""Options of former versions that no command has any more, and those that stand for them."""
 HERE: Final = "Try it on this machine"
 SERVER: Final = "Edge server"
 WATCH: Final = "See the fleet, and act"
@@ -178,6 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and (now := RENAMED.get(error.option_name)):
+            error = click.UsageError(f"there is no option {error.option_name} any more: it is {now} now", error.ctx)
         error.show()
         return error.exit_code
     except FedgeError as error:

@@ -16,6 +16,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/watch_cli.py": "tests/coordinator/test_watch.py",
     "coordinator/ui/metrics.py": "tests/coordinator/ui/test_init.py",
     "fedge/https.py": "tests/deploy/test_serve_cli.py",
+    "coordinator/simulation/rounds.py": "tests/coordinator/fleet/test_simulated.py",
     "coordinator/database.py": "tests/coordinator/test_store.py",
     "coordinator/provision/renewals.py": "tests/fedge/test_renewal.py",
     "export/mixture.py": "tests/export/test_graph.py",

@@ -466,7 +466,7 @@ def of_compare(setting: Setting, alpha: float, rounds: int, arguments: argparse.
     n_server = setting.n_images - setting.n_dealt
     fields = {
         "set": setting.images, "model": setting.model, "samples": setting.n_images, "alpha": alpha, "rounds": rounds,
-        "devices": N_CLIENTS + N_NEW, "newcomers": N_NEW, "global_test": n_server / setting.n_images,
+        "devices": N_CLIENTS + N_NEW, "late_joiners": N_NEW, "global_test": n_server / setting.n_images,
         "server_data": setting.n_server_data / n_server, "local_steps": setting.sgd.steps,
         "momentum": setting.sgd.momentum, "batch_size": setting.sgd.batch_size, "learning_rate": setting.learning_rate,
     }  # fmt: skip

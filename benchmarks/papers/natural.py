@@ -6,8 +6,8 @@ takes part; a tenth of all samples is a global test set and FedCoE's server data
 and Jetsons that are always there.
 
 Columns, mean over the seeds (± standard deviation over the seeds): accuracy over the devices, its standard deviation
-over the devices, mean of the worst tenth of them, macro F1, global accuracy, accuracy of the newcomers, and rounds,
-megabytes and simulated seconds until the target was seen (95 % of the best method's accuracy). Newcomers: those of
+over the devices, mean of the worst tenth of them, macro F1, global accuracy, accuracy of the late joiners, and rounds,
+megabytes and simulated seconds until the target was seen (95 % of the best method's accuracy). Late joiners: those of
 fedavg+ft, scmoe-pfl and fedge train when they install their bundle, all others have no training of theirs. Silhouettes
 of overlapping clusters stand below.
 
@@ -35,8 +35,8 @@ COMMON = {
     "evaluate_every": 3,
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
-    "HAR, 30 people": COMMON | {"set": "uci-har", "newcomers": 6},
-    "spoken digits, 6 speakers": COMMON | {"set": "spoken-digits", "newcomers": 1},
+    "HAR, 30 people": COMMON | {"set": "uci-har", "late_joiners": 6},
+    "spoken digits, 6 speakers": COMMON | {"set": "spoken-digits", "late_joiners": 1},
 }
 
 
@@ -59,7 +59,7 @@ def judge(name: str, found: Comparison) -> list[dict[str, Any]]:
             f"{100 * (of['fedge'].accuracy.mean - simple):+.1f}",
         ),
         claim(
-            f"{name}; FedCoE's assembled model is better for newcomers than FedAvg's", gain > 0, f"{100 * gain:+.1f}"
+            f"{name}; FedCoE's assembled model is better for late joiners than FedAvg's", gain > 0, f"{100 * gain:+.1f}"
         ),
     ]
 

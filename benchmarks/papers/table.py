@@ -29,7 +29,7 @@ from default_method import source_of
 Runs = dict[str, list[RunOutcome]]
 """By method: one run for each seed, the seeds as they were given."""
 METRICS = (
-    *("accuracy", "over devices", "worst tenth", "macro F1", "global", "newcomers"),
+    *("accuracy", "over devices", "worst tenth", "macro F1", "global", "late_joiners"),
     *("rounds", "MB", "seconds", "silhouette"),
 )
 BARE = {"hardware": Hardware.NONE, "evaluate_every": 1000, "global_test": 0.0}
@@ -109,8 +109,8 @@ def compared(
 def quick(fields: Mapping[str, object]) -> dict[str, object]:
     """The smallest federation that still has all that a setting has."""
     small: dict[str, object] = {"seeds": "0", "rounds": 3, "devices": 4}
-    if "newcomers" in fields:
-        small["newcomers"] = 1
+    if "late_joiners" in fields:
+        small["late_joiners"] = 1
     if fields.get("partition") != "natural":  # people have as many samples as they have
         small["samples"] = 500 if "server_data" in fields else 240  # a server learns from some of each class
     return small
@@ -130,7 +130,7 @@ def show_metrics(label: str, found: Comparison) -> None:
 def metrics_of(own: MethodOutcome) -> list[str]:
     """A method's line of METRICS."""
     cost, silhouette = own.cost, own.details.get("silhouette")
-    untrained = own.method == "local"  # its newcomers have nothing but the first model
+    untrained = own.method == "local"  # its late joiners have nothing but the first model
     return [
         percent(own.accuracy),
         f"{100 * own.std.mean:.1f}",

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, RoundSummary, make
 from coordinator.methods.local import learn_alone
+from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge import bundle
 from fedge.models import initial

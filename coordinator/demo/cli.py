@@ -16,7 +16,7 @@ from coordinator.demo.progress import Watch
 from coordinator.demo.run import run
 from coordinator.options import check, method_and_options, method_options, resolve_options
 from coordinator.simulation.folder import new_folder
-from coordinator.simulation.settings import DemoSettings, check_dealing
+from coordinator.simulation.settings import DemoSettings, check_partitioning
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
@@ -50,7 +50,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
     check(name, own)
-    check_dealing(settings)
+    check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
     from coordinator.simulation.report import demo_page, write_results  # what they need is missed at once

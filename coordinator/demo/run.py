@@ -20,7 +20,7 @@ import numpy as np
 from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
 from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.demo.progress import Rounds, Watch
-from coordinator.methods import FINE_TUNED, Option, RoundSummary
+from coordinator.methods import Option, RoundSummary, method_class
 from coordinator.service import NO_OPTIONS
 from coordinator.simulation.samples import samples_of, shares_of
 from coordinator.simulation.settings import DemoSettings
@@ -70,7 +70,7 @@ async def run(
         TransportError: the broker does not start.
     """
     began = time.monotonic()
-    watch.phase("dealing out the samples")
+    watch.phase("partitioning the samples")
     cameras = deal(settings, reserves=reserves(settings.method, options))
     with Children(settings.folder / "logs") as children:
         federation, identities = f"demo-{secrets.token_hex(4)}", Identities(settings, children)
@@ -117,8 +117,9 @@ async def run(
 
 
 def reserves(method: str, options: Mapping[str, Option]) -> bool:
-    """Whether the server learns from labelled samples of its own, too: FedCoE, and FedEPC if it is told to."""
-    return method.removesuffix(FINE_TUNED) == "fedcoe" or options.get("extractor") == "server"
+    """Whether the server learns from labelled samples of its own, too."""
+    given = {"", *(f"{name}={value}" for name, value in options.items())}
+    return not given.isdisjoint(method_class(method).SERVER_DATA)
 
 
 def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
@@ -281,8 +282,8 @@ def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     folder = settings.folder / device_id
     flags = ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
     flags += ["--min-cohort", str(settings.min_cohort)]
-    if settings.method.startswith("pm-moe"):
-        write_atomically(folder / "home" / EGRESS, b'[egress]\nallow = "private"\n')
+    if allowed := ",".join(sorted(method_class(settings.method).REVEALS)):
+        write_atomically(folder / "home" / EGRESS, f'[egress]\nallow = "{allowed}"\n'.encode())
     return flags
 
 

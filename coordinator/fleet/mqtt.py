@@ -292,11 +292,11 @@ class MqttFleet:
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
-        """Begin a round once a device needs a bundle (`Registry.wait_for_newcomer`); or the stored one."""
+        """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or the stored one."""
         devices = self._store.snapshot(number)
         self._leave_out(number)
         if devices is None:
-            await self._or_failure(self.registry.wait_for_newcomer(tried, equipped))
+            await self._or_failure(self.registry.wait_for_late_joiner(tried, equipped))
             devices = (*self.registry.online(), *self.registry.inference_only())
             await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
         self._take(number, devices)

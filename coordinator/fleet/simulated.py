@@ -23,7 +23,6 @@ from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.fleet.versions import Descent
-from coordinator.methods import Method, S
 from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
 from edge_agent.encoding import in_one_process
@@ -424,22 +423,3 @@ class SimulatedFleet:
     def keep_only(self, digests: Collection[str]) -> None:
         """Forget all other tensors."""
         self._blobs = {digest: data for digest, data in self._blobs.items() if digest in digests}
-
-
-async def run(
-    method: Method[S],
-    state: S,
-    fleet: SimulatedFleet,
-    on_round: Callable[[S], None] = lambda _: None,
-    rounds: int | None = None,
-) -> S:
-    """Run a method to its end on a simulated fleet, or for so many rounds.
-
-    `on_round` is given the state after each.
-    """
-    while not method.done(state) and state.round != rounds:
-        fleet.round = state.round + 1
-        state = await method.advance(state, fleet)
-        fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
-        on_round(state)
-    return state

@@ -35,7 +35,7 @@ from fedge.loading import load_object
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.processor import Processor
 from fedge.sgd import Sgd
-from fedge.step import Action, Declined
+from fedge.step import Action, Declined, Reveals
 from fedge.steps.install import FineTune, Install, Installed
 from fedge.steps.install_bundle import InstallBundle
 from fedge.steps.train import Train, Trained
@@ -174,8 +174,12 @@ class Method(Generic[S]):
     """Why "+ft" makes no sense; empty: it does."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
     """Steps that it brings along, which no entry point names."""
-    WELCOMES: ClassVar[bool] = False
-    """Whether `welcome` has something for devices that come after the end."""
+    SERVER_DATA: ClassVar[frozenset[str]] = frozenset()
+    """Options, as NAME=VALUE, with which it learns from labelled samples of the server's own; "": it always does."""
+    REVEALS: ClassVar[frozenset[Reveals]] = frozenset()
+    """What a device's owner has to let out for it, apart from what the default rules do."""
+    SERVES_LATE_JOINERS: ClassVar[bool] = False
+    """Whether `serve_late_joiners` has something for devices that come after the end."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
@@ -220,7 +224,7 @@ class Method(Generic[S]):
         """The state from which the next round makes all clusters anew; None: it has none, or none that it can now."""
         return None
 
-    async def welcome(self, state: S, fleet: Fleet) -> S:
+    async def serve_late_joiners(self, state: S, fleet: Fleet) -> S:
         """A bundle for each device that comes after the end."""
         raise NotImplementedError
 

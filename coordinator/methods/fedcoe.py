@@ -144,7 +144,8 @@ class FedCoE(Method[FedCoEState]):
             "the server weighs devices by how their models do on its own samples: take --average clipped or mean",
         ),
     }
-    WELCOMES = True
+    SERVER_DATA = frozenset({""})
+    SERVES_LATE_JOINERS = True
     PRETRAINING_EPOCHS: ClassVar[int] = 30
     """Of experts and gate, section 3."""
     TOP: ClassVar[int] = 2
@@ -189,7 +190,7 @@ class FedCoE(Method[FedCoEState]):
         """Clients install their own models; all other devices start cold."""
         if not state.experts:
             state = await self._pretrained(state, fleet)
-        return await self.welcome(await install(self, state, fleet, among=state.clients), fleet)
+        return await self.serve_late_joiners(await install(self, state, fleet, among=state.clients), fleet)
 
     def _order(self, state: FedCoEState, device_id: str) -> Train:
         return Train(starts=(Start(model=self.serves(state, device_id)),), sgd=self.sgd, codec=self.settings.codec)
@@ -336,7 +337,7 @@ class FedCoE(Method[FedCoEState]):
 
     # ------------------------------------------------------------------------------------------ section 7: cold start
 
-    async def welcome(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+    async def serve_late_joiners(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """A bundle for each device that has none and no model of its own: it profiles its data, and gets a mix."""
         assert state.gate_file is not None
         here = [device.id for device in (*fleet.devices(), *fleet.inference_only())]

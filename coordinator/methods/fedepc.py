@@ -5,14 +5,14 @@ Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods
 Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
 use labelled samples of its own (extractor=server, and --server-data), the warm-up's model is the extractor of the
 profiles, and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs
-5`), so that time and progress grow with a device's samples; by default all take equally many steps. Silent devices rest
-(`coordinator.methods.unresponsive`). The stop rule of section 6 is off unless asked for: the specification's table 8.2
-is without it (uploads there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may
-stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points
-lower and 6.4 higher: no clear winner, with fewer uploads. The parts can be exchanged by options: as printed the method
-is warm_up=0, without the rule that overdue devices are asked (5.5); with selection=uniform and deadline=none its
-clusters alone are seen. With clustering=mctc every device trains once more from the warm-up's model, and where that
-update points is its description; it stays in the one cluster that it is nearest to.
+5`), so that time and progress grow with a device's samples; by default all take equally many steps. Unresponsive
+devices rest (`coordinator.methods.unresponsive`). The stop rule of section 6 is off unless asked for: the
+specification's table 8.2 is without it (uploads there are clusters times rounds). Cohorts of one or two make a
+cluster's loss jump, so it may stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy
+with it was between 4.5 points lower and 6.4 higher: no clear winner, with fewer uploads. The parts can be exchanged by
+options: as printed the method is warm_up=0, without the rule that overdue devices are asked (5.5); with
+selection=uniform and deadline=none its clusters alone are seen. With clustering=mctc every device trains once more from
+the warm-up's model, and where that update points is its description; it stays in the one cluster that it is nearest to.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ class FedEpc(Method[FedEpcState]):
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
     SUMS = "equal"
+    SERVER_DATA = frozenset({"extractor=server"})
     NO_RELAYS: ClassVar[Mapping[str, str]] = {"clustering=mctc": "it clusters by each device's update"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         "extractor=proxy": "it is called server now",

@@ -6,7 +6,7 @@ Source: its specification, docs/methods/fedge.md, which is put together from
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
 model is the extractor of the profiles. In the round of the trial every device takes part, too, and clusters and trial
 rest on those rounds alone: only updates from a common start can be compared (docs/results.md has what that is worth).
-Silent devices rest (`coordinator.methods.unresponsive`): the bandits see those alone that are awake.
+Unresponsive devices rest (`coordinator.methods.unresponsive`): the bandits see those alone that are awake.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Fedge(Method[FedgeState]):
         ABLATION,
     )
     NO_RELAYS: ClassVar[Mapping[str, str]] = {"buffer": ONE_BY_ONE}
-    WELCOMES = True
+    SERVES_LATE_JOINERS = True
     SHRINKAGE: ClassVar[float] = 20.0
     """a of the devices' own weights, in samples (section 8)."""
     WEIGHT_TURNS: ClassVar[tuple[str, ...]] = ("weights-1", "weights-2")
@@ -370,10 +370,10 @@ class Fedge(Method[FedgeState]):
             return wants_split(statistic, separability, n_devices)
         return bool(self.options.split == "always")
 
-    async def welcome(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+    async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """For each device that comes after the last round: a mixture, or where it does not train the global model."""
         if state.pool is not None:
-            state = await self._welcomed(state, fleet, state.pool, state.round + 1)
+            state = await self._joined(state, fleet, state.pool, state.round + 1)
         return await equip(self, state, fleet, for_inference(state, fleet))
 
     # --------------------------------------------------------------------------------- steps 4 to 8: the mixtures
@@ -381,8 +381,8 @@ class Fedge(Method[FedgeState]):
     async def _personalised(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
 
-        Whoever took part, or has fitted candidates, and is silent now, is asked once more: without a mixture all of its
-        work was for nothing.
+        Whoever took part, or has fitted candidates, and is unresponsive now, is asked once more: without a mixture all
+        of its work was for nothing.
         """
         asked = awake(state, fleet, r).keys() | state.participations.keys()
         devices = {device.id: device for device in fleet.devices() if device.id in asked}
@@ -431,7 +431,7 @@ class Fedge(Method[FedgeState]):
         state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
         return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
 
-    async def _welcomed(self, state: FedgeState, fleet: Fleet, pool: Pool, r: int) -> FedgeState:
+    async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool, r: int) -> FedgeState:
         """Section 12: who comes after the end fits its candidates with what was pooled, without any round.
 
         So does who has a bundle and sees other data now, after it was profiled and placed anew; the new bundle's

@@ -169,7 +169,7 @@ def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
 
 
 def outcome(answer: Answer) -> ccmab.Outcome | None:
-    """What the bandit learns from an answer; None: the device failed or was silent."""
+    """What the bandit learns from an answer; None: the device failed or did not answer."""
     result = answer.result
     if not isinstance(result, Trained) or result.loss_before is None:
         return None
@@ -186,7 +186,7 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
 def observed(
     bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer], settings: ccmab.Settings
 ) -> ccmab.State:
-    """The bandit after a round: the loss drop of those that trained, -1 for silence, nothing from a refusal.
+    """The bandit after a round: the loss drop of those that trained, -1 for no answer, nothing from a refusal.
 
     Nor from a device whose owner withholds losses: to the bandit it is one that was never asked.
     """

@@ -33,6 +33,7 @@ from coordinator.protection import Guard, without_noise
 from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
+from fedge.step import Reveals
 from fedge.steps.fit_pool import FitPool
 from fedge.steps.install import Installed
 from fedge.steps.share_private import PrivateShared, SharePrivate
@@ -65,6 +66,7 @@ class PmMoe(Method[PersonalState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((SharePrivate, "module"))}
+    REVEALS = frozenset({Reveals.PRIVATE})
     NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "devices hand their private modules to each other"}
     REFUSED: ClassVar[Mapping[str, str]] = {
         **NO_CLUSTERS,

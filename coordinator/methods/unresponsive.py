@@ -29,7 +29,7 @@ class Misses(Struct, frozen=True, kw_only=True):
 
 
 class AskingState(State, frozen=True, kw_only=True):
-    """State of a method that lets silent devices rest."""
+    """State of a method that lets unresponsive devices rest."""
 
     unresponsive: dict[str, Misses] = {}
 
@@ -38,7 +38,7 @@ H = TypeVar("H", bound=AskingState)
 
 
 def awake(state: AskingState, fleet: Fleet, r: int) -> dict[str, Device]:
-    """The devices that are asked, by id: not those that were silent lately, for each costs the whole deadline.
+    """The devices that are asked, by id: not those that were unresponsive lately, for each costs the whole deadline.
 
     After one order without an answer a device rests for a round, after two for three, after three for seven. One that
     is another incarnation by now rests shorter: not at all the first time, then for a round, for two, if it goes on so.
@@ -48,11 +48,11 @@ def awake(state: AskingState, fleet: Fleet, r: int) -> dict[str, Device]:
     return {i: device for i, device in devices.items() if not _rests(state.unresponsive.get(i), device, r)} or devices
 
 
-def _rests(silence: Misses | None, device: Device, r: int) -> bool:
-    if silence is None:
+def _rests(missed: Misses | None, device: Device, r: int) -> bool:
+    if missed is None:
         return False
-    rest = silence.misses if device.incarnation != silence.incarnation else 2**silence.misses
-    return r - silence.round < min(rest, LONGEST_REST)
+    rest = missed.misses if device.incarnation != missed.incarnation else 2**missed.misses
+    return r - missed.round < min(rest, LONGEST_REST)
 
 
 async def ask(

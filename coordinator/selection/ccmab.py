@@ -5,7 +5,7 @@ the deadline holds for each device on its own (5.2), the kernel of two sets is t
 (5.3), and no device starves (5.5). kappa is measured as soon as some device has been (5.2): with a guess that is off by
 orders of magnitude, those that never took part would all be feasible, or none of them. A device that failed is taken to
 need twice the deadline until it answers again: the times that were measured while it answered say nothing any more, and
-a fast device that falls silent would otherwise always be feasible. Rule 5.5 still asks it now and then.
+a fast device that stops answering would otherwise always be feasible. Rule 5.5 still asks it now and then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.

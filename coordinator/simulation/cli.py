@@ -15,7 +15,7 @@ from rich.table import Table
 from coordinator.options import check, method_and_options, method_options, resolve_options
 from coordinator.simulation.folder import named_by_time, new_folder
 from coordinator.simulation.outcome import RunOutcome, cost_of
-from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_dealing
+from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_partitioning
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
@@ -48,7 +48,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
     check(name, own)
-    check_dealing(settings)
+    check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
     one_thread()
@@ -91,7 +91,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(CompareSettings, "compare", config, flags)
-    check_dealing(settings)
+    check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
     one_thread()

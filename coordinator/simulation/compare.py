@@ -44,14 +44,14 @@ Watch = Callable[[int, int, RunOutcome], None]
 
 DP: Final = ("dp_epsilon", "dp_noise", "dp_delta", "dp_clip")
 LATER: Final = (
-    *("newcomers", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
+    *("late_joiners", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
     *("measured", "masking", "min_cohort", "weights", "adapt", "down"),
     *DP,
 )
 """Settings that older folders lack: while they are as they were then, such a folder goes on being of use."""
 THEN: Final = {"down": "float32"}
 """What they were, where that is not their default now."""
-BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "newcomers": "min_reports"}
+BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "late_joiners": "min_reports"}
 """Where settings stood when the first folders were made, for the names of files depend on it."""
 
 
@@ -68,7 +68,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
 
     `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, picked in hindsight, which
     flatters it. `cost`: means over the seeds of what the target had cost, None unless every seed reached it.
-    `cold_start`: of the newcomers. `details`: the method's own numbers that every seed has.
+    `cold_start`: of the late joiners. `details`: the method's own numbers that every seed has.
     """
 
     method: str

@@ -35,7 +35,7 @@ DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
 KEPT: Final = 512
 """Workers of devices that are not in memory."""
-_LOT = 77  # keeps the draw of the newcomers apart from the other uses of the seed
+_LOT = 77  # keeps the draw of the late joiners apart from the other uses of the seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Federation:
     """Equal for all methods of a comparison that have the same seed.
 
     shares: what each device has, by id. global_test: model inputs and labels, of all devices' distributions together,
-    or None. server_data: those that the server may learn from, or None. newcomers: ids of the devices that come late.
+    or None. server_data: those that the server may learn from, or None. late_joiners: their ids.
     milder: what minimum sizes took.
     """
 
@@ -53,7 +53,7 @@ class Federation:
     server_data: Samples | None
     layout: Layout
     first: Model
-    newcomers: frozenset[str] = frozenset()
+    late_joiners: frozenset[str] = frozenset()
     milder: Milder = field(default_factory=Milder)
 
     def measured(self, n: int | None, seed: int) -> tuple[str, ...]:
@@ -115,9 +115,9 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         else dict(zip(names, shares_of(scenario, rest, n_devices, seed, milder), strict=True))
     )
     layout, first = initial(rest.spec, seed)
-    if scenario.newcomers >= n_devices:
-        raise ConfigError(f"of {n_devices} devices {scenario.newcomers} cannot come when training is over")
-    late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.newcomers]
+    if scenario.late_joiners >= n_devices:
+        raise ConfigError(f"of {n_devices} devices {scenario.late_joiners} cannot come when training is over")
+    late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.late_joiners]
     return Federation(
         task=rest.spec,
         shares=shares,
@@ -125,7 +125,7 @@ def deal(scenario: Scenario, seed: int) -> Federation:
         server_data=_inputs(server_data),
         layout=layout,
         first=first,
-        newcomers=frozenset(names[i] for i in late),
+        late_joiners=frozenset(names[i] for i in late),
         milder=milder,
     )
 
@@ -161,7 +161,7 @@ def gather(
         seed=seed,
         hardware=machines(scenario.hardware, workers, seed),
         deadline_s=scenario.deadline_s,
-        arrives=dict.fromkeys(federation.newcomers, end),
+        arrives=dict.fromkeys(federation.late_joiners, end),
         leaves=dict.fromkeys((i for i in data if i not in measured), end),
         alike=not few and scenario.marks is Marks.SAMPLES,
         execute=execute,

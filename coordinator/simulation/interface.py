@@ -27,7 +27,7 @@ from coordinator.simulation.compare import Comparison, scenario_of
 from coordinator.simulation.folder import new_folder
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.report import comparison_page, lines_of, run_in_a_notebook, run_page, write_results
-from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_dealing
+from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_partitioning
 from fedge.config import describe, given
 from fedge.loading import hold
 from fedge.tasks import Task
@@ -115,7 +115,7 @@ def simulate(
     name, own = method_and_options(found.method)
     own = dict(options or {}) | own
     check(name, own)
-    check_dealing(found)
+    check_partitioning(found)
     scenario, tell = scenario_of(found), progress or (lambda _: None)
     home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if found.out is None else new_folder(found.out, "simulate")
     try:
@@ -160,7 +160,7 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
         if several in settings and not isinstance(settings[several], str):
             settings[several] = ",".join(map(str, settings[several]))
     found = _settings(CompareSettings, settings)
-    check_dealing(found)
+    check_partitioning(found)
 
     def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
         if progress is not None:

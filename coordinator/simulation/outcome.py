@@ -31,7 +31,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
 
     `release`: the bundle's folder under bundles/; None: there is none, or the run did not say.
-    `newcomer`: it came when training was over. `private_weight`: of the private model in the bundle, mean over
+    `late_joiner`: it came when training was over. `private_weight`: of the private model in the bundle, mean over
     the test samples; None: there is none, or the run did not say.
     """
 
@@ -42,7 +42,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     trained: int
     bundle: bool
     release: str | None = None
-    newcomer: bool = False
+    late_joiner: bool = False
     private_weight: float | None = None
 
 
@@ -72,7 +72,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     """A method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
 
     `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
-    bundle in ONNX Runtime. `cold_start`: the same accuracy over the newcomers, whom all other figures leave out.
+    bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
     `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
     such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that measuring took. `draws` of
@@ -117,7 +117,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
                 "n_test": device.score.n,
                 "trained": device.trained,
                 "bundle": device.bundle,
-                "newcomer": device.newcomer,
+                "late_joiner": device.late_joiner,
                 "accuracy": device.score.accuracy,
                 "macro_f1": device.score.macro_f1,
                 "weighted_f1": device.score.weighted_f1,

@@ -208,7 +208,7 @@ def headings(comparison: Comparison) -> tuple[str, ...]:
     return (
         *("Method", "Accuracy", f"− {comparison.baseline}", "− best other"),
         *("Over devices", "Worst 10 %", "Macro F1", "Global"),
-        *(["Newcomers"] if comparison.scenario.newcomers else []),
+        *(["Late joiners"] if comparison.scenario.late_joiners else []),
         *("Traffic", f"Cost of {100 * comparison.target:.1f} %", "s / run"),
     )
 
@@ -270,7 +270,7 @@ def table_of(comparison: Comparison) -> Table:
     """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
     found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)  # as narrow as it goes: names of variants are long
     found.add_column("method", overflow="fold")
-    new = ["new"] if comparison.scenario.newcomers else []
+    new = ["new"] if comparison.scenario.late_joiners else []
     for heading in ("accuracy", "− base", "− best", "worst", "F1", "global", *new, "MB", "r", "s"):
         found.add_column(heading, justify="right", no_wrap=True)
     best = max(method.accuracy.mean for method in comparison.methods)
@@ -301,7 +301,7 @@ def legend_of(comparison: Comparison) -> str:
         f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
         "in the report, too: deviation over the devices, bytes until then, numbers of the methods' own (silhouette)",
     ]
-    if comparison.scenario.newcomers:
+    if comparison.scenario.late_joiners:
         lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
     if told := milder(comparison.runs):
         lines.append(told)
@@ -311,8 +311,8 @@ def legend_of(comparison: Comparison) -> str:
 def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:
     """A single run for a terminal: names and figures."""
     experts = f"{len(outcome.clusters)} clusters" if outcome.split else "one shared model"
-    n_newcomers = sum(device.newcomer for device in outcome.devices)
-    n_measured = len(outcome.devices) - n_newcomers
+    n_late = sum(device.late_joiner for device in outcome.devices)
+    n_measured = len(outcome.devices) - n_late
     lines = [
         ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {n_measured} devices"),
         ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
@@ -326,7 +326,7 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]
     if outcome.cold_start is not None:
-        lines.insert(4, ("newcomers", f"{100 * outcome.cold_start:.1f} %  over {n_newcomers} devices"))
+        lines.insert(4, ("late_joiners", f"{100 * outcome.cold_start:.1f} %  over {n_late} devices"))
     if goal is not None:
         lines.append((f"until {100 * goal:.1f} %", cost(target)))
     return lines
@@ -430,19 +430,16 @@ def demo_lead(outcome: Outcome, background: Background) -> str:
     return (
         f"{outcome.agents} devices learned “{outcome.task}” ({outcome.partition}) in {outcome.rounds} rounds of "
         f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. "
-        f"{_experts(outcome, background.method)} "
+        f"{_experts(outcome)} "
         "Accuracies are on each device's own test samples, which no choice has seen; those of the personalised mixture "
         "come from ONNX Runtime in a process without PyTorch."
     )
 
 
-def _experts(outcome: Outcome, method: str) -> str:
-    n = len(outcome.clusters)
-    if method != "fedge":  # the only one with a trial
-        return f"It made {n} clusters with a model each." if outcome.split else "It made no clusters."
+def _experts(outcome: Outcome) -> str:
     if outcome.split:
-        return f"The trial found that {n} overlapping clusters are worth an expert each."
-    return "No split into experts: one shared model serves all devices better."
+        return f"It made {len(outcome.clusters)} clusters with a model each."
+    return "It made no clusters: devices share one model, or none."
 
 
 def points(gain: float) -> str:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coordinator.fleet import simulated
 from coordinator.fleet.simulated import Execute
 from coordinator.methods import Method, Option, Server, State, make
+from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, Final
 from coordinator.simulation.federation import Data, Federation, deal, gather
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, sample_accuracy, worst_decile
@@ -91,10 +91,10 @@ def validate(
         if state.round % scenario.spacing == 0 or state.round == scenario.rounds:
             if not (scores := evaluation.now(made, state, fleet)):
                 raise ConfigError("no device has validation samples to choose by: give the devices more samples")
-            tell(state.round, _mean(scores, federation.newcomers))
+            tell(state.round, _mean(scores, federation.late_joiners))
 
     begun = made.begin(federation.layout, first)
-    run_to_end(simulated.run(made, begun, fleet, on_round, scenario.rounds))
+    run_to_end(rounds.run(made, begun, fleet, on_round, scenario.rounds))
 
 
 @contextmanager
@@ -190,19 +190,19 @@ async def _run(
     def on_round(state: State) -> None:
         """A method may have rounds after the last one of training: they have no number of their own."""
         if state.round <= scenario.rounds and not method.done(state) and state.round % scenario.spacing == 0:
-            measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.newcomers))
+            measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.late_joiners))
             watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")
 
     state = method.begin(federation.layout, first)
     on_round(state)
-    state = await simulated.run(method, state, fleet, on_round)
+    state = await rounds.run(method, state, fleet, on_round)
     final = evaluation.finally_(method, state, fleet)
-    measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.newcomers))
+    measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
     watch(f"the devices' bundles  accuracy {curve[-1].accuracy:.3f}")
     everybody = _devices(federation, state, final)
-    devices = [device for device in everybody if not device.newcomer]
+    devices = [device for device in everybody if not device.late_joiner]
     accuracies = [device.score.accuracy for device in devices]
-    cold = [device.score.accuracy for device in everybody if device.newcomer]
+    cold = [device.score.accuracy for device in everybody if device.late_joiner]
     summary = method.summary(state)
     return RunOutcome(
         method=label,
@@ -245,7 +245,7 @@ def _devices(federation: Federation, state: State, final: dict[str, Final]) -> t
             trained=state.participations.get(i, 0),
             bundle=end.release is not None,
             release=end.release,
-            newcomer=i in federation.newcomers,
+            late_joiner=i in federation.late_joiners,
             private_weight=end.private_weight,
         )
         for i, end in final.items()

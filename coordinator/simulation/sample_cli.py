@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.simulation.folder import new_folder
 from coordinator.simulation.samples import samples_of, shares_of
-from coordinator.simulation.settings import SampleSettings, check_dealing
+from coordinator.simulation.settings import SampleSettings, check_partitioning
 from fedge.config import resolve, settings_options
 from fedge.errors import StoreError
 from fedge.tasks import write_share, write_task
@@ -36,7 +36,7 @@ def sample(config: Path | None, as_json: bool, **flags: object) -> None:
     Exit codes: 0 done, 2 wrong usage, no such data, OUT is not empty, 4 a file cannot be written.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(SampleSettings, "sample", config, flags)
-    check_dealing(settings)
+    check_partitioning(settings)
     samples, _ = samples_of(settings, settings.seed, 0.0)
     shares = shares_of(settings, samples, settings.devices, settings.seed)
     folder = new_folder(settings.out, "sample")

@@ -89,7 +89,7 @@ class Hardware(StrEnum):
     NONE = "none"
 
 
-class Dealing(Struct, frozen=True, kw_only=True):
+class Partitioning(Struct, frozen=True, kw_only=True):
     """Samples, and how they are dealt out to devices."""
 
     task: Annotated[
@@ -139,7 +139,7 @@ class Dealing(Struct, frozen=True, kw_only=True):
     ] = Marks.SAMPLES
 
 
-class Setup(Dealing, frozen=True, kw_only=True):
+class Setup(Partitioning, frozen=True, kw_only=True):
     """Data, devices and local training: what a demo and a simulation have in common."""
 
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
@@ -167,13 +167,13 @@ class Scenario(Setup, frozen=True, kw_only=True):
     """What the methods of a comparison have in common."""
 
     global_test: Annotated[
-        float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before dealing.")
+        float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before partitioning.")
     ] = 0.1
     server_data: Annotated[
         float,
         Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe, fedepc)."),
     ] = 0.5
-    newcomers: Annotated[
+    late_joiners: Annotated[
         int, Meta(ge=0, description="Devices that come when training is over, drawn by lot: measured apart.")
     ] = 0
     hardware: Annotated[
@@ -216,7 +216,7 @@ _ONLY_FOR: Final = {
 """Settings that some partitions alone have a use for."""
 
 
-def check_dealing(given: Dealing) -> None:
+def check_partitioning(given: Partitioning) -> None:
     """Refuse what would be ignored: a number that was asked for and changes nothing misleads.
 
     Raises:
@@ -339,7 +339,7 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
         return settings_of(Setup(**given), self.seed, {})
 
 
-class SampleSettings(Dealing, frozen=True, kw_only=True):
+class SampleSettings(Partitioning, frozen=True, kw_only=True):
     """Section [sample] of the configuration."""
 
     devices: Annotated[int, Meta(ge=1, description="Devices: one file each.")] = 4

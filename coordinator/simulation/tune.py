@@ -24,7 +24,7 @@ from coordinator.options import check, method_and_options, value_of
 from coordinator.ray import connected, require_importable
 from coordinator.simulation.compare import begin, scenario_of
 from coordinator.simulation.run import validate
-from coordinator.simulation.settings import Dealing, Scenario, Setup, TuneSettings
+from coordinator.simulation.settings import Partitioning, Scenario, Setup, TuneSettings
 from fedge.config import given, metas_of
 from fedge.errors import ConfigError, FedgeError
 from fedge.files import make_folder, write_atomically
@@ -270,7 +270,8 @@ def configuration(found: Tuning) -> str:
     learning = {n: v for n, v in (changed | searched).items() if n in Setup.__struct_fields__}
     sections = {
         "simulate": {"method": name, "seed": found.seed, **changed, **searched},
-        "coordinator": {"method": name} | {n: v for n, v in learning.items() if n not in Dealing.__struct_fields__},
+        "coordinator": {"method": name}
+        | {n: v for n, v in learning.items() if n not in Partitioning.__struct_fields__},
         "method": options,
     }
     lines = [f"# Found by `fedge tune`: {sentence(found.best, found.scenario)} on validation samples."]

@@ -11,7 +11,7 @@ from rich.table import Table
 from coordinator.options import check, method_and_options
 from coordinator.simulation.cli import one_thread
 from coordinator.simulation.folder import named_by_time
-from coordinator.simulation.settings import TuneSettings, check_dealing
+from coordinator.simulation.settings import TuneSettings, check_partitioning
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
@@ -49,7 +49,7 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(TuneSettings, "tune", config, flags)
     check(*method_and_options(settings.method))
-    check_dealing(settings)
+    check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
     one_thread()

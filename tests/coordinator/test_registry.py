@@ -168,11 +168,11 @@ def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
     assert registry.on_status("a", status())
 
 
-async def test_a_newcomer_has_no_bundle_and_was_not_asked_in_this_incarnation() -> None:
+async def test_a_late_joiner_has_no_bundle_and_was_not_asked_in_this_incarnation() -> None:
     registry = here("a", "equipped")
     tried = {"a": "1"}
     for changed in (status("a", incarnation="2"), status("b", capabilities=Capabilities(trains=False))):
-        waiting = asyncio.create_task(registry.wait_for_newcomer(tried, {"equipped"}))
+        waiting = asyncio.create_task(registry.wait_for_late_joiner(tried, {"equipped"}))
         for still_the_same in (status("a", incarnation=tried["a"]), status("equipped", incarnation="2")):
             registry.on_status(still_the_same.device_id, still_the_same)
             await asyncio.sleep(0)
@@ -211,9 +211,9 @@ def test_a_device_that_drifts_counts_as_another_one_once_for_each_bundle() -> No
     assert len({calm, drifting, new}) == 3
 
 
-async def test_drift_is_reason_enough_to_welcome_a_device_again() -> None:
+async def test_drift_is_reason_enough_to_ask_a_device_again() -> None:
     registry = here("a")
-    waiting = asyncio.create_task(registry.wait_for_newcomer({"a": "1"}, {"a"}))
+    waiting = asyncio.create_task(registry.wait_for_late_joiner({"a": "1"}, {"a"}))
     await asyncio.sleep(0)
     assert not waiting.done()
     registry.on_health("a", health(drift=True))

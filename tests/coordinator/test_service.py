@@ -217,9 +217,9 @@ def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path
     assert without_bundle(method, msgspec.structs.replace(state, round=1), store) == [], "it has not come to its end"
 
 
-def test_a_method_without_cold_start_welcomes_nobody(tmp_path: Path) -> None:
+def test_a_method_without_cold_start_serves_no_late_joiners(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fedge and fedcoe have"):
-        method_of(settings(None, tmp_path, method="fedavg", welcome=True), task_spec("digits"))
+        method_of(settings(None, tmp_path, method="fedavg", late_joiners=True), task_spec("digits"))
 
 
 def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from methods.fedasync import FedAsync, FedAsyncState
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump
+from coordinator.simulation.rounds import run
 from fedge.broker import LocalBroker
 from tests.support.federation import ROOT, Federation, same, settings, until
 from tests.support.simulation import digits

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from methods.pfedme import PFedMe
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings
+from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.models.training import Network

@@ -135,6 +135,11 @@ def test_wrong_usage_names_the_nearest_command(commands: dict[str, object], caps
     assert cli.main(["demo", "--no-such-flag"]) == 2
 
 
+def test_an_option_of_a_former_version_names_the_one_of_now(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--newcomers", "3"]) == 2
+    assert "--late-joiners" in capsys.readouterr().err
+
+
 def test_a_missing_package_says_which_extra_brings_it(
     commands: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,19 +37,19 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
         np.savez(tmp_path / "server_data.npz", x=samples.x[-200:], y=samples.y[-200:])
         few = np.flatnonzero(samples.y < 4)[:60]
         np.savez(tmp_path / "e.npz", x=samples.x[few])  # no labels
-        newcomer = await without_torch(federation, "e", tmp_path / "e.npz")
-        await newcomer.said("online")
+        late_joiner = await without_torch(federation, "e", tmp_path / "e.npz")
+        await late_joiner.said("online")
         agents = await federation.agents()
         coordinator = await federation.coordinator(
             method="fedcoe", server_data=tmp_path / "server_data.npz", rounds=2, participation=1
         )
         assert await coordinator.ended() == 0
         state = federation.state(FedCoEState)
-        for agent in (newcomer, *agents.values()):
+        for agent in (late_joiner, *agents.values()):
             await agent.said("report_acked", accepted=True)
-        newcomer.send(signal.SIGTERM)
-        assert await newcomer.ended() == 130
-        asked = [event["step"] for event in newcomer.events if event["event"] == "order_started"]
+        late_joiner.send(signal.SIGTERM)
+        assert await late_joiner.ended() == 130
+        asked = [event["step"] for event in late_joiner.events if event["event"] == "order_started"]
 
     assert asked == ["route", "install_bundle"]
     assert set(state.installed) == {"a", "b", "c", "d", "e"}
@@ -93,9 +93,9 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         await until(lambda: {"a", "b", "early"} <= set(installed(federation)))
         late = await without_torch(federation, "late", tmp_path / "e.npz")
         await until(lambda: "late" in installed(federation))
-        for newcomer in (early, late):
-            await newcomer.said("report_acked", accepted=True)
-            asked = [event["step"] for event in newcomer.events if event["event"] == "order_started"]
+        for late_joiner in (early, late):
+            await late_joiner.said("report_acked", accepted=True)
+            asked = [event["step"] for event in late_joiner.events if event["event"] == "order_started"]
             assert asked == ["install_bundle"]
         coordinator.send(signal.SIGTERM)
         assert await coordinator.ended() == 130
@@ -129,9 +129,9 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
         for device in ("a", "b"):
             await federation.agent(device)
         await until(lambda: len(installed(federation)) == 2)
-        newcomer = await without_torch(federation, "e", tmp_path / "e.npz")
+        late_joiner = await without_torch(federation, "e", tmp_path / "e.npz")
         await until(lambda: "e" in installed(federation))
-        await newcomer.said("report_acked", accepted=True)
+        await late_joiner.said("report_acked", accepted=True)
         await coordinator.kill()
         await federation.coordinator(**flags)
         await federation.agent("late")

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, installed_methods, make
 from coordinator.service import CoordinatorSettings, serve
+from coordinator.simulation.rounds import run
 from coordinator.store import Store
 from edge_agent.agent import Agent, Identity
 from edge_agent.worker import Worker

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, installed_methods, make, method_class
 from coordinator.protection import Protection
 from coordinator.rollout import Plan, RolloutState
 from coordinator.rollout.service import Release
 from coordinator.service import CoordinatorSettings, serve
+from coordinator.simulation.rounds import run
 from coordinator.store import Store
 from deploy.slots import Slots
 from deploy.trust import install_root

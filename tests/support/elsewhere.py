@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree, backend_registration
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, Server, dump, make
 from coordinator.server_data import ServerData
+from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.messages import Codec

@@ -17,9 +17,10 @@ from typing import Any, Self
 import msgspec
 
 from coordinator.database import database
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, State, dump, load, make
 from coordinator.protection import Protection
+from coordinator.simulation.rounds import run
 from coordinator.store import Store
 from edge_agent.batched import one_by_one, one_thread
 from edge_agent.worker import Worker

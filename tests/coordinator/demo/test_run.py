@@ -15,8 +15,8 @@ from coordinator.demo.run import (
     reserves,
     spent,
 )
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, make
+from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import DemoSettings
 from fedge.broker import LocalBroker, free_port
 from fedge.errors import ConfigError, TransportError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.accounted import AccountedFleet, accounted
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, installed_methods, make, method_class
 from coordinator.protection import Protection
+from coordinator.simulation.rounds import run
 from edge_agent.privacy_ledger import Ledger
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef

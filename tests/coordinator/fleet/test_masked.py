@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from coordinator.fleet import Answer, Fleet
 from coordinator.fleet.masked import MaskedFleet, admissible
-from coordinator.fleet.simulated import run
 from coordinator.methods import Method, MethodSettings, accepted, dump, make
 from coordinator.methods.fedavg import FedAvg
 from coordinator.protection import Protection
+from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.fixed_point import PARAMS
 from fedge.masking import too_close

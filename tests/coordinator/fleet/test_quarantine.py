@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.fleet.quarantine import READMITTED, REST, Offence, quarantined
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, make
+from coordinator.simulation.rounds import run
 from fedge.messages import Codec
 from fedge.sgd import Sgd
 from tests.support.simulation import digits, multiplying

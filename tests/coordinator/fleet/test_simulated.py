@@ -5,9 +5,10 @@ import pytest
 
 from coordinator.fleet import Answer, clock, order_for, simulated
 from coordinator.fleet.devices import PI_4, Hardware, mixed
-from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet, run
+from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
+from coordinator.simulation.rounds import run
 from edge_agent.batched import one_by_one
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished, Worker

@@ -135,7 +135,7 @@ def test_what_is_carried_is_kept_for_the_models_themselves_alone() -> None:
 # ------------------------------------------------------------------------------------------------------- in a method
 
 
-async def test_a_round_that_is_done_again_gives_the_same_state_and_only_newcomers_get_whole_models(tmp_path) -> None:
+async def test_a_round_that_is_done_again_gives_the_same_state_and_only_late_joiners_get_whole_models(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4)
     fleet.absent = frozenset({"d03"})
     method = FedAvg(MethodSettings(rounds=9, sgd=Sgd(steps=2)))

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.cfic import CficState, Description, clusters
 from coordinator.protection import Protection
+from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd
@@ -111,7 +111,7 @@ async def test_a_silent_device_costs_one_deadline_and_rests(tmp_path) -> None:
     assert state.participations["d02"] == 1
 
 
-async def test_newcomers_and_changed_devices_are_asked_and_nobody_else_moves(tmp_path) -> None:
+async def test_late_joiners_and_changed_devices_are_asked_and_nobody_else_moves(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, participation=0.5, **EXACT))
     late = fleet.workers.pop("d05")
@@ -250,7 +250,7 @@ async def test_the_selections_of_fedepc_choose_in_each_cluster(selection, tmp_pa
         assert not slowest & set(asked[0])
 
 
-async def test_newcomers_and_changed_data_make_the_clusters_of_profiles_anew(tmp_path) -> None:
+async def test_late_joiners_and_changed_data_make_the_clusters_of_profiles_anew(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=8, groups="labels", n_groups=2, alpha=100.0)
     method = cfic(rounds=9, participation=1.0, clustering="aidc", selection="ccmab")
     fleet.absent = frozenset({"d07"})

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from coordinator.fleet import Answer, Device
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, make, round_rng
 from coordinator.methods.cohort import ChoosingState, bandit_of, drawn, learned, times
 from coordinator.selection import ccmab, uniform
+from coordinator.simulation.rounds import run
 from fedge.messages import BlobRef, Context
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed

@@ -6,10 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings
 from coordinator.methods.ditto import Ditto
 from coordinator.methods.fedavg import FedAvg
+from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge.messages import Codec, Role
 from fedge.models import initial

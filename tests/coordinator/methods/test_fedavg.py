@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, accepted, dump, load, make
 from coordinator.methods.fedavg import FedAvg, FedAvgState
+from coordinator.simulation.rounds import run
 from deploy import load as load_bundle
 from edge_agent.evaluation import logits
 from fedge.errors import ConfigError

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.fedavg import FedAvgState
+from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump
 from coordinator.methods.asynchronous import Buffer
 from coordinator.methods.fedbuff import FedBuff
 from coordinator.protection import Protection
 from coordinator.simulation.outcome import cost_of
+from coordinator.simulation.rounds import run
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from fedge.errors import ConfigError

@@ -14,9 +14,9 @@ import pytest
 import deploy
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer, Device
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, Samples, Server, accepted, dump, load, make
 from coordinator.methods.fedcoe import PRESETS, FedCoE, FedCoEState, Preset
+from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.errors import ConfigError, ProtocolError

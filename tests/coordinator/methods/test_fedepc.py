@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from coordinator.fleet import Answer
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, Server, accepted, dump, load, make
 from coordinator.methods.fedepc import (
     GONE_AFTER,
@@ -27,6 +26,7 @@ from coordinator.methods.fedepc import (
 from coordinator.methods.fedprox import FedProx
 from coordinator.protection import Protection
 from coordinator.selection import ccmab
+from coordinator.simulation.rounds import run
 from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.messages import Codec
@@ -291,7 +291,7 @@ async def test_a_budget_bounds_the_device_seconds_of_a_cohort(tmp_path) -> None:
 # ----------------------------------------------------------------------------------------- joins, leaves, changes
 
 
-async def test_newcomers_join_the_cluster_of_their_kind_and_nobody_else_moves(tmp_path) -> None:
+async def test_late_joiners_join_the_cluster_of_their_kind_and_nobody_else_moves(tmp_path) -> None:
     of = method(rounds=8)
     fleet, layout, first, groups = four_groups(tmp_path, n=16)
     late = frozenset(["d05", "d14"])
@@ -351,7 +351,7 @@ async def test_a_device_whose_data_changed_moves_to_the_cluster_of_its_new_kind(
     assert fleet.asked == []  # nothing changed, so nobody is asked again
 
 
-async def test_many_newcomers_make_all_clusters_anew_and_models_are_inherited(tmp_path) -> None:
+async def test_many_late_joiners_make_all_clusters_anew_and_models_are_inherited(tmp_path) -> None:
     of = method(participation=0.3)
     fleet, layout, first, groups = four_groups(tmp_path, n=16)
     fleet.absent = frozenset(i for i in groups if int(i[1:]) >= 12)  # a quarter of all
@@ -522,7 +522,7 @@ async def test_a_converged_cluster_rests_until_somebody_joins(tmp_path) -> None:
 # ------------------------------------------------------------------------------------ clusters of updates (MCTC)
 
 
-async def test_directions_of_the_warm_ups_model_place_newcomers_and_devices_with_other_data(tmp_path) -> None:
+async def test_directions_of_the_warm_ups_model_place_late_joiners_and_devices_with_other_data(tmp_path) -> None:
     fleet, layout, first, groups = four_groups(tmp_path)
     of = method(clustering="mctc")
     late, stepped = "d11", "d00"

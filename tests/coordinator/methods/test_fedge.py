@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import default_method
 from coordinator.fleet import Device, require_sendable
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load
 from coordinator.methods import fedge as module
 from coordinator.methods.asynchronous import discount
@@ -29,6 +28,7 @@ from coordinator.methods.fedge import (
 from coordinator.methods.server_optimizer import ServerModel
 from coordinator.selection import ccmab
 from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.rounds import run
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Hardware, Partition, Scenario
 from edge_agent.candidates import Fitted
@@ -781,7 +781,7 @@ async def test_shift_installs_the_shared_model_alone(tmp_path) -> None:
     assert len(state.installed) == 4
 
 
-async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_path) -> None:
+async def test_a_late_joiner_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=5, limit=500)
     fleet.silent = frozenset({"d04"})
     method = with_options(rounds=3)
@@ -791,12 +791,12 @@ async def test_a_newcomer_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_
     fleet.incarnations = {"d04": "2"}
     fleet.asked.clear()
     fleet.round = state.round + 1
-    after = await method.welcome(state, fleet)
+    after = await method.serve_late_joiners(state, fleet)
     assert set(after.installed) == {"d00", "d01", "d02", "d03", "d04"}
     assert roles_of(fleet, after)["d04"][0] is Role.PRIVATE
     assert {device for _, _, device in fleet.asked} == {"d04"}
     assert after.pool == state.pool
-    assert await method.welcome(after, fleet) == after
+    assert await method.serve_late_joiners(after, fleet) == after
 
 
 async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path, monkeypatch) -> None:
@@ -808,7 +808,7 @@ async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path, 
     monkeypatch.setattr(fleet, "devices", lambda: drifting)
     fleet.asked.clear()
     fleet.round = state.round + 1
-    after = await method.welcome(state, fleet)
+    after = await method.serve_late_joiners(state, fleet)
     assert [(step, device) for _, step, device in fleet.asked] == [
         ("profile", "d02"), ("candidates", "d02"), ("gate", "d02"),
     ]  # fmt: skip

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, make
+from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedrod import FedRod
+from coordinator.simulation.rounds import run
 from edge_agent.evaluation import look
 from fedge.messages import Codec
 from fedge.sgd import Sgd

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 import deploy
 from coordinator.fleet import Answer
-from coordinator.fleet.simulated import run
 from coordinator.methods import (
     ATTEMPTS,
     MethodSettings,
@@ -30,6 +29,7 @@ from coordinator.methods.fedge import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.server_optimizer import ServerModel
 from coordinator.options import check, method_and_options
 from coordinator.selection import ccmab
+from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, blobs_of

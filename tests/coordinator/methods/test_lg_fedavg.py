@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings
 from coordinator.methods.lg_fedavg import LgFedAvg
+from coordinator.simulation.rounds import run
 from fedge.messages import Codec
 from fedge.sgd import Sgd
 from fedge.tensors import BASE, HEAD

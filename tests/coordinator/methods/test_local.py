@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.local import LocalState
+from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.models.training import Network, Trainer
 from fedge.sgd import Sgd

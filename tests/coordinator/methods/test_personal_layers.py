@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from coordinator.fleet import Answer
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, accepted, dump, load, make
 from coordinator.methods.fedavg import FedAvg
 from coordinator.methods.fedper import FedPer
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from coordinator.simulation.rounds import run
 from edge_agent.evaluation import logits, prior
 from edge_agent.mixture import PLAIN
 from export.reference import calibrated

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, dump, load, make
 from coordinator.methods.pm_moe import PmMoe
+from coordinator.simulation.rounds import run
 from deploy import load as load_bundle
 from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError

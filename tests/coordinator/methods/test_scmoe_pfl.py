@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import mctc
-from coordinator.fleet.simulated import run
 from coordinator.methods import MethodSettings, RoundSummary, accepted, dump, load
 from coordinator.methods.scmoe_pfl import PRESETS, Clusters, ScmoePfl, ScmoeState, clusters_of, starts
+from coordinator.simulation.rounds import run
 from deploy import load as load_bundle
 from edge_agent.steps.describe_labels import label_feature
 from fedge.errors import ConfigError

@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import SimulatedFleet, run
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, load, make
 from coordinator.relay.cli import RelaySettings, relaying
 from coordinator.service import CoordinatorSettings, serve
+from coordinator.simulation.rounds import run
 from coordinator.store import Store
 from edge_agent.agent import Agent, Identity
 from edge_agent.batched import one_by_one

@@ -139,7 +139,7 @@ def test_that_devices_differ_less_is_said_once_and_not_by_every_run(
 def test_a_folder_from_before_a_setting_was_there_is_gone_on_with() -> None:
     scenario = Scenario(devices=40, alpha=0.1, rounds=3, down="float32")
     assert module._Run(scenario=scenario, method="fedavg", seed=0).name == "fedavg-0-5685f024"
-    for changes in ({"down": "int8"}, {"marks": Marks.CLASSES}, {"newcomers": 1}, {"alpha": 0.2}):
+    for changes in ({"down": "int8"}, {"marks": Marks.CLASSES}, {"late_joiners": 1}, {"alpha": 0.2}):
         other = msgspec.structs.replace(scenario, **changes)
         assert module._Run(scenario=other, method="fedavg", seed=0).name != "fedavg-0-5685f024"
 

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import run
 from coordinator.methods import Option, Server, make
 from coordinator.methods.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Scenario
 from fedge import bundle, preprocess
 from fedge.models.training import Network

@@ -53,14 +53,14 @@ def test_the_methods_own_numbers_are_on_the_page() -> None:
     assert own_rows(a_comparison()) == [("–", "–", "–")]
 
 
-def test_newcomers_have_a_column_where_there_are_any() -> None:
+def test_late_joiners_have_a_column_where_there_are_any() -> None:
     runs = [a_run("m", seed, cold_start=0.6 + 0.1 * seed) for seed in (0, 1)]
-    some = together(Scenario(newcomers=1), runs, ["m"], (0, 1), "m", None)
+    some = together(Scenario(late_joiners=1), runs, ["m"], (0, 1), "m", None)
     assert row(some.methods[0])[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
-    assert headings(some)[8] == "Newcomers"
+    assert headings(some)[8] == "Late joiners"
     assert [column.header for column in table_of(some).columns][7] == "new"
     assert "training was over" in legend_of(some)
-    assert ("newcomers", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)
+    assert ("late_joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)
     assert len(headings(a_comparison())) == len(row(a_comparison().methods[0])) == len(headings(some)) - 1
 
 
@@ -152,7 +152,7 @@ def test_names_of_variants_can_be_read_in_eighty_columns() -> None:
     name = "fedepc:selection=fastest:clustering=k-means"
     runs = [a_run(method, seed, cold_start=0.6) for seed in (0, 1) for method in ("local", name)]
     console = Console(width=80, record=True, file=StringIO())
-    console.print(table_of(together(Scenario(newcomers=1), runs, ["local", name], (0, 1), "local", None)))
+    console.print(table_of(together(Scenario(late_joiners=1), runs, ["local", name], (0, 1), "local", None)))
     text = console.export_text()
     assert "80.0 ±0.0" in text
     parts = [line.split()[0] for line in text.splitlines() if line and line[0] not in "ml─"]
@@ -257,7 +257,7 @@ def test_a_method_without_updates_to_compare_has_no_map() -> None:
     assert "compares no updates" in html
 
 
-@pytest.mark.parametrize(("split", "words"), [(True, "2 overlapping clusters"), (False, "No split")])
+@pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "no clusters")])
 def test_the_lead_of_a_demo_says_whether_there_was_a_split(split: bool, words: str) -> None:
     assert words in demo_lead(an_outcome(split=split), a_background())
 

@@ -85,22 +85,22 @@ def test_without_a_clock_nothing_takes_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", installed_methods())
-def test_newcomers_come_when_training_is_over_and_are_measured_apart(tmp_path: Path, method: str) -> None:
-    scenario = msgspec.structs.replace(SCENARIO, devices=5, samples=600, rounds=2, global_test=0.3, newcomers=2)
+def test_late_joiners_come_when_training_is_over_and_are_measured_apart(tmp_path: Path, method: str) -> None:
+    scenario = msgspec.structs.replace(SCENARIO, devices=5, samples=600, rounds=2, global_test=0.3, late_joiners=2)
     found = outcome(tmp_path, method, scenario)
-    late, others = ([d for d in found.devices if d.newcomer is flag] for flag in (True, False))
+    late, others = ([d for d in found.devices if d.late_joiner is flag] for flag in (True, False))
     assert (len(late), len(others)) == (2, 3)
     assert found.cold_start == pytest.approx(sum(d.score.accuracy for d in late) / 2)
     assert found.accuracy == pytest.approx(sum(d.score.accuracy for d in others) / 3)
     assert [d.trained for d in late] == [0, 0]
-    assert found.bundles == (3 if method == "local" else 5)  # nobody asks a newcomer to train alone
+    assert found.bundles == (3 if method == "local" else 5)  # nobody asks a late joiner to train alone
 
 
 def test_who_comes_late_is_drawn_by_the_seed_and_not_all_can(tmp_path: Path) -> None:
-    scenario = msgspec.structs.replace(SCENARIO, devices=8, rounds=0, newcomers=3)
-    drawn = {seed: deal(scenario, seed).newcomers for seed in range(4)}
+    scenario = msgspec.structs.replace(SCENARIO, devices=8, rounds=0, late_joiners=3)
+    drawn = {seed: deal(scenario, seed).late_joiners for seed in range(4)}
     assert {len(ids) for ids in drawn.values()} == {3}
     assert len(set(drawn.values())) > 1
     assert outcome(tmp_path).cold_start is None
     with pytest.raises(ConfigError, match="8 devices 8"):
-        deal(msgspec.structs.replace(scenario, newcomers=8), 0)
+        deal(msgspec.structs.replace(scenario, late_joiners=8), 0)

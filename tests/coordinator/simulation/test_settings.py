@@ -14,7 +14,7 @@ from coordinator.simulation.settings import (
     Setup,
     SimulationSettings,
     Sizes,
-    check_dealing,
+    check_partitioning,
 )
 from fedge.config import describe
 from fedge.errors import ConfigError
@@ -77,9 +77,9 @@ def test_a_demo_shares_all_but_what_is_simulated() -> None:
 
 
 def test_a_demo_of_two_devices_needs_no_third_group() -> None:
-    check_dealing(DemoSettings(devices=2))
+    check_partitioning(DemoSettings(devices=2))
     with pytest.raises(ConfigError, match="2 devices cannot be in 4 groups"):
-        check_dealing(DemoSettings(devices=2, n_groups=4))
+        check_partitioning(DemoSettings(devices=2, n_groups=4))
 
 
 def test_both_commands_share_the_scenario() -> None:

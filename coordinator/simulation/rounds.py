@@ -1,0 +1,28 @@
+"""All rounds of a method on a simulated fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import Method, S
+from fedge.messages import blobs_of
+
+
+async def run(
+    method: Method[S],
+    state: S,
+    fleet: SimulatedFleet,
+    on_round: Callable[[S], None] = lambda _: None,
+    rounds: int | None = None,
+) -> S:
+    """Run a method to its end on a simulated fleet, or for so many rounds.
+
+    `on_round` is given the state after each.
+    """
+    while not method.done(state) and state.round != rounds:
+        fleet.round = state.round + 1
+        state = await method.advance(state, fleet)
+        fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
+        on_round(state)
+    return state
