@@ -7,6 +7,7 @@ is told so at once, and may come again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.runtime import Prediction, Runtime
+from deploy.statistics import Statistics
 
 MAX_WAITING_BYTES: Final = 64 << 20
 """Of the samples that wait, whatever their number."""
@@ -32,6 +34,7 @@ class BusyError(Exception):
 class _Waiting:
     x: NDArray[np.float32]
     arrived: float
+    arrived_ns: int
     answer: asyncio.Future[Answer]
 
 
@@ -56,6 +59,7 @@ class Batcher:
             max_delay_s: how long a request waits for others while the graph is idle.
             max_waiting: requests that wait, beside those in the graph.
         """
+        self.statistics = Statistics()
         self._answer = answer
         self._pool = pool
         self._max_batch = max_batch
@@ -76,7 +80,7 @@ class Batcher:
         if len(self._waiting) >= self._max_waiting or (held and held + x.nbytes > MAX_WAITING_BYTES):
             raise BusyError(f"{len(self._waiting)} requests wait already; try again in a second")
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(x, loop.time(), loop.create_future())
+        waiting = _Waiting(x, loop.time(), time.perf_counter_ns(), loop.create_future())
         self._waiting.append(waiting)
         self._arrival.set()
         if self._work is None:
@@ -118,6 +122,7 @@ class Batcher:
 
     async def _answer_group(self, group: list[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
+        begin = time.perf_counter_ns()
         try:
             x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
             runtime, prediction = await loop.run_in_executor(self._pool, self._answer, x)
@@ -126,8 +131,11 @@ class Batcher:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)
             return
+        self.statistics.call(len(x), len(group), time.perf_counter_ns() - begin)
+        self.statistics.n_outliers += int(prediction.outlier.sum())
         start = 0
         for waiting in group:
+            self.statistics.queue.add(begin - waiting.arrived_ns)
             stop = start + len(waiting.x)
             if not waiting.answer.done():
                 waiting.answer.set_result((runtime, prediction.rows(start, stop)))

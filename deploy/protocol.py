@@ -36,9 +36,9 @@ MAX_PIXELS: Final = 1 << 24
 """Of one picture, whose bytes say little of the memory that it takes: up to 150 MB."""
 DATATYPES: Final = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
-    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
+    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
-"""Of numbers; BYTES are pictures."""
+"""Of numbers, as they are in binary: of BF16, which numpy does not know, the upper half of FP32. BYTES are pictures."""
 _ELEMENTS: Final[Mapping[str, type]] = {"b": bool, "u": int, "i": int, "f": float}
 
 Parameters = dict[str, bool | int | float | str | None]
@@ -185,7 +185,10 @@ def _samples(tensor: _InputTensor, tail: bytes) -> NDArray[np.float32] | tuple[b
                 f"{INPUT} of shape {list(tensor.shape)} and datatype {tensor.datatype} takes "
                 f"{n_elements * dtype.itemsize} bytes, not {len(tail)}"
             )
-        return _finite(np.frombuffer(tail, dtype).reshape(tensor.shape))
+        x = np.frombuffer(tail, dtype).reshape(tensor.shape)
+        return _finite((x.astype("<u4") << 16).view("<f4") if tensor.datatype == "BF16" else x)
+    if tensor.datatype == "BF16":
+        raise ConfigError(f"{INPUT} has the datatype BF16, which JSON has not: send it in binary, or as FP32")
     return _finite(_from_json(tensor, dtype, n_elements))
 
 
@@ -295,13 +298,25 @@ def version(manifest: Manifest) -> str:
     return str(manifest.release)
 
 
+def taken(task: TaskSpec) -> tuple[str, ...]:
+    """The datatypes that the input may have; the protocol has a place for one alone."""
+    return (*DATATYPES, *(("BYTES",) if task.preprocessing.image_mode else ()))
+
+
 def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
     """What a model takes and gives, as the protocol describes it; -1: as many as there are samples."""
     return {
         "name": name,
         "versions": [version(manifest)],
         "platform": "onnxruntime_onnx",
-        "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *manifest.task.input_shape]}],
+        "inputs": [
+            {
+                "name": INPUT,
+                "datatype": "FP32",
+                "shape": [-1, *manifest.task.input_shape],
+                "parameters": {"datatypes": ",".join(taken(manifest.task))},
+            }
+        ],
         "outputs": [
             {"name": key, "datatype": output.datatype, "shape": [-1, *output.columns(manifest)]}
             for key, output in OUTPUTS.items()

@@ -82,6 +82,7 @@ class Server:
         self._head_timeout_s = min(HEAD_TIMEOUT_S, idle_timeout_s)
         self._connections: dict[asyncio.BaseTransport, _Connection] = {}
         self._on_kept_places = 0
+        self._turned_away = 0
         app = web.Application(middlewares=[self._watched, _errors, self._allowed], client_max_size=max_body_bytes)
         app.add_routes(self._routes())
         self._runner = web.AppRunner(
@@ -143,6 +144,7 @@ class Server:
             self._connections[connection.transport] = connection
             connection.limit(self._head_timeout_s, connection.transport.abort)
             return server()
+        self._turned_away += 1
         if self._on_kept_places < MAX_HEALTH_CONNECTIONS:
             self._on_kept_places += 1
             connection.kept_place = True
@@ -194,6 +196,11 @@ class Server:
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
             web.get("/v2", self._server_metadata),
+            web.get("/metrics", self._metrics),
+            web.post("/v2/repository/index", self._index),
+            *(web.post(f"/v2/repository/models/{{model}}/{what}", self._fixed) for what in ("load", "unload")),
+            web.get("/v2/models/stats", self._statistics),
+            *(web.get(f"{model}/stats", self._statistics) for model in models),
             *(web.get(path, self._health) for path in HEALTH),
             *(web.get(model, self._model_metadata) for model in models),
             *(web.get(f"{model}/ready", self._model_ready) for model in models),
@@ -202,11 +209,43 @@ class Server:
         ]
 
     async def _server_metadata(self, _: web.Request) -> web.Response:
-        extensions = ["binary_tensor_data", "model_configuration"]
+        extensions = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
         return _json({"name": "fedge", "version": fedge.__version__, "extensions": extensions})
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json(dict(HEALTH[request.path]))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        try:
+            from deploy.metrics import metrics
+            from fedge.openmetrics import exposition
+        except ModuleNotFoundError as error:
+            raise web.HTTPNotImplemented(
+                text="/metrics needs prometheus-client: pip install 'fedge[metrics]'"
+            ) from error
+        known = metrics(list(self._models.values()), len(self._connections), self._turned_away)
+        text, content_type = exposition(known, request.headers.get("Accept", ""))
+        return web.Response(body=text, headers={"Content-Type": content_type})
+
+    async def _index(self, _: web.Request) -> web.Response:
+        return _json(
+            [
+                {"name": name, "version": protocol.version(model.manifest), "state": "READY", "reason": ""}
+                for name, model in self._models.items()
+            ]
+        )
+
+    async def _fixed(self, request: web.Request) -> web.Response:
+        name = self._model(request).name
+        raise ConfigError(f"{name} is served as long as the server runs; another bundle comes by `fedge install`")
+
+    async def _statistics(self, request: web.Request) -> web.Response:
+        models = [self._model(request)] if "model" in request.match_info else list(self._models.values())
+        told = [
+            {"name": model.name, "version": protocol.version(model.manifest), **model.statistics.told()}
+            for model in models
+        ]
+        return _json({"model_stats": told})
 
     async def _model_metadata(self, request: web.Request) -> web.Response:
         model = self._model(request)
@@ -258,7 +297,7 @@ def _header_length(request: web.Request) -> int | None:
     return int(text)
 
 
-def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(content), status=status, headers=headers, content_type="application/json"
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy import protocol
-from deploy.batching import Answer, Batcher
+from deploy.batching import Answer, Batcher, BusyError
 from deploy.drift import Drift
 from deploy.runtime import Runtime
 from fedge.bundle import Manifest, Reference
@@ -68,11 +68,22 @@ class Served:
         self._model = model
         self._batcher = batcher
         self._pictures = pictures
+        self.statistics = batcher.statistics
+
+    @property
+    def runtime(self) -> Runtime:
+        """The bundle that answers now."""
+        return self._model.runtime
 
     @property
     def manifest(self) -> Manifest:
         """Of the bundle that answers now."""
         return self._model.runtime.manifest
+
+    @property
+    def drifted(self) -> bool:
+        """Whether what is asked has left the bundle's reference."""
+        return self._model.drifted
 
     async def infer(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
         """Answer a request.
@@ -81,8 +92,13 @@ class Served:
             ConfigError: it is malformed, or the samples do not fit the task; the text says what to change.
             BusyError: too many requests wait.
         """
-        request = protocol.decode(body, header_bytes)
-        x = await self._samples(request)
+        with self.statistics.request(_outcome):
+            return await self._answered(body, header_bytes)
+
+    async def _answered(self, body: bytes, header_bytes: int | None) -> protocol.Response:
+        with self.statistics.read.measured():
+            request = protocol.decode(body, header_bytes)
+            x = await self._samples(request)
         y = None if request.label is None else self._class_numbers(request.label, len(x))
         runtime, prediction = await self._batcher.predict(x)
         if y is not None:
@@ -94,7 +110,8 @@ class Served:
             "drifted": self._model.drifted,
             "latency_ms": round(prediction.latency_ms, 3),
         }
-        return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
+        with self.statistics.written.measured():
+            return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
 
     def _class_numbers(self, label: str, n: int) -> NDArray[np.int64]:
         """The class numbers (1,) of a request with n samples."""
@@ -111,3 +128,16 @@ class Served:
             loop = asyncio.get_running_loop()
             x = await loop.run_in_executor(self._pictures, protocol.load_images, runtime.task, x)
         return runtime.as_batch(x)
+
+
+def _outcome(error: BaseException) -> str | None:
+    """Of a request that ends with this error, as `Statistics` counts it."""
+    match error:
+        case ConfigError():
+            return "refused"
+        case BusyError():
+            return "busy"
+        case Exception():
+            return "failed"
+        case _:  # cancelled: the client has gone
+            return None

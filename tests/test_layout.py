@@ -19,6 +19,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/simulation/rounds.py": "tests/coordinator/fleet/test_simulated.py",
     "coordinator/database.py": "tests/coordinator/test_store.py",
     "coordinator/provision/renewals.py": "tests/fedge/test_renewal.py",
+    "deploy/metrics.py": "tests/deploy/test_server.py",
     "export/mixture.py": "tests/export/test_graph.py",
     "fedge/stopping.py": "tests/edge_agent/test_worker.py",
 }

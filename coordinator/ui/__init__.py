@@ -27,10 +27,11 @@ from aiohttp import web
 
 from coordinator.control import ACTIONS, act
 from coordinator.store import Store
-from coordinator.ui.metrics import exposition
+from coordinator.ui.metrics import metrics
 from coordinator.watch import Watch, told
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.files import write_atomically
+from fedge.openmetrics import exposition
 
 log = logging.getLogger("fedge.ui")
 
@@ -234,7 +235,9 @@ class Page:
         return web.Response(body=(HERE / name).read_bytes(), content_type=kind, charset="utf-8")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        body, kind = await self._read(lambda: exposition(self._watch.state(), request.headers.get("Accept", "")))
+        body, kind = await self._read(
+            lambda: exposition(metrics(self._watch.state()), request.headers.get("Accept", ""))
+        )
         return web.Response(body=body, headers={"Content-Type": kind})
 
     async def _state(self, _request: web.Request) -> web.Response:

@@ -6,82 +6,45 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.core import Metric
 
-Sample = tuple[str, str, dict[str, float]]
+from fedge.openmetrics import family
 
 
-class _State:
-    """What is exposed; prometheus_client asks for it by `collect`."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics of one federation, which is a label of each."""
-        state = self._state
-        name = state["federation"]
-        for metric, about, value in (
-            ("fedge_round", "Rounds that are done.", state["round"]),
-            ("fedge_rounds", "Rounds of training in all.", state["rounds"]),
-            ("fedge_done", "1: the run is at its end.", float(state["done"])),
-            ("fedge_paused", "1: no further round begins.", float(state["paused"])),
-            ("fedge_validation_accuracy", "Of the last cohort, between 0 and 1.", state["accuracy"]),
-            ("fedge_summary_age_seconds", "Since the coordinator last wrote how it stands.", state["age_s"]),
-            ("fedge_clusters", "Clusters with an expert of their own.", len(state["clusters"])),
-        ):
-            family = GaugeMetricFamily(metric, about, labels=["federation"])
-            if value is not None:
-                family.add_metric([name], value)
-            yield family
-        for metric, about, value in (
-            ("fedge_received_bytes", "Payload bytes from devices.", state["bytes_up"]),
-            ("fedge_sent_bytes", "Payload bytes to devices.", state["bytes_down"]),
-        ):
-            counter = CounterMetricFamily(metric, about, labels=["federation"])
-            counter.add_metric([name], value)
-            yield counter
-        yield self._devices()
-        yield from self._each()
-        if state["rounds_list"]:
-            orders = GaugeMetricFamily(
-                "fedge_round_orders", "Orders of the last round by outcome.", labels=["federation", "outcome"]
-            )
-            for outcome in ("answered", "late", "failed", "open"):
-                orders.add_metric([name, outcome], state["rounds_list"][-1][outcome])
-            yield orders
-
-    def _devices(self) -> Metric:
-        family = GaugeMetricFamily("fedge_devices", "Devices by state.", labels=["federation", "state"])
-        states = Counter("quarantined" if d["quarantine"] else d["presence"] for d in self._state["devices"])
-        for each in ("online", "sleeping", "offline", "quarantined"):
-            family.add_metric([self._state["federation"], each], states[each])
-        return family
-
-    def _each(self) -> Iterator[Metric]:
-        labels = ["federation", "device"]
-        accuracy = GaugeMetricFamily(
-            "fedge_device_accuracy", "The last one that it told, between 0 and 1.", labels=labels
+def metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
+    """The metrics of one federation, whose name is a label of each."""
+    name, devices = [state["federation"]], state["devices"]
+    for metric, about, value in (
+        ("fedge_round", "Rounds that are done.", state["round"]),
+        ("fedge_rounds", "Rounds of training in all.", state["rounds"]),
+        ("fedge_done", "1: the run is at its end.", float(state["done"])),
+        ("fedge_paused", "1: no further round begins.", float(state["paused"])),
+        ("fedge_validation_accuracy", "Of the last cohort, between 0 and 1.", state["accuracy"]),
+        ("fedge_summary_age_seconds", "Since the coordinator last wrote how it stands.", state["age_s"]),
+        ("fedge_clusters", "Clusters with an expert of their own.", len(state["clusters"])),
+    ):
+        yield family("gauge", metric, about, ["federation"], [(name, value)])
+    yield family(
+        "counter", "fedge_received_bytes", "Payload bytes from devices.", ["federation"], [(name, state["bytes_up"])]
+    )
+    yield family(
+        "counter", "fedge_sent_bytes", "Payload bytes to devices.", ["federation"], [(name, state["bytes_down"])]
+    )
+    states = Counter("quarantined" if d["quarantine"] else d["presence"] for d in devices)
+    rows = [([*name, each], states[each]) for each in ("online", "sleeping", "offline", "quarantined")]
+    yield family("gauge", "fedge_devices", "Devices by state.", ["federation", "state"], rows)
+    accuracy = [d["accuracy"][-1][1] if d["accuracy"] else None for d in devices]
+    for kind, metric, about, values in (
+        ("gauge", "fedge_device_accuracy", "The last one that it told, between 0 and 1.", accuracy),
+        ("gauge", "fedge_device_seen_timestamp_seconds", "When it was last heard.", [d["seen_at"] for d in devices]),
+        ("gauge", "fedge_device_release", "The highest of a bundle that it has had.", [d["release"] for d in devices]),
+        ("counter", "fedge_device_trainings", "Rounds that it trained in.", [d["trained"] for d in devices]),
+    ):
+        rows = [([*name, d["id"]], value) for d, value in zip(devices, values, strict=True)]
+        yield family(kind, metric, about, ["federation", "device"], rows)
+    if state["rounds_list"]:
+        last = state["rounds_list"][-1]
+        rows = [([*name, outcome], last[outcome]) for outcome in ("answered", "late", "failed", "open")]
+        yield family(
+            "gauge", "fedge_round_orders", "Orders of the last round by outcome.", ["federation", "outcome"], rows
         )
-        seen = GaugeMetricFamily("fedge_device_seen_timestamp_seconds", "When it was last heard.", labels=labels)
-        trained = CounterMetricFamily("fedge_device_trainings", "Rounds that it trained in.", labels=labels)
-        release = GaugeMetricFamily("fedge_device_release", "The highest of a bundle that it has had.", labels=labels)
-        for device in self._state["devices"]:
-            of = [self._state["federation"], device["id"]]
-            if device["accuracy"]:
-                accuracy.add_metric(of, device["accuracy"][-1][1])
-            if device["seen_at"] is not None:
-                seen.add_metric(of, device["seen_at"])
-            trained.add_metric(of, device["trained"])
-            release.add_metric(of, device["release"])
-        yield from (accuracy, seen, trained, release)
-
-
-def exposition(state: Mapping[str, Any], accept: str) -> tuple[bytes, str]:
-    """The text, in the format that who asks accepts, and its content type."""
-    encode, content_type = choose_encoder(accept)
-    registry = CollectorRegistry()
-    registry.register(_State(state))
-    return encode(registry), content_type

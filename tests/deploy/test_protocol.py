@@ -30,7 +30,7 @@ def request_of(**changes):
     return json.dumps({"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]} | changes]})
 
 
-@pytest.mark.parametrize("datatype", protocol.DATATYPES)
+@pytest.mark.parametrize("datatype", sorted({*protocol.DATATYPES} - {"BF16"}))
 def test_every_datatype_in_json_and_in_binary(datatype):
     x = (X[:3] % 2).astype(protocol.DATATYPES[datatype])
 
@@ -42,6 +42,16 @@ def test_every_datatype_in_json_and_in_binary(datatype):
     for found in (in_json, nested, in_binary):
         assert found.x.dtype == np.float32
         np.testing.assert_array_equal(found.x, x.astype(np.float32))
+
+
+def test_bf16_is_the_upper_half_of_fp32_and_comes_in_binary_alone():
+    x = X[:3].astype(np.float32) - 7.5  # 8 bits of fraction are enough for these
+    upper = (x.view(np.uint32) >> 16).astype(np.uint16)
+    np.testing.assert_array_equal(protocol.decode(*binary(upper, "BF16")).x, x)
+    with pytest.raises(ConfigError, match="not finite"):
+        protocol.decode(*binary(np.full((1, 2), 0x7F80, np.uint16), "BF16"))
+    with pytest.raises(ConfigError, match="BF16, which JSON has not"):
+        protocol.decode(body(x, "BF16"))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +204,10 @@ def test_metadata_and_configuration_describe_what_comes(runtime):
     prediction = runtime.predict(X)
     found = outputs(protocol.encode("m", runtime.manifest, protocol.decode(body(X)), prediction, {}))
 
-    assert described["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
+    datatypes = ",".join((*protocol.DATATYPES, "BYTES"))
+    assert described["inputs"] == [
+        {"name": "x", "datatype": "FP32", "shape": [-1, 1, 8, 8], "parameters": {"datatypes": datatypes}}
+    ]
     for output in described["outputs"]:
         one = found[output["name"]]
         assert (one["datatype"], one["shape"]) == (output["datatype"], [12, *output["shape"][1:]])

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import ssl
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,6 +148,70 @@ def test_tritonclient_finds_out_what_is_there(url, triton):
         assert described["versions"] == ["3"]
         assert [output["name"] for output in described["outputs"]][:2] == ["probabilities", "class"]
         assert client.get_model_config("digits", "3")["max_batch_size"] == 256
+        index = client.get_model_repository_index()
+        assert index == [{"name": n, "version": "3", "state": "READY", "reason": ""} for n in ("digits", "other")]
+        for change in (client.load_model, client.unload_model):
+            with pytest.raises(Exception, match="as long as the server runs"):
+                change("digits")
+
+
+def test_tritonclient_reads_the_statistics(url, triton):
+    tensor = triton.InferInput("x", X.shape, "UINT8").set_data_from_numpy(X)
+    wrong = triton.InferInput("x", [1, 3], "UINT8").set_data_from_numpy(X[:1, 0, :3])
+    with triton.InferenceServerClient(url) as client:
+        client.infer("digits", [tensor])
+        with pytest.raises(Exception, match="the task takes"):
+            client.infer("digits", [wrong])
+        digits, other = client.get_inference_statistics()["model_stats"]
+        assert client.get_inference_statistics("digits", "3")["model_stats"] == [digits]
+    assert (digits["name"], digits["inference_count"], digits["execution_count"]) == ("digits", 12, 1)
+    durations = digits["inference_stats"]
+    assert [durations[what]["count"] for what in ("success", "fail", "queue", "compute_infer")] == [1, 1, 1, 1]
+    assert [batch["batch_size"] for batch in digits["batch_stats"]] == [12]
+    assert digits["last_inference"] > 1e12
+    assert (other["name"], other["inference_count"], other["inference_stats"]["success"]["count"]) == ("other", 0, 0)
+
+
+def test_tritonclient_sends_bf16(url, triton):
+    x = X.astype(pytest.importorskip("ml_dtypes").bfloat16)
+    tensor = triton.InferInput("x", x.shape, "BF16").set_data_from_numpy(x)
+    with triton.InferenceServerClient(url) as client:
+        np.testing.assert_array_equal(client.infer("digits", [tensor]).as_numpy("class"), EXPECTED["y"])
+
+
+async def test_prometheus_reads_what_was_counted():
+    pytest.importorskip("prometheus_client")
+    async with serving() as (_, session):
+        await still_answers(session)
+        assert (await ask(session, b"{}"))[0] == 400
+        for accept in ("application/openmetrics-text", "text/plain"):
+            async with session.get("/metrics", headers={"Accept": accept}) as response:
+                assert (response.status, response.content_type) == (200, accept)
+                lines = (await response.text()).split("\n")
+    for line in (
+        'fedge_serve_requests_total{model="digits",outcome="answered"} 1.0',
+        'fedge_serve_requests_total{model="digits",outcome="refused"} 1.0',
+        'fedge_serve_request_seconds_bucket{le="+Inf",model="digits"} 1.0',
+        'fedge_serve_request_seconds_count{model="digits"} 1.0',
+        'fedge_serve_samples_total{model="digits"} 12.0',
+        'fedge_serve_calls_total{model="digits"} 1.0',
+        'fedge_serve_release{model="digits"} 3.0',
+        "fedge_serve_turned_away_total 0.0",
+        "fedge_serve_connections 1.0",
+    ):
+        assert line in lines
+    provider = 'provider="CPUExecutionProvider"'
+    assert any(line.startswith("fedge_serve_bundle{") and provider in line for line in lines)
+
+
+async def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    for module in ("deploy.metrics", "fedge.openmetrics"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    async with serving() as (_, session):
+        status, content = await ask(session, path="/metrics", method="GET")
+    assert status == 501
+    assert "fedge[metrics]" in content["error"]
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])

@@ -1,0 +1,104 @@
+"""What a served model has been asked since the process began, as Triton's statistics extension counts it."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds of the buckets into which answered requests are sorted; the last has none."""
+OUTCOMES: Final = ("answered", "refused", "busy", "failed")
+"""Of a request: refused is the caller's fault, busy a full queue, failed ours."""
+
+
+@dataclass(slots=True)
+class Duration:
+    """How often, and how long in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        """`count` times more, each of which took `ns`."""
+        self.count += count
+        self.ns += count * ns
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Once more, if nothing is raised."""
+        begin = time.perf_counter_ns()
+        yield
+        self.add(time.perf_counter_ns() - begin)
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Of one model; belongs to one event loop. `batches`: calls of the graph by their samples."""
+
+    outcomes: defaultdict[str, Duration] = field(default_factory=lambda: defaultdict(Duration))
+    read: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    graph: Duration = field(default_factory=Duration)
+    written: Duration = field(default_factory=Duration)
+    batches: defaultdict[int, Duration] = field(default_factory=lambda: defaultdict(Duration))
+    buckets: Counter[int] = field(default_factory=Counter)
+    n_samples: int = 0
+    n_outliers: int = 0
+    last_ms: int = 0
+
+    @contextmanager
+    def request(self, outcome_of: Callable[[BaseException], str | None]) -> Iterator[None]:
+        """Count what is done within as one request; `outcome_of` an error: None where nobody waits any more."""
+        begin = time.perf_counter_ns()
+        outcome: str | None = "answered"
+        try:
+            yield
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            ns = time.perf_counter_ns() - begin
+            self.last_ms = time.time_ns() // 1_000_000
+            if outcome is not None:
+                self.outcomes[outcome].add(ns)
+            if outcome == "answered":
+                self.buckets[bisect_left(SECONDS, ns / 1e9)] += 1
+
+    def call(self, n_samples: int, n_requests: int, ns: int) -> None:
+        """The graph was run once for so many samples of so many requests."""
+        self.batches[n_samples].add(ns)
+        self.graph.add(ns, n_requests)
+        self.n_samples += n_samples
+
+    def told(self) -> dict[str, Any]:
+        """In the words of the extension: https://github.com/triton-inference-server/server, extension_statistics.md."""
+        answered = self.outcomes["answered"]
+        other = [self.outcomes[outcome] for outcome in OUTCOMES if outcome != "answered"]
+        failed = Duration(sum(one.count for one in other), sum(one.ns for one in other))
+        durations = {
+            "success": answered,
+            "fail": failed,
+            "queue": self.queue,
+            "compute_input": self.read,
+            "compute_infer": self.graph,
+            "compute_output": self.written,
+            "cache_hit": Duration(),
+            "cache_miss": Duration(),
+        }
+        return {
+            "last_inference": self.last_ms,
+            "inference_count": self.n_samples,
+            "execution_count": sum(calls.count for calls in self.batches.values()),
+            "inference_stats": durations,
+            "response_stats": {},
+            "batch_stats": [
+                {"batch_size": n, "compute_input": Duration(), "compute_infer": calls, "compute_output": Duration()}
+                for n, calls in sorted(self.batches.items())
+            ],
+            "memory_usage": [],
+        }
