@@ -9,7 +9,7 @@ TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
 TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage chaos fuzz tuf-conformance lint
+.PHONY: help demo docs test test-all coverage chaos fuzz tuf-conformance lint
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -22,6 +22,12 @@ $(BIN)/fedge: pyproject.toml constraints.txt
 
 demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT broker on this machine, about two minutes
 	$(BIN)/fedge demo
+
+docs: $(BIN)/fedge  ## the documents as a site, into build/site
+	mkdir -p build/pages
+	ln -sfn $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs examples) build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	! grep -rlE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'
 
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: 5 minutes at most on two cores
 	$(PYTEST) -m "$(QUICK)"

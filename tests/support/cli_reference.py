@@ -59,12 +59,11 @@ def paragraph(text: str) -> str:
 
 def row(option: click.Option) -> str:
     """An option, and what its help says."""
-    value = "" if option.is_flag else f" {option.make_metavar(click.Context(command))}"
+    value = "" if option.is_flag else f" {option.make_metavar(click.Context(command))}".replace("|", ", ")
     text = re.sub(r"(FEDGE_\w+)", r"`\1`", option.help or "").replace("  [", " [")
     if option.show_default and not option.is_flag:
         text += f" [default: {option.default}]"
-    cells = (f"`{', '.join(option.opts)}{value}`", text)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| `{', '.join(option.opts)}{value}` | {text} |"
 
 
 if __name__ == "__main__":
