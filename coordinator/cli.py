@@ -80,19 +80,24 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
             asyncio.run(until_stopped(help_out(settings, task, store)))
         return INTERRUPTED
     with contextlib.closing(opened) as store, _observer(as_json) as observe:
-        summary = asyncio.run(until_stopped(_served(settings, lambda: serve(settings, task, store, observe, own))))
+        summary = asyncio.run(
+            until_stopped(_served(settings, config, lambda: serve(settings, task, store, observe, own)))
+        )
     if summary is None:
         return INTERRUPTED
     return 0 if summary["installed"] else NO_BUNDLES
 
 
-async def _served(settings: CoordinatorSettings, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    """The federation, and its page where one is wanted."""
+async def _served(
+    settings: CoordinatorSettings, config: Path | None, work: Callable[[], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The federation, and its page where one is wanted; the rest of the page's settings are in section [ui]."""
     if settings.ui is None:
         return await work()
     host, port = parse_address(settings.ui)
-    shown = UiSettings(home=settings.home, store=settings.store, host=host, port=port)
-    async with page(shown, settings.federation) as running:
+    given = {"home": settings.home, "store": settings.store, "host": host, "port": port}
+    shown = resolve(UiSettings, "ui", config, given)
+    async with page(shown, settings.federation, config) as running:
         log.info("event=page url=%s token_file=%s", running.url, settings.home / "ui-token")
         return await work()
 

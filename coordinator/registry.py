@@ -19,6 +19,8 @@ MAX_DEVICES: Final = 10_000
 """Ids that are remembered: a client that invents names cannot fill the memory. Those of the last round have a place."""
 LOOK_AGAIN_S: Final = 0.05
 """Whoever waits for devices looks at all of them so often at most: thousands may come in a second."""
+SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift")
+"""Of a Health, to people."""
 CLOCKS_AGREE_S: Final = 60.0
 """Clocks that differ by more are shown: nothing of ours depends on them, but certificates, logs and signatures do."""
 
@@ -50,7 +52,7 @@ class Registry:
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
         self._mismatched: set[str] = set()  # devices of another task, and relays where there can be none
-        self._drifting: dict[str, int] = {}  # device -> release of the bundle that drifts
+        self._health: dict[str, Health] = {}
         self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
@@ -123,20 +125,18 @@ class Registry:
         self._changed.set()
 
     def on_health(self, topic_id: str, health: Health) -> None:
-        """Take note of drift. A device whose bundle drifts is not the one that it was: its incarnation says so.
+        """Take note of it. A device whose bundle drifts is not the one that it was: its incarnation says so.
 
         Raises:
             ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
         """
         if health.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {health.device_id}")
-        if not health.drift:
-            self._drifting.pop(topic_id, None)
-            return
-        if topic_id not in self._drifting and len(self._drifting) >= MAX_DEVICES and not self.knows(topic_id):
+        if topic_id not in self._health and len(self._health) >= MAX_DEVICES and not self.knows(topic_id):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
-        self._drifting[topic_id] = health.release
-        self._changed.set()
+        self._health[topic_id] = health
+        if health.drift:
+            self._changed.set()
 
     def incarnation(self, device_id: str) -> str | None:
         """Of the agent that speaks as this device; None: none has."""
@@ -160,7 +160,7 @@ class Registry:
 
     def forget(self, device_id: str) -> None:
         """It is no device of ours any more."""
-        for known in (self._known, self._contexts, self._drifting):
+        for known in (self._known, self._contexts, self._health):
             known.pop(device_id, None)
         self._changed.set()
 
@@ -192,18 +192,15 @@ class Registry:
             self._known[device_id].seen_at = now
 
     def described(self) -> dict[str, dict[str, object]]:
-        """What each known device says of itself, for people to look at, as JSON values."""
-        return {
-            i: {
-                "presence": str(known.status.presence),
-                "seen_at": known.seen_at or None,
-                "context": None if known.context is None else msgspec.to_builtins(known.context),
-                "release": known.status.release,
-                "n_samples": known.status.n_samples,
-                "withholds": list(known.status.withholds),
-            }
-            for i, known in sorted(self._known.items())
-        }
+        """What each known device says of itself, for people to look at, as JSON values; also of those behind relays."""
+        found: dict[str, dict[str, object]] = {}
+        for i, known in sorted(self._known.items()):
+            seen = {"presence": str(known.status.presence), "seen_at": known.seen_at or None}
+            for d in self._behind(i):
+                found.setdefault(d.id, seen | _said(d.context, d.release, d.n_samples, d.withholds, None))
+            told = known.status
+            found[i] = seen | _said(known.context, told.release, told.n_samples, told.withholds, self._health.get(i))
+        return found
 
     def wrong_clocks(self) -> dict[str, float]:
         """The devices whose clocks do not agree with ours: how many seconds they are ahead."""
@@ -238,7 +235,7 @@ class Registry:
                     self._known[i].context,
                     self._incarnation(i),
                     _trains(status),
-                    i in self._drifting,
+                    self._drifts(i),
                     status.capabilities.steps if status.capabilities else None,
                     status.release,
                     status.withholds,
@@ -255,7 +252,10 @@ class Registry:
 
     def _incarnation(self, device_id: str) -> str:
         own = self._known[device_id].status.incarnation
-        return f"{own}/{self._drifting[device_id]}" if device_id in self._drifting else own
+        return f"{own}/{self._health[device_id].release}" if self._drifts(device_id) else own
+
+    def _drifts(self, device_id: str) -> bool:
+        return device_id in self._health and self._health[device_id].drift
 
     async def wait_for(self, n: int) -> tuple[Device, ...]:
         """Wait until `n` devices can be asked."""
@@ -284,6 +284,18 @@ class Registry:
             self._changed.clear()
             await self._changed.wait()
             await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def _said(
+    context: Context | None, release: int, n_samples: int, withholds: tuple[str, ...], health: Health | None
+) -> dict[str, object]:
+    return {
+        "context": None if context is None else msgspec.to_builtins(context),
+        "release": release,
+        "n_samples": n_samples,
+        "withholds": list(withholds),
+        "health": None if health is None else {name: msgspec.to_builtins(getattr(health, name)) for name in SHOWN},
+    }
 
 
 def _but_for_news(before: Status, now: Status) -> bool:

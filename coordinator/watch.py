@@ -59,6 +59,8 @@ class Watch:
         self._accuracy: defaultdict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=POINTS))
         self._rounds: dict[int, dict[str, Any]] = {}
         self._now: dict[str, str] = {}  # outcome of the round under way
+        self._passed: dict[str, str] = {}  # who was not chosen for it, and why
+        self._bytes: tuple[int, int] | None = None  # up and down until the last round
 
     def update(self) -> list[Event]:
         """Read what has happened since the last call."""
@@ -74,11 +76,14 @@ class Watch:
         fields = event.fields
         match event.name:
             case "round_begun":
-                self._now = {}
+                self._now, self._passed = {}, {}
                 self._rounds.pop(event.round, None)
                 self._row(event)
                 for old in list(self._rounds)[:-ROUNDS]:
                     del self._rounds[old]
+            case "chosen":
+                self._passed |= dict(_passed_over(fields))
+                self._now = dict.fromkeys(self._passed, "not asked") | self._now | dict.fromkeys(fields["ids"], "asked")
             case "asked":  # again, if the coordinator was started again
                 row = self._row(event)
                 row["labels"][fields["label"]] = fields["devices"]
@@ -93,7 +98,11 @@ class Watch:
                 self._row(event)["late" if fields["late"] else "failed"] += 1
                 self._now[event.device] = "late" if fields["late"] else "rejected"
             case "round_done":
-                self._row(event).update(done_at=event.at, accuracy=fields["accuracy"])
+                total = fields["bytes_up"], fields["bytes_down"]
+                before = (0, 0) if event.round == 1 else self._bytes
+                self._bytes = total
+                up, down = (None, None) if before is None else (total[0] - before[0], total[1] - before[1])
+                self._row(event).update(done_at=event.at, accuracy=fields["accuracy"], bytes_up=up, bytes_down=down)
 
     def _row(self, event: Event) -> dict[str, Any]:
         return self._rounds.setdefault(
@@ -118,7 +127,6 @@ class Watch:
             "clusters": [{"name": name, "members": members} for name, members in clusters.items()],
             "devices": [self._device(i, summary, of[i]) for i in ids],
             "rounds_list": rows,
-            "rollouts": [],
         }
 
     def _device(self, i: str, summary: Mapping[str, Any], clusters: list[str]) -> dict[str, Any]:
@@ -126,14 +134,15 @@ class Watch:
         return {
             "id": i,
             **known,
-            "withheld": "context" in known["withholds"],
+            "n_samples": None if "count" in known["withholds"] else known["n_samples"],
             "trained": summary["selection"].get(i, 0),
             "bundle": i in summary["installed"],
             "quarantine": summary["quarantined"].get(i),
+            "retired": i in summary["retired"],
             "clusters": clusters,
             "accuracy": list(self._accuracy.get(i, ())),
             "now": self._now.get(i, ""),
-            "why": trouble_of(i, summary),
+            "why": trouble_of(i, summary) or (self._passed.get(i, "") if self._now.get(i) == "not asked" else ""),
         }
 
     # ---------------------------------------------------------------------------------------------------------- why
@@ -155,21 +164,24 @@ class Watch:
     def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
         """By device: what it was asked in a round and the outcome; who was not chosen or not there, and why."""
         entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
-        yield from sorted(map(_entry, entries), key=lambda row: (row["device"], row["step"]))
-        chosen: set[str] = {entry.order.device_id for entry in entries}
+        asked: set[str] = {entry.order.device_id for entry in entries}
         events = [e for e in self._store.events(round=number, limit=MAX_OF_ROUND) if e.name in PASSED]
         passed: dict[str, str] = {}
+        chosen: dict[str, str] = {}
         for event in events:
             match event.name:
                 case "chosen":
                     passed |= dict(_passed_over(event.fields))
+                    chosen |= dict(_taken(event.fields))
                 case "left_out":
                     passed[event.device] = event.fields["reason"]
                 case _ if event.device not in passed:
                     passed[event.device] = event.fields["reason"]
-        for i in sorted(passed.keys() - chosen):
+        rows = [_entry(entry) | {"chosen": chosen.get(entry.order.device_id, "")} for entry in entries]
+        yield from sorted(rows, key=lambda row: (row["device"], row["step"]))
+        for i in sorted(passed.keys() - asked):
             if device in {None, i}:
-                yield {"device": i, "step": "", "outcome": "not asked", "seconds": 0.0, "why": passed[i]}
+                yield NOT_ASKED | {"device": i, "why": passed[i]}
 
     def why(self, i: str, number: int | None = None) -> list[str]:
         """In words: how a device is, and what became of it in a round (None: the last one that it was a part of).
@@ -190,6 +202,7 @@ class Watch:
         for r in rounds:
             rows = list(self.asked(r, i))
             lines += [f"round {r}: {sentence(row)}" for row in rows]
+            lines += [f"round {r}: {rows[0]['chosen']}"] if rows and rows[0]["chosen"] else []
             if rows:
                 break
         else:
@@ -208,11 +221,30 @@ NOBODY: Final[Mapping[str, Any]] = {
     "release": 0,
     "n_samples": None,
     "withholds": [],
+    "health": None,
+}
+
+
+NOT_ASKED: Final[dict[str, Any]] = {
+    "step": "",
+    "outcome": "not asked",
+    "seconds": 0.0,
+    "bytes": None,
+    "chosen": "",
 }
 
 
 def _nothing() -> dict[str, Any]:
-    return {"labels": {}, "asked": 0, "answered": 0, "late": 0, "failed": 0, "accuracy": None}
+    return {
+        "labels": {},
+        "asked": 0,
+        "answered": 0,
+        "late": 0,
+        "failed": 0,
+        "accuracy": None,
+        "bytes_up": None,
+        "bytes_down": None,
+    }
 
 
 def _open(row: Mapping[str, Any]) -> int:
@@ -264,6 +296,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "step": entry.order.label,
         "outcome": outcome,
         "seconds": seconds,
+        "bytes": None if report is None else sum(ref.size_bytes for ref in report.blobs),
         "why": why,
     }
 
@@ -279,6 +312,18 @@ def _passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         else:
             how = f", at about {seconds:.1f} s" if seconds else ""
             yield i, f"not chosen: the selection took {len(chosen)} others{how}"
+
+
+def _taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Why devices were chosen to train, by id."""
+    for i in fields["ids"]:
+        if i in fields["overdue"]:
+            yield i, "chosen: it had waited long"
+        elif not (seconds := fields["seconds"].get(i)):
+            yield i, f"chosen among {len(fields['seconds'])}"
+        else:
+            limit = "" if fields["deadline_s"] is None else f", within the deadline of {fields['deadline_s']:.1f} s"
+            yield i, f"chosen among {len(fields['seconds'])}: it would take about {seconds:.1f} s{limit}"
 
 
 def sentence(row: Mapping[str, Any]) -> str:

@@ -249,7 +249,7 @@ class UiSettings(Struct, frozen=True, kw_only=True):
     """Section [ui] of the configuration."""
 
     home: Annotated[Path, Meta(description="Folder of the coordinator on this machine.")]
-    store: Annotated[str, Meta(description="postgresql://... of its tables, if it keeps them there.")] | None = None
+    store: Annotated[Secret, Meta(description="postgresql://... of its tables, if it keeps them there.")] | None = None
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: everybody in the network may ask.")] = (
         "127.0.0.1"
     )
@@ -258,6 +258,9 @@ class UiSettings(Struct, frozen=True, kw_only=True):
         Annotated[Secret, Meta(description="Who acts must show it; without it that of HOME/ui-token, which is made.")]
         | None
     ) = None
+    rollouts: Annotated[
+        str, Meta(description="Repositories of `fedge release`, comma-separated, whose rollouts are shown.")
+    ] = ""
     http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
     http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
 
@@ -266,38 +269,41 @@ class UiSettings(Struct, frozen=True, kw_only=True):
 @settings_options(UiSettings, "ui")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with the address on standard output.")
 def ui(config: Path | None, as_json: bool, **flags: object) -> int:
-    """Show a federation in a browser, live: devices, clusters, rounds, accuracy, events; pause it, retire a device.
+    """Show a federation in a browser, live: devices, clusters, rounds, accuracy, rollouts, events; and act on it.
 
     The coordinator may be running or not. On this machine everybody may look; who acts, and from other machines who
-    looks, logs in with the token of HOME/ui-token. /metrics is for Prometheus.
+    looks, logs in with the token of HOME/ui-token. /metrics is for Prometheus. A rollout is started from the page by
+    `fedge rollout start` with section [rollout] of --config; it goes on when the page ends.
 
     \b
     Examples:
       fedge ui --home shop
+      fedge ui --home shop --rollouts releases --config fleet.toml
       fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key
 
     \b
     Exit codes: 2 wrong usage, 3 the port is taken, 130 stopped.
     """  # noqa: D301
     settings = resolve(UiSettings, "ui", config, flags)
-    asyncio.run(until_stopped(_shown(settings, as_json)))
+    asyncio.run(until_stopped(_shown(settings, as_json, config)))
     return INTERRUPTED
 
 
-async def _shown(settings: UiSettings, as_json: bool) -> None:
-    async with page(settings, read_summary(settings.home)["federation"]) as shown:
+async def _shown(settings: UiSettings, as_json: bool, config: Path | None) -> None:
+    async with page(settings, read_summary(settings.home)["federation"], config) as shown:
         text = f"{shown.url} shows the federation; the token to act is in {settings.home / 'ui-token'}"
         click.echo(json.dumps({"event": "page", "url": shown.url}) if as_json else text)
         await asyncio.Event().wait()
 
 
-def page(settings: UiSettings, federation: str) -> Page:
-    """The page as the settings want it, not listening yet.
+def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
+    """The page as the settings want it, not listening yet. `config`: of the rollouts that are started from it.
 
     Raises:
-        ConfigError: fedge[ui] is not installed, or the certificate or the token is no good.
+        ConfigError: fedge[ui] is not installed, or the certificate, the token or a repository is no good.
     """
     try:
+        from coordinator.rollout.overview import Overview
         from coordinator.ui import Page, token_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"a page needs {error.name}: pip install 'fedge[ui]'") from error
@@ -309,4 +315,5 @@ def page(settings: UiSettings, federation: str) -> Page:
         port=settings.port,
         token=token_of(settings.home, settings.token),
         tls=tls,
+        rollouts=Overview([Path(repo.strip()) for repo in settings.rollouts.split(",") if repo.strip()], config),
     )

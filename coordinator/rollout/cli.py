@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from coordinator.rollout import Plan
 from coordinator.rollout.folder import Folder, Record, Request
-from coordinator.rollout.service import Observer, Release, Supervisor
+from coordinator.rollout.service import Observer, Release, Supervisor, words_of
 from export.signing import Repository
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import Name, resolve, settings_options
@@ -68,14 +68,15 @@ def rollout() -> None:
 
 @rollout.command()
 @_repo
-@click.argument("target")
+@click.argument("target", required=False)
 @settings_options(RolloutSettings, "rollout")
 @_json
-def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flags: object) -> int:
+def start(repo: Path, target: str | None, config: Path | None, *, as_json: bool, **flags: object) -> int:
     """Supervise a rollout to its end, and serve its files: this process is the one that devices fetch from.
 
-    Killed at any moment and started again by the same command it goes on. It ends when every device that ever showed
-    itself has the release; while some are off it stays, so that they catch up. A release that was aborted is not tried
+    Killed at any moment and started again by the same command, or without TARGET, it goes on; without TARGET by the
+    plan with which it was begun. It ends when every device that ever showed itself has the release; while some are off
+    it stays, so that they catch up. A release that was aborted is not tried
     again: devices remember what they refused. Release the next number instead.
 
     \b
@@ -83,6 +84,7 @@ def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flag
       fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
       fedge rollout start releases 5/manifest.json --broker server:8883 --federation shop --canary cam1,cam2
       fedge rollout start releases 5/manifest.json --config fleet.toml --stages 0.05,0.25,1 --soak-s 3600 --json
+      fedge rollout start releases --config fleet.toml
 
     \b
     Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, its signatures have expired, the key of timestamp is
@@ -90,16 +92,19 @@ def start(repo: Path, target: str, config: Path | None, *, as_json: bool, **flag
     """  # noqa: D301 - click needs the character itself
     settings = resolve(RolloutSettings, "rollout", config, flags)
     broker = settings.at(settings.broker)
-    repository = Repository(repo)
-    release = Release(repository, repo, target)
+    repository, folder = Repository(repo), Folder(repo)
+    if target is None:
+        plan = _record(folder, repo).plan
+        release = Release(repository, repo, plan.target)
+    else:
+        release = Release(repository, repo, target)
+        plan = plan_of(settings, target, release)
     expired = [role for role, date in repository.expiries().items() if date <= datetime.now(UTC)]
     if expired:
         raise ConfigError(
             f"the signatures of {', '.join(expired)} have expired, and devices would refuse the release: "
             f"`fedge release renew {repo}` first"
         )
-    plan = plan_of(settings, target, release)
-    folder = Folder(repo)
     with folder.supervised():
         supervisor = Supervisor(folder, release, plan, broker, settings.federation, _observer(as_json=as_json))
         ended = asyncio.run(until_stopped(supervisor.run()))
@@ -153,13 +158,8 @@ def _show(lines: list[str], *, err: bool = False) -> None:
 
 def _event_lines(event: str, fields: dict[str, Any]) -> list[str]:
     if event == "device":
-        why = f" ({fields['reason']})" if fields["reason"] else ""
-        return [f"  {fields['device']}: {fields['phase']}, release {fields['release']}{why}"]
-    stands = (
-        f"{fields['state']}: stage {fields['stage']} of {fields['stages']} ({fields['share']:.0%}), "
-        f"{fields['running']} of {fields['devices']} devices run it"
-    )
-    return [stands, *(f"  {reason}" for reason in fields["reasons"])]
+        return [f"  {fields['device']}: {words_of(event, fields)}"]
+    return [words_of(event, fields), *(f"  {reason}" for reason in fields["reasons"])]
 
 
 @rollout.command()

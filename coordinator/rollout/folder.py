@@ -19,7 +19,7 @@ from msgspec import Struct
 from coordinator.rollout import Plan, Progress
 from fedge.errors import MALFORMED, ConfigError, StoreError
 from fedge.files import locked, write_atomically
-from fedge.messages import Count, Id, Phase
+from fedge.messages import Count, Id, Phase, Quality, RolloutState, Text
 
 
 class Request(StrEnum):
@@ -30,15 +30,44 @@ class Request(StrEnum):
     ABORT = "abort"
 
 
-class Line(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A device as `fedge rollout status` shows it."""
+class Line(Struct, frozen=True, kw_only=True):
+    """A device as people are shown it: what its last Health says, and when that came by our clock."""
 
     phase: Phase
     release: Count
     reason: str = ""
-    accuracy: tuple[float, float] | None = None  # before, now
+    before: Quality | None = None
+    now: Quality | None = None
+    temperature_c: float | None = None
+    n_predictions: Count = 0
+    n_failed: Count = 0
     drift: bool = False
     takes_part: bool = False
+    seen_at: float | None = None
+
+    @property
+    def accuracy(self) -> tuple[float, float] | None:
+        """Before and now; None: not both were told."""
+        was, now = (None if quality is None else quality.accuracy for quality in (self.before, self.now))
+        return None if was is None or now is None else (was, now)
+
+
+class News(Struct, frozen=True, kw_only=True):
+    """Something that happened. device: whose, or empty."""
+
+    at: float
+    device: str = ""
+    text: str
+
+
+class Earlier(Struct, frozen=True, kw_only=True):
+    """What a rollout before this one came to."""
+
+    id: Id
+    target: Text
+    state: RolloutState
+    began: float  # its last stage, or its end
+    reasons: tuple[str, ...] = ()
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,6 +77,15 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     progress: Progress
     version: Count = 0
     devices: dict[Id, Line] = {}
+    events: tuple[News, ...] = ()
+    earlier: tuple[Earlier, ...] = ()
+
+    def ended(self) -> Earlier:
+        """What is kept of it once another begins."""
+        plan, progress = self.plan, self.progress
+        return Earlier(
+            id=plan.id, target=plan.target, state=progress.state, began=progress.began, reasons=progress.reasons
+        )
 
 
 class Folder:

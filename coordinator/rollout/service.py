@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from coordinator.registry import MAX_DEVICES
 from coordinator.rollout import Plan, Progress, Seen, aborted, decide, members, message, over, runs
-from coordinator.rollout.folder import Folder, Line, Record, Request
+from coordinator.rollout.folder import Folder, Line, News, Record, Request
 from export.signing import Repository
 from fedge.bundle import Manifest
 from fedge.bundle import decode as decode_manifest
@@ -41,6 +42,10 @@ TICK_S: Final = 1.0
 """Pause between two looks at requests and clocks."""
 WRITE_S: Final = 5.0
 """What devices say is written no more often, unless the rollout itself goes on."""
+MAX_NEWS: Final = 200
+"""Events of a rollout that are kept."""
+MAX_EARLIER: Final = 20
+"""Rollouts before it of which is kept what they came to."""
 
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -135,6 +140,10 @@ class Supervisor:
         record = folder.read()
         self._version = 0 if record is None else record.version
         self._plan, self._progress = begin(folder, plan, time.time())
+        news, self._earlier = ((), ()) if record is None else (record.events, record.earlier)
+        if record is not None and record.plan.id != self._plan.id:
+            news, self._earlier = (), (*record.earlier, record.ended())[-MAX_EARLIER:]
+        self._happened = deque(news, MAX_NEWS)
         self._fleet: dict[str, Seen] = {}
         self._observe = observe
         self._federation = federation
@@ -200,12 +209,27 @@ class Supervisor:
 
     def _keep(self, progress: Progress) -> None:
         before, self._progress, self._written_at = self._progress, progress, time.monotonic()
+        goes_on = (before.state, before.stage) != (progress.state, progress.stage)
+        if goes_on or not self._happened:
+            self._note("rollout", self._summary())
         taking_part = set(members(self._plan, progress, self._fleet))
-        lines = {device: _line(seen.health, takes_part=device in taking_part) for device, seen in self._fleet.items()}
-        self._folder.write(Record(plan=self._plan, progress=progress, version=self._version, devices=lines))
-        if (before.state, before.stage) != (progress.state, progress.stage):
+        lines = {device: _line(seen, takes_part=device in taking_part) for device, seen in self._fleet.items()}
+        self._folder.write(
+            Record(
+                plan=self._plan,
+                progress=progress,
+                version=self._version,
+                devices=lines,
+                events=tuple(self._happened),
+                earlier=self._earlier,
+            )
+        )
+        if goes_on:
             log.info("event=rollout id=%s state=%s stage=%d", self._plan.id, progress.state, progress.stage)
             self._observe("rollout", self._summary())
+
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
+        self._happened.append(News(at=time.time(), device=fields.get("device", ""), text=words_of(event, fields)))
 
     def _summary(self) -> dict[str, Any]:
         plan, progress = self._plan, self._progress
@@ -239,6 +263,7 @@ class Supervisor:
         self._fleet[device] = Seen(health=health, at=self._started if inbound.retained else time.time())
         if before is None or _shown(before.health) != _shown(health):
             fields = {"device": device, "phase": str(health.phase), "release": health.release, "reason": health.reason}
+            self._note("device", fields)
             self._observe("device", fields)
             self._news.set()
 
@@ -286,14 +311,19 @@ def requested(progress: Progress, request: Request | None, now: float) -> Progre
             return progress
 
 
-def _line(health: Health, *, takes_part: bool) -> Line:
-    was = health.before.accuracy if health.before is not None else None
-    now = health.now.accuracy if health.now is not None else None
-    return Line(
-        phase=health.phase,
-        release=health.release,
-        reason=health.reason,
-        accuracy=None if was is None or now is None else (was, now),
-        drift=health.drift,
-        takes_part=takes_part,
+def _line(seen: Seen, *, takes_part: bool) -> Line:
+    told = {
+        name: getattr(seen.health, name) for name in Line.__struct_fields__ if name not in {"takes_part", "seen_at"}
+    }
+    return Line(**told, takes_part=takes_part, seen_at=seen.at)
+
+
+def words_of(event: str, fields: dict[str, Any]) -> str:
+    """What an observer is told, for people."""
+    if event == "device":
+        why = f" ({fields['reason']})" if fields["reason"] else ""
+        return f"{fields['phase']}, release {fields['release']}{why}"
+    return (
+        f"{fields['state']}: stage {fields['stage']} of {fields['stages']} ({fields['share']:.0%}), "
+        f"{fields['running']} of {fields['devices']} devices run it"
     )

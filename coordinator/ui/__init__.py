@@ -8,6 +8,7 @@ takes the token, too. Reads happen in a thread with a connection of its own: a r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -26,6 +27,7 @@ import msgspec
 from aiohttp import web
 
 from coordinator.control import ACTIONS, act
+from coordinator.rollout.overview import Overview
 from coordinator.store import Store
 from coordinator.ui.metrics import metrics
 from coordinator.watch import Watch, told
@@ -42,6 +44,8 @@ FILES: Final = {
     "page.js": ("page.js", "text/javascript"),
 }
 COOKIE: Final = "fedge"
+ROLLOUT: Final = "rollout-"
+"""Begins the names of actions on a rollout."""
 LOOK_S: Final = 0.5
 """Pause between two looks for news."""
 SESSION_S: Final = 12 * 3600.0
@@ -63,9 +67,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an action is about."""
+    """What an action is about: a device, or a rollout by the name of its repository (`Overview.ask`)."""
 
     device: str = ""
+    rollout: str = ""
+    target: str = ""
+    stages: str = ""
+    canary: str = ""
 
 
 class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +101,7 @@ class Page:
         host, port: where to listen; port 0: a free one.
         token: who may act.
         tls: for HTTPS.
+        rollouts: that are shown, and may be acted on.
     """
 
     def __init__(
@@ -104,10 +113,12 @@ class Page:
         port: int,
         token: str,
         tls: ssl.SSLContext | None = None,
+        rollouts: Overview | None = None,
     ) -> None:
         self._home, self._opened = home, opened
         self._host, self._port, self._tls = host, port, tls
         self._token = token
+        self._rollouts = rollouts or Overview([], None)
         self._reading_is_free = _is_local(host)
         self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> word against forged requests, until when
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
@@ -124,6 +135,7 @@ class Page:
                 web.get("/api/state", self._state),
                 web.get("/api/devices/{id}", self._device),
                 web.get("/api/rounds/{round:\\d{1,9}}", self._round),
+                web.get("/api/rollouts", self._rollouts_of),
                 web.get("/api/events", self._events),
                 web.get("/api/stream", self._stream),
                 web.post("/api/actions/{name}", self._act),
@@ -249,6 +261,9 @@ class Page:
     async def _round(self, request: web.Request) -> web.Response:
         return web.json_response(await self._read(lambda: self._watch.round(int(request.match_info["round"]))))
 
+    async def _rollouts_of(self, _request: web.Request) -> web.Response:
+        return web.json_response({"rollouts": await asyncio.to_thread(self._rollouts.shown)})
+
     async def _events(self, request: web.Request) -> web.Response:
         last = _number(request, "last", 300, 1000)
         found = await self._read(lambda: self._store.events(last=last))
@@ -256,8 +271,12 @@ class Page:
 
     async def _look(self) -> None:
         """Tell all who listen what is new."""
+        rollouts = self._rollouts.version()
         while True:
             await asyncio.sleep(LOOK_S)
+            if rollouts != (rollouts := await asyncio.to_thread(self._rollouts.version)):
+                for queue in self._streams:
+                    queue.put_nowait({})
             if self._streams:
                 try:
                     new = await self._read(self._watch.update)
@@ -283,15 +302,15 @@ class Page:
                 await answer.write(_line(told(event)))
                 after = event.number
             while True:
-                try:
+                new: dict[str, Any] | None = {}
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(10):
                         new = await queue.get()
-                except TimeoutError:
-                    await answer.write(b"event: state\ndata: {}\n\n")  # what is said of times has changed
-                    continue
                 if new is None:
                     return answer
-                if new["number"] > after:
+                if not new:  # of a rollout, or of times
+                    await answer.write(b"event: state\ndata: {}\n\n")
+                elif new["number"] > after:
                     await answer.write(_line(new))
         except ConnectionError:
             return answer
@@ -307,11 +326,15 @@ class Page:
         if not hmac.compare_digest(request.headers.get("X-Fedge-Token", "").encode(), word.encode()):
             raise web.HTTPForbidden(text="this request does not come from the fleet's page")
         name = request.match_info["name"]
-        if name not in ACTIONS:
-            raise web.HTTPNotFound(text=f"there is no action {name!r}")
         about = msgspec.json.decode(await request.read(), type=Act)
-        text = await self._read(lambda: act(self._store, name, about.device))
-        log.info("event=action name=%s device=%r address=%s", name, about.device, request.remote)
+        if name.startswith(ROLLOUT):
+            asked = partial(self._rollouts.ask, about.rollout, name.removeprefix(ROLLOUT))
+            text = await asyncio.to_thread(asked, about.target, about.stages, about.canary)
+        elif name in ACTIONS:
+            text = await self._read(lambda: act(self._store, name, about.device))
+        else:
+            raise web.HTTPNotFound(text=f"there is no action {name!r}")
+        log.info("event=action name=%s about=%r address=%s", name, about.device or about.rollout, request.remote)
         return web.json_response({"text": text})
 
 

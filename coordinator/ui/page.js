@@ -1,12 +1,13 @@
 // The fleet's page. Everything that devices name is put in as text, never as markup.
 
-const TABS = [["fleet", "Fleet"], ["clusters", "Clusters"], ["rounds", "Rounds"], ["accuracy", "Accuracy"], ["rollouts", "Rollouts"], ["events", "Events"]];
+const TABS = [["fleet", "Fleet"], ["clusters", "Clusters"], ["rounds", "Rounds"], ["accuracy", "Accuracy"], ["samples", "Samples"], ["rollouts", "Rollouts"], ["events", "Events"]];
 const UNTOLD = "not told by its owner";
 const MAX_EVENTS = 300;
 let state = null;       // /api/state
 let session = { may_act: false, csrf: "", login: false };
 let detail = null;      // of the device or round that is looked at
 let events = [];
+let drafts = {};        // what was typed into fields, which are made anew with each refresh
 let shown = { search: "", only: "all" };
 
 const $ = (id) => document.getElementById(id);
@@ -28,7 +29,7 @@ function h(tag, attributes = {}, ...children) {
 
 const number = (x, digits = 0) => x === null || x === undefined ? "–" : x.toLocaleString("en", { maximumFractionDigits: digits });
 const percent = (x) => x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`;
-const bytes = (x) => x >= 1e9 ? `${(x / 1e9).toFixed(2)} GB` : x >= 1e6 ? `${(x / 1e6).toFixed(2)} MB` : `${(x / 1e3).toFixed(1)} kB`;
+const bytes = (x) => x == null ? "–" : x >= 1e9 ? `${(x / 1e9).toFixed(2)} GB` : x >= 1e6 ? `${(x / 1e6).toFixed(2)} MB` : `${(x / 1e3).toFixed(1)} kB`;
 function span(s) {
   if (s === null || s === undefined) return "–";
   if (s < 0) s = 0;
@@ -36,24 +37,27 @@ function span(s) {
   if (s < 5400) return `${Math.round(s / 60)} min`;
   return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
 }
+const byName = new Intl.Collator("en", { numeric: true }).compare;
 const ago = (at) => at ? `${span(Date.now() / 1000 - at)} ago` : "–";
 const clock = (at) => at ? new Date(at * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "medium" }) : "–";
 const color = (name) => { const k = state.clusters.findIndex((c) => c.name === name); return `var(--cluster-${Math.max(k, 0) % 8})`; };
 const KIND = { online: "good", answered: "good", sleeping: "warn", declined: "warn", unsupported: "warn", late: "warn", expired: "warn",
+  running: "good", done: "good", serving: "good", paused: "warn", fetching: "warn", trial: "warn", aborted: "bad", refused: "bad", rolled_back: "bad", drift: "bad",
   offline: "bad", failed: "bad", rejected: "bad", "in quarantine": "bad", retired: "bad" };
-const pill = (word) => h("span", { class: `pill ${KIND[word] ?? ""}` }, word);
+const pill = (word) => h("span", { class: `pill ${KIND[word] ?? ""}` }, word.replaceAll("_", " "));
 const link = (id) => h("a", { href: `#device/${encodeURIComponent(id)}`, "data-key": `d:${id}` }, id);
 
 // ------------------------------------------------------------------------------------------------------------ parts
 
 const section = (title, hint, ...children) => h("section", {}, h("h2", {}, title), hint && h("p", { class: "hint" }, hint), ...children);
 
-function table(columns, rows, cards = true) {
+function table(columns, rows) {
+  if (!rows.length) return h("p", { class: "hint" }, "Nothing yet.");
   const cells = (row) => columns.map(([name, of, kind]) => {
     const told = of(row);
     return h("td", { class: kind, "data-label": name, "data-empty": told === "" || told === "–" }, told);
   });
-  return h("div", { class: "scroll" }, h("table", { class: cards ? "cards" : null },
+  return h("div", { class: "scroll" }, h("table", { class: "cards" },
     h("thead", {}, h("tr", {}, columns.map(([name, , kind]) => h("th", { scope: "col", class: kind === "n" ? "n" : null }, name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, cells(row))))));
 }
@@ -95,7 +99,11 @@ function overview() {
     ["from devices", bytes(state.bytes_up)], ["to devices", bytes(state.bytes_down)]]);
 }
 
-const context = (d, of) => d.withheld ? h("span", { class: "untold" }, UNTOLD) : of(d.context ?? {});
+const withholds = (id, kind) => Boolean(state.devices.find((d) => d.id === id)?.withholds.includes(kind));
+const secret = () => h("span", { class: "untold" }, UNTOLD);
+const untold = (id, kind, value, words) => value == null && withholds(id, kind) ? secret() : words;  // kind: of fedge egress
+const context = (d, name, words) => untold(d.id, "load", d.context?.[name], words(d.context?.[name]));
+const gigabytes = (x) => x == null ? "–" : `${number(x, 1)} GB`;
 
 function fleet() {
   const words = shown.search.toLowerCase();
@@ -113,10 +121,9 @@ function fleet() {
     ["state", (d) => pill(d.quarantine ? "in quarantine" : d.presence)],
     ["last heard", (d) => ago(d.seen_at), "n"],
     ["bundle", (d) => d.release ? `release ${d.release}` : "none", "n"],
-    ["samples", (d) => number(d.n_samples), "n"],
-    ["load", (d) => context(d, (c) => number(c.load, 2)), "n"],
-    ["free RAM", (d) => context(d, (c) => c.free_ram_gb == null ? "–" : `${number(c.free_ram_gb, 1)} GB`), "n"],
-    ["°C", (d) => context(d, (c) => number(c.temperature_c)), "n"],
+    ["load", (d) => context(d, "load", (x) => number(x, 2)), "n"],
+    ["free RAM", (d) => context(d, "free_ram_gb", gigabytes), "n"],
+    ["°C", (d) => context(d, "temperature_c", number), "n"],
     ["trained", (d) => number(d.trained), "n"],
     ["this round", (d) => d.now ? pill(d.now) : "–"],
     ["why", (d) => d.why || "", "why"],
@@ -160,34 +167,102 @@ function rounds() {
       }));
     }));
   return section("Rounds", "Orders of each round: answered, late, failed or declined, and still open.", bars,
-    h("p", {}, [["answered", 2], ["late", 1], ["failed", 6]].map(([name, k]) => h("span", { class: "key" }, h("i", { style: { background: `var(--cluster-${k})` } }), name))),
+    h("p", {}, [["answered", "cluster-2"], ["late", "cluster-1"], ["failed or declined", "cluster-6"], ["open", "faint"]].map(([name, k]) => h("span", { class: "key" }, h("i", { style: { background: `var(--${k})` } }), name))),
     table([["round", (r) => h("a", { href: `#round/${r.round}`, "data-key": `r:${r.round}` }, String(r.round)), "n"], ["began", (r) => clock(r.begun_at)],
       ["took", (r) => r.done_at ? span(r.done_at - r.begun_at) : "under way", "n"], ["orders", (r) => number(r.asked), "n"], ["answered", (r) => number(r.answered), "n"],
-      ["late", (r) => number(r.late), "n"], ["failed", (r) => number(r.failed), "n"], ["accuracy", (r) => percent(r.accuracy), "n"]], all.slice().reverse().slice(0, 200), false));
+      ["late", (r) => number(r.late), "n"], ["failed", (r) => number(r.failed), "n"], ["accuracy", (r) => percent(r.accuracy), "n"],
+      ["up", (r) => bytes(r.bytes_up), "n"], ["down", (r) => bytes(r.bytes_down), "n"]], all.slice().reverse().slice(0, 200)));
 }
 
 function accuracy() {
   const told = state.devices.filter((d) => d.accuracy.length).sort((a, b) => a.accuracy.at(-1)[1] - b.accuracy.at(-1)[1]);
   const silent = state.devices.filter((d) => !d.accuracy.length);
+  const names = (devices) => devices.slice(0, 100).map((d, k) => [k ? ", " : "", link(d.id)]);
+  const [hidden, unmeasured] = [silent.filter((d) => d.withholds.includes("loss")), silent.filter((d) => !d.withholds.includes("loss"))];
   return [section("Accuracy", "Of the model that each device began a round with, on its own validation samples; bold: the mean of the cohort.",
     lines([...told.slice(0, 60).map((d) => ({ name: d.id, points: d.accuracy, color: "var(--soft)" })),
       { name: "mean of the cohort", points: state.history.filter((r) => r.accuracy !== null).map((r) => [r.round, r.accuracy]), color: "var(--accent)", wide: true }], "Accuracy by round")),
   section("Devices, the worst first", null, table([["device", (d) => link(d.id)], ["last", (d) => percent(d.accuracy.at(-1)[1]), "n"],
     ["in round", (d) => String(d.accuracy.at(-1)[0]), "n"], ["over time", (d) => spark(d.accuracy)]], told),
-  silent.length > 0 && h("p", { class: "hint" }, "Nothing measured yet, or not told by the owner: ", silent.slice(0, 100).map((d, k) => [k ? ", " : "", link(d.id)])))];
+  hidden.length > 0 && h("p", { class: "hint" }, h("span", { class: "untold" }, `${UNTOLD}: `), names(hidden)),
+  unmeasured.length > 0 && h("p", { class: "hint" }, "Nothing measured yet: ", names(unmeasured)))];
+}
+
+function samples() {
+  const health = (d) => d.health ?? {};
+  const usable = state.devices.reduce((n, d) => n + (d.n_samples ?? 0), 0);
+  const sum = (name) => number(state.devices.reduce((n, d) => n + (health(d)[name] ?? 0), 0));
+  const use = (d, name) => untold(d.id, "use", withholds(d.id, "use") ? null : health(d)[name], number(d.health?.[name]));
+  const measured = (d, name, words) => untold(d.id, "loss", health(d).now?.[name], words(health(d).now?.[name]));
+  return [tiles([["may be used to train", number(usable)], ["devices that tell how many", number(state.devices.filter((d) => d.n_samples !== null).length)],
+    ["predictions at work", sum("n_predictions")], ["of them failed", sum("n_failed")], ["devices whose inputs drift", number(state.devices.filter((d) => health(d).drift).length)]]),
+  section("Samples", "What devices say of their data: how many may be used; how the bundle of the last rollout does on the samples that they keep apart; and what fedge serve has seen since it was started. A shift is in deviations of the bundle's own samples: above 1, the device sees something else. Which samples are outliers stays on the device.",
+    table([["device", (d) => link(d.id)], ["may be used", (d) => untold(d.id, "count", d.n_samples, number(d.n_samples)), "n"],
+      ["share", (d) => d.n_samples == null || !usable ? "–" : percent(d.n_samples / usable), "n"],
+      ["kept apart", (d) => untold(d.id, "count", health(d).now?.n || null, number(health(d).now?.n)), "n"], ["accuracy there", (d) => measured(d, "accuracy", percent), "n"],
+      ["shift", (d) => measured(d, "free_energy", (x) => number(x, 2)), "n"], ["predictions", (d) => use(d, "n_predictions"), "n"], ["failed", (d) => use(d, "n_failed"), "n"],
+      ["inputs", (d) => health(d).drift ? pill("drift") : withholds(d.id, "use") ? secret() : d.health ? "as ever" : "–", "s"]], state.devices))];
 }
 
 function rollouts() {
-  if (!state.rollouts.length) return section("Rollouts", "No rollout was ever started here. fedge release and fedge rollout start one; name its folder with --rollout.", null);
-  return state.rollouts.map((r) => section(`Rollout ${r.id}`, null, h("dl", {}, [["state", pill(r.state)], ["release", String(r.release)], ["share of the fleet", percent(r.share)], ["why", r.reason || "–"]]
-    .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-  h("p", { class: "bar" }, session.may_act && (r.actions ?? []).map((name) => act(name, `rollout-${name}`, { rollout: r.id }, name === "rollback"))),
-  table([["device", (d) => link(d.id)], ["phase", (d) => pill(d.phase)], ["release", (d) => String(d.release), "n"], ["accuracy", (d) => percent(d.accuracy), "n"], ["why", (d) => d.reason, "why"]], r.devices)));
+  if (!detail?.rollouts) return section("Rollouts", "…");
+  if (!detail.rollouts.length) return section("Rollouts", "No repository is shown here: name the folders of fedge release with --rollouts.");
+  return detail.rollouts.map(rollout);
+}
+
+const NEXT = { pause: "Pause", resume: "Resume", abort: "Roll back", "go-on": "Supervise again" };
+
+function rollout(r) {
+  const { plan, progress } = r;
+  const lines = Object.entries(r.devices ?? {}).sort((a, b) => byName(a[0], b[0]));
+  const share = (x) => `${number(100 * x)} %`;
+  const buttons = session.may_act && r.actions.filter((name) => NEXT[name]).map((name) => act(NEXT[name], `rollout-${name}`, { rollout: r.rollout }, name === "abort"));
+  const facts = plan && [["state", [pill(progress.state), r.supervised || progress.state === "done" || progress.state === "aborted" ? "" : " nobody supervises it now"]],
+    ["release", `${plan.release} (${plan.target})`], ["stage", `${progress.stage + 1} of ${plan.stages.length}, ${share(progress.share)} of the fleet`],
+    ["runs on", `${lines.filter(([, d]) => d.release === plan.release && (d.phase === "serving" || d.phase === "trial")).length} of ${lines.length} devices`],
+    ["first", plan.canaries?.join(", ") || "the first share"], ["stages", plan.stages.map(share).join(", ")], ["since", ago(progress.began)],
+    ["why", progress.reasons?.length ? h("ul", {}, progress.reasons.map((why) => h("li", {}, why))) : "–"]];
+  const part = section(`Rollout of ${r.rollout}`, plan ? null : "No rollout was started from this repository yet.",
+    plan && h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    buttons?.length > 0 && h("div", { class: "bar" }, buttons), session.may_act && r.actions.includes("start") && starter(r),
+    plan && h("h3", {}, "Devices"), plan && table([["device", ([id]) => link(id)], ["phase", ([, d]) => [pill(d.phase), ` release ${d.release}`], "s"], ["takes part", ([, d]) => d.takes_part ? "yes" : "not yet", "s"],
+      ["why", ([, d]) => d.reason ?? "", "why"], ["accuracy", ([id, d]) => change(id, d, "accuracy", (x) => (100 * x).toFixed(1), " %"), "n"],
+      ["latency", ([id, d]) => change(id, d, "latency_ms", (x) => number(x, 1), " ms", "load"), "n"],
+      ["free energy", ([id, d]) => change(id, d, "free_energy", (x) => number(x, 2)), "n"], ["°C", ([id, d]) => untold(id, "load", d.temperature_c, number(d.temperature_c)), "n"],
+      ["inputs", ([id, d]) => d.drift ? pill("drift") : withholds(id, "use") ? secret() : "as ever", "s"], ["heard", ([, d]) => ago(d.seen_at), "n"]], lines),
+    r.events?.length > 0 && [h("h3", {}, "Events"), table([["when", (e) => clock(e.at)], ["device", (e) => e.device ? link(e.device) : ""], ["what", (e) => e.text, "why"]], r.events.slice(-50).reverse())],
+    r.earlier?.length > 0 && [h("h3", {}, "Earlier rollouts"), table([["rollout", (e) => e.id], ["release", (e) => e.target], ["state", (e) => pill(e.state)], ["ended", (e) => clock(e.began)],
+      ["why", (e) => (e.reasons ?? []).join("; "), "why"]], r.earlier.slice().reverse())]);
+  part.dataset.rollout = r.rollout;
+  return part;
+}
+
+function change(id, d, name, words, unit = "", kind = "loss") {  // a figure of the bundle before, and of the one that is rolled out
+  const [was, now] = [d.before?.[name], d.now?.[name]];
+  if (was == null && now == null) return untold(id, kind, null, "–");
+  return `${was == null ? "" : `${words(was)} → `}${now == null ? "–" : words(now)}${unit}`;
+}
+
+function starter(r) {
+  if (!r.targets.length) return h("p", { class: "hint" }, "Nothing is released in this repository yet: fedge release add.");
+  const kept = (name, value) => ({ "data-key": `${name}:${r.rollout}`, "data-field": name, value: drafts[`${name}:${r.rollout}`] ?? value, oninput: (e) => { drafts[`${name}:${r.rollout}`] = e.target.value; } });
+  const chosen = drafts[`target:${r.rollout}`] ?? r.targets.at(-1);
+  return h("form", { class: "bar start", onsubmit: (e) => {
+    e.preventDefault();
+    const body = Object.fromEntries([...e.target.querySelectorAll("[data-field]")].map((field) => [field.dataset.field, field.value.trim()]));
+    ask("Start the rollout", "rollout-start", { rollout: r.rollout, ...body });
+  } }, h("label", {}, "release ", h("select", kept("target", null), r.targets.map((value) => h("option", { value, selected: value === chosen }, value)))),
+  h("label", {}, "shares ", h("input", { placeholder: "as configured", size: 12, ...kept("stages", "") })),
+  h("label", {}, "first ", h("input", { placeholder: "devices", size: 12, ...kept("canary", "") })),
+  h("button", { "data-key": `a:rollout-start:${r.rollout}` }, "Start a rollout"));
 }
 
 const eventRow = [["when", (e) => clock(e.at)], ["round", (e) => String(e.round), "n"], ["event", (e) => e.name.replaceAll("_", " ")],
   ["device", (e) => e.device ? link(e.device) : ""], ["what", (e) => e.text, "why"]];
 const eventsView = () => section("Events", "The newest first; fedge events tells more.", table(eventRow, events.slice().reverse()));
+
+const outcome = [["outcome", (r) => pill(r.outcome)], ["took", (r) => r.seconds ? span(r.seconds) : "–", "n"], ["sent", (r) => bytes(r.bytes), "n"],
+  ["why asked", (r) => r.chosen, "why"], ["why not done", (r) => r.why, "why"]];
 
 function device(id) {
   const d = state.devices.find((each) => each.id === id);
@@ -195,23 +270,22 @@ function device(id) {
   if (!d) return section(id, "No device of this name is known.", null);
   const c = d.context ?? {};
   const facts = [["state", [pill(d.quarantine ? "in quarantine" : d.presence), ` heard ${ago(d.seen_at)}`]], ["why", d.why || "nothing is wrong"],
-    ["bundle", d.release ? `release ${d.release}` : "none"], ["samples that may be used", number(d.n_samples)], ["trained", `${d.trained} times`],
-    ["clusters", d.clusters.join(", ") || "–"], ["context", d.withheld ? h("span", { class: "untold" }, UNTOLD)
+    ["bundle", d.release ? `release ${d.release}` : "none"], ["samples that may be used", untold(id, "count", d.n_samples, number(d.n_samples))], ["trained", `${d.trained} times`],
+    ["clusters", d.clusters.join(", ") || "–"], ["context", withholds(id, "load") ? secret()
       : `load ${number(c.load, 2)}, ${number(c.free_ram_gb, 1)} GB RAM and ${number(c.free_disk_gb, 1)} GB disk free, ${number(c.temperature_c)} °C, battery ${c.battery == null ? "–" : percent(c.battery)}`],
     ["not told by its owner", d.withholds.join(", ") || "nothing"]];
   return [section(id, null, h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    session.may_act && h("p", { class: "bar" }, act("Retire this device", "retire", { device: id }, true))),
-  section("Accuracy", null, lines([{ name: id, points: d.accuracy, color: "var(--accent)", wide: true }], `Accuracy of ${id}`)),
+    session.may_act && h("p", { class: "bar" }, d.retired ? act("Give it orders again", "readmit", { device: id }) : act("Retire this device", "retire", { device: id }, true))),
+  section("Accuracy", null, withholds(id, "loss") ? h("p", {}, secret()) : lines([{ name: id, points: d.accuracy, color: "var(--accent)", wide: true }], `Accuracy of ${id}`)),
   told && section("What it was asked", "And why not, where it was not.", table([["round", (r) => h("a", { href: `#round/${r.round}` }, String(r.round)), "n"], ["step", (r) => r.step],
-    ["outcome", (r) => pill(r.outcome)], ["took", (r) => r.seconds ? span(r.seconds) : "–", "n"], ["why", (r) => r.why, "why"]], told.rounds)),
+    ...outcome], told.rounds)),
   told && section("Events", null, table(eventRow, told.events.slice().reverse()))];
 }
 
 function round(name) {
   const told = detail?.round === Number(name) ? detail : null;
   if (!told) return section(`Round ${name}`, "…", null);
-  return section(`Round ${name}`, told.text, table([["device", (r) => link(r.device)], ["step", (r) => r.step], ["outcome", (r) => pill(r.outcome)],
-    ["took", (r) => r.seconds ? span(r.seconds) : "–", "n"], ["why", (r) => r.why, "why"]], told.devices));
+  return section(`Round ${name}`, told.text, table([["device", (r) => link(r.device)], ["step", (r) => r.step], ...outcome], told.devices));
 }
 
 // ---------------------------------------------------------------------------------------------------------- actions
@@ -223,9 +297,10 @@ function act(words, name, body = {}, danger = false) {
 
 function ask(words, name, body) {
   const box = $("dialog");
-  const what = { retire: `${body.device} gets no more orders. Its installed bundle goes on answering.`, recluster: "All clusters are made anew in the next round." }[name] ?? "";
-  box.replaceChildren(h("form", { method: "dialog" }, h("h2", {}, `${words}?`), h("p", { class: "hint" }, what),
-    h("div", { class: "bar" }, h("button", { class: "danger", onclick: () => send(name, body) }, words), h("button", { autofocus: true }, "Cancel"))));
+  const about = body.rollout ? ` (${body.rollout}${body.target ? `, ${body.target}` : ""})` : "";
+  const what = { "rollout-abort": "The devices that run the release go back to the bundle before.", "rollout-start": "The first devices begin with it at once.", retire: `${body.device} gets no more orders. Its installed bundle goes on answering.`, recluster: "All clusters are made anew in the next round." }[name] ?? "";
+  box.replaceChildren(h("form", { method: "dialog" }, h("h2", {}, `${words}${about}?`), h("p", { class: "hint" }, what),
+    h("div", { class: "bar" }, h("button", { id: "confirm", class: "danger", onclick: () => send(name, body) }, words), h("button", { autofocus: true }, "Cancel"))));
   box.showModal();
 }
 
@@ -255,7 +330,7 @@ function notice(text) { const p = $("notice"); p.textContent = text; p.hidden = 
 function heading() {
   $("federation").textContent = state.federation;
   $("method").textContent = state.method;
-  $("phase").textContent = state.text + (state.age_s > 60 ? ` (as it was ${span(state.age_s)} ago)` : "");
+  $("phase").textContent = `${state.text}, as it was ${span(state.age_s)} ago`;
   document.title = `${state.federation} · fedge`;
   const actions = session.may_act
     ? [state.paused ? act("Resume", "resume") : act("Pause", "pause"), state.paused && act("Run one round", "run-now"), act("Re-cluster", "recluster", {}, true)]
@@ -271,7 +346,7 @@ function render() {
   heading();
   const tab = { device: "fleet", round: "rounds" }[view] ?? (view || "fleet");
   $("tabs").replaceChildren(...TABS.map(([id, words]) => h("a", { href: `#${id}`, "aria-current": tab === id ? "page" : null, "data-key": `t:${id}` }, words)));
-  const made = { clusters, rounds, accuracy, rollouts, events: eventsView, device: () => device(name), round: () => round(name) }[view] ?? fleet;
+  const made = { clusters, rounds, accuracy, samples, rollouts, events: eventsView, device: () => device(name), round: () => round(name) }[view] ?? fleet;
   $("main").replaceChildren(...[made()].flat(3).filter(Boolean));
   if (key) {
     const again = document.querySelector(`[data-key="${CSS.escape(key)}"]`);
@@ -286,6 +361,8 @@ async function refresh() {
   const [view, name] = location.hash.slice(1).split("/");
   try {
     state = await get("api/state");
+    state.devices.sort((a, b) => byName(a.id, b.id));
+    if (view === "rollouts") detail = await get("api/rollouts");
     if (view === "device" || view === "round") detail = await get(`api/${view}s/${name}`);
     render();
   } catch (error) {

@@ -145,6 +145,7 @@ async def test_the_commands_read_beside_a_running_coordinator(
     assert [line.split()[0] for line in run(watch_cli.rounds).splitlines()] == ["round", "1", "2", "3"]
     assert [r["answered"] for r in json.loads(run(watch_cli.rounds, "--json"))] == [2, 2, 2]
     assert run(watch_cli.why, "a", "1").splitlines()[1].startswith("round 1: train: answered")
+    assert run(watch_cli.why, "a", "1").splitlines()[2] == "round 1: chosen among 2"
     first = json.loads(run(watch_cli.events, "--json", "--round", "1").splitlines()[0])
     assert (first["round"], first["number"]) == (1, 1)
     assert run(watch_cli.pause) == "No further round begins; the one under way ends.\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,14 +13,30 @@ from typing import Any
 import pytest
 
 from coordinator.control import wishes_in
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.folder import Earlier, Folder, Line, News, Record
+from coordinator.rollout.overview import Overview
 from coordinator.store import Event, Store
 from coordinator.ui import Page
-from tests.support.shop import NOW, make_shop
+from export.signing import Repository
+from fedge.broker import LocalBroker
+from fedge.messages import Phase, Quality, RolloutState
+from tests.support.broker import settings
+from tests.support.rollouts import release_of
+from tests.support.runtime_device import FEDERATION, device, prepare
+from tests.support.shop import EVIL, NOW, make_shop
 
 webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 TOKEN = "0123456789abcdef"
 WAIT_S = 60
+UNTOLD = "not told by its owner"
+GONE = (NoSuchElementException, StaleElementReferenceException)
+"""What is on the page is made anew with each refresh."""
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 QUIET = (
@@ -49,26 +65,45 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture
-def url(store: Store) -> Iterator[str]:
-    """The page, in a thread with a loop of its own, so that the test may wait for the browser."""
+@contextlib.contextmanager
+def beside() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Carries coroutines out in a thread with a loop of its own, so that the test may wait for the browser."""
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever)
     thread.start()
-    home = store.home
-    page = Page(home, lambda: Store(home, intake=True), host="127.0.0.1", port=0, token=TOKEN)
-    asyncio.run_coroutine_threadsafe(page.__aenter__(), loop).result(WAIT_S)
-    yield page.url
-    asyncio.run_coroutine_threadsafe(page.__aexit__(None, None, None), loop).result(WAIT_S)
+    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(WAIT_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+    loop.close()
+
+
+@contextlib.contextmanager
+def shown(home: Path, rollouts: Overview | None = None) -> Iterator[str]:
+    with beside() as do:
+        opened = lambda: Store(home, intake=True)  # noqa: E731
+        page = Page(home, opened, host="127.0.0.1", port=0, token=TOKEN, rollouts=rollouts)
+        do(page.__aenter__())
+        yield page.url
+        do(page.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def url(store: Store) -> Iterator[str]:
+    with shown(store.home) as url:
+        yield url
 
 
 def see(browser: Any, text: str) -> None:
     """Wait until the page says this."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
     WebDriverWait(browser, WAIT_S).until(lambda b: text in b.find_element("id", "main").text, text)
+
+
+def log_in(browser: Any, url: str) -> None:
+    browser.get(url)
+    WebDriverWait(browser, WAIT_S).until(lambda b: b.find_elements("css selector", '[data-key="login"]'))
+    browser.find_element("css selector", '[data-key="login"]').click()
+    browser.find_element("css selector", "dialog input").send_keys(TOKEN + Keys.ENTER)
+    WebDriverWait(browser, WAIT_S).until(lambda b: "Pause" in b.find_element("id", "actions").text)
 
 
 def complaints(browser: Any) -> list[str]:
@@ -81,7 +116,8 @@ def test_every_view_shows_what_there_is_and_what_devices_say_stays_text(browser:
         ("clusters", "expert 1, 5 devices"),
         ("rounds", "answered"),
         ("accuracy", "the worst first"),
-        ("rollouts", "No rollout"),
+        ("samples", "drift"),
+        ("rollouts", "No repository"),
         ("events", "onerror"),
         ("device/cam12", "onerror"),
         ("round/3", "cam12"),
@@ -100,10 +136,10 @@ def test_a_phone_in_the_dark_needs_no_sideways_scrolling(browser: Any, url: str)
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
     try:
-        for view in ("fleet", "clusters", "rounds", "accuracy", "events"):
+        for view in ("fleet", "clusters", "rounds", "accuracy", "samples", "events"):
             browser.get(f"{url}#{view}")
             browser.refresh()
-            see(browser, "cam12" if view in {"fleet", "clusters", "events"} else "round")
+            see(browser, "cam12" if view in {"fleet", "clusters", "samples", "events"} else "round")
             assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, view
         assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(16, 20, 28)"
     finally:
@@ -112,10 +148,6 @@ def test_a_phone_in_the_dark_needs_no_sideways_scrolling(browser: Any, url: str)
 
 
 def test_by_keyboard_alone_somebody_logs_in_and_pauses_the_run(browser: Any, url: str, store: Store) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-    from selenium.webdriver.support.ui import WebDriverWait
-
     def press(*keys: str) -> None:
         ActionChains(browser).send_keys(*keys).perform()
 
@@ -147,3 +179,69 @@ def test_what_happens_shows_without_a_reload(browser: Any, url: str, store: Stor
     see(browser, "onerror")
     store.note(Event(at=NOW + 99, round=4, name="problem", device="cam7", fields={"reason": "it fell ill"})).result()
     see(browser, "it fell ill")
+
+
+RECORD = Record(
+    plan=Plan(id="2-ab", target="2/manifest.json", release=2, digest="a" * 64),
+    progress=Progress(began=NOW, state=RolloutState.ABORTED, share=0.1, reasons=(f"cam1 refused: {EVIL}",)),
+    devices={
+        "cam1": Line(phase=Phase.REFUSED, release=1, reason=EVIL, takes_part=True, now=Quality(n=9, accuracy=0.5)),
+        "cam2": Line(phase=Phase.SERVING, release=1),
+    },
+    events=(News(at=NOW, device="cam1", text=EVIL),),
+    earlier=(Earlier(id="1-ab", target="1/manifest.json", state=RolloutState.DONE, began=NOW, reasons=(EVIL,)),),
+)
+
+
+def test_what_devices_say_of_a_rollout_stays_text(browser: Any, store: Store, repo: Path) -> None:
+    Folder(repo).write(RECORD)
+    with shown(store.home, Overview([repo], None)) as url:
+        browser.get(f"{url}#rollouts")
+        see(browser, "cam1 refused: <img")
+        see(browser, "Earlier rollouts")
+        assert UNTOLD in browser.find_element("css selector", "[data-rollout=repo] table").text  # cam2
+        assert not browser.find_elements("css selector", "main img")
+        assert not browser.find_elements("css selector", "main button")  # nobody has logged in
+        assert complaints(browser) == []
+
+
+def test_a_rollout_is_started_paused_supervised_again_and_rolled_back_from_the_page(
+    browser: Any, store: Store, repo: Path, old: Path, new: Path, mosquitto: LocalBroker, tmp_path: Path
+) -> None:
+    def press(key: str) -> None:
+        find = lambda b: b.find_element("css selector", f'[data-key="a:rollout-{key}:repo"]')  # noqa: E731
+        WebDriverWait(browser, WAIT_S, ignored_exceptions=GONE).until(lambda b: find(b).click() or True)
+
+    def confirm() -> None:
+        WebDriverWait(browser, WAIT_S).until(lambda b: b.find_element("id", "confirm").is_displayed())
+        browser.find_element("id", "confirm").click()
+
+    Repository(repo).add(new)
+    config = tmp_path / "fleet.toml"
+    broker = f"{mosquitto.host}:{mosquitto.port}"
+    config.write_text(f'[rollout]\nbroker = "{broker}"\nfederation = "{FEDERATION}"\nsoak_s = 600.0\n')
+    camera = prepare(tmp_path / "cam1", old, Repository(repo).root())
+    overview = Overview([repo], config)
+    with contextlib.ExitStack() as stack:
+        do = stack.enter_context(beside())
+        on = device(settings(mosquitto), camera, "cam1")
+        do(on.__aenter__())
+        stack.callback(lambda: do(on.__aexit__(None, None, None)))
+        url = stack.enter_context(shown(store.home, overview))
+        log_in(browser, f"{url}#rollouts")
+        press("start")
+        confirm()
+        see(browser, "running: stage 1 of 3")
+        see(browser, "1 of 1 devices")
+        press("pause")
+        see(browser, "paused: stage 1 of 3")
+        (supervisor,) = overview._begun
+        supervisor.kill()
+        supervisor.wait()
+        see(browser, "nobody supervises it now")
+        press("go-on")
+        press("abort")
+        confirm()
+        see(browser, "rolled back")
+        assert overview._begun[-1].wait(WAIT_S) == 1
+        assert release_of(camera) == 1

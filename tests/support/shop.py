@@ -13,6 +13,18 @@ EVIL = "<img src=x onerror=\"document.title='taken'\">\x1b[31m"
 NOW = 1_790_000_000.0
 
 
+QUALITY = {"n": 40, "accuracy": 0.93, "gate_entropy": 0.2, "free_energy": 0.4, "latency_ms": 1.7}
+HEALTH = {
+    "phase": "serving",
+    "release": 1,
+    "reason": "",
+    "now": QUALITY,
+    "n_predictions": 1200,
+    "n_failed": 0,
+    "drift": False,
+}
+
+
 def device(n_samples: int = 100, **changes: Any) -> dict[str, Any]:
     """What is said of a device in the summary."""
     context = {"device_id": "d", "load": 0.5, "free_ram_gb": 1.5, "free_disk_gb": 9.0, "temperature_c": 51.0}
@@ -23,6 +35,7 @@ def device(n_samples: int = 100, **changes: Any) -> dict[str, Any]:
         "release": 1,
         "n_samples": n_samples,
         "withholds": [],
+        "health": None,
     }
     return known | changes
 
@@ -35,13 +48,16 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         store.begin_round(r, [], NOW + 10 * r)
         _note(store, r, "round_begun", devices=n_devices)
         store.note(Event(at=NOW + 10 * r, round=r, name="asked", fields={"label": "train", "devices": n_devices}))
+        seconds = {i: 1.0 + k for k, i in enumerate(ids)}
+        _note(store, r, "chosen", ids=ids, overdue=[ids[4]], seconds=seconds | {"cam99": 99.0}, deadline_s=20.0)
         for k, i in enumerate(ids[:-1]):
-            told = {"label": "train", "result": "done", "seconds": 1.0 + k, "accuracy": 0.2 * r + 0.02 * k}
+            told = {"label": "train", "result": "done", "seconds": 1.0 + k}
+            told |= {} if k == 1 else {"accuracy": 0.2 * r + 0.02 * k}
             store.note(Event(at=NOW + 10 * r + k, round=r, name="answer", device=i, fields=told))
         late = {"label": "train", "reason": EVIL, "late": True}
         store.note(Event(at=NOW + 10 * r + 9, round=r, name="closed", device=ids[-1], fields=late))
         store.note(Event(at=NOW + 10 * r + 9, round=r, name="problem", device=ids[-1], fields={"reason": EVIL}))
-        _note(store, r, "round_done", accuracy=0.2 * r)
+        _note(store, r, "round_done", accuracy=0.2 * r, bytes_up=400_000 * r, bytes_down=2_000_000 * r)
     clusters = {str(k): [i for n, i in enumerate(ids) if n % 3 == k or n == 5] for k in range(3)}
     summary = {
         "federation": "shop",
@@ -62,7 +78,12 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         "wall_s": 30.0,
         "at": NOW,
         "fleet": {i: device(100 + k) for k, i in enumerate(ids)}
-        | {ids[1]: device(context=None, withholds=["context"]), ids[2]: device(presence="offline")},
+        | {
+            ids[0]: device(health=HEALTH),
+            ids[1]: device(0, context={"device_id": "d"}, withholds=["count", "load", "loss", "use"]),
+            ids[2]: device(presence="offline"),
+            ids[3]: device(health=HEALTH | {"drift": True, "n_failed": 3, "reason": EVIL}),
+        },
         "quarantined": {},
         "problems": {ids[-1]: {"round": 3, "reason": EVIL}},
         "clocks": {},

@@ -13,7 +13,7 @@ from coordinator.rollout.folder import Folder, Line, Record, Request
 from coordinator.rollout.service import Release
 from export.signing import LIFETIMES, Repository
 from fedge.errors import ConfigError
-from fedge.messages import Phase, RolloutState
+from fedge.messages import Phase, Quality, RolloutState
 from tests.deploy.bundles import variant
 
 
@@ -57,7 +57,14 @@ def repo(tmp_path):
         plan=Plan(id="2-ab", target="2/manifest.json", release=2, digest="a" * 64),
         progress=Progress(began=0.0, state=RolloutState.ABORTED, share=0.1, reasons=("cam1 refused: accuracy: x",)),
         devices={
-            "cam1": Line(phase=Phase.REFUSED, release=1, reason="accuracy: x", accuracy=(0.9, 0.5), takes_part=True),
+            "cam1": Line(
+                phase=Phase.REFUSED,
+                release=1,
+                reason="accuracy: x",
+                before=Quality(n=20, accuracy=0.9),
+                now=Quality(n=20, accuracy=0.5),
+                takes_part=True,
+            ),
             "cam2": Line(phase=Phase.SERVING, release=1, drift=True),
         },
     )
@@ -119,6 +126,12 @@ def test_a_release_whose_signatures_have_expired_is_not_begun(tmp_path, monkeypa
         run("start", tmp_path / "repo", "2/manifest.json", "--broker", "localhost:1", "--federation", "f")
 
     assert Folder(tmp_path / "repo").read() is None
+
+
+def test_without_a_target_there_must_be_a_rollout_to_go_on_with(release, tmp_path):
+    assert release
+    with pytest.raises(ConfigError, match="no rollout in"):
+        run("start", tmp_path / "repo", "--broker", "localhost:1", "--federation", "f")
 
 
 def test_start_needs_a_repository(tmp_path):

@@ -1,14 +1,17 @@
+import msgspec
 import pytest
 
 from coordinator.rollout import Plan, Progress
 from coordinator.rollout.folder import Folder, Line, Record, Request
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import Phase
+from fedge.messages import Phase, Quality
 
 RECORD = Record(
     plan=Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64),
     progress=Progress(began=1.5, reasons=("x",)),
-    devices={"cam1": Line(phase=Phase.TRIAL, release=2, accuracy=(0.5, 0.75))},
+    devices={
+        "cam1": Line(phase=Phase.TRIAL, release=2, before=Quality(n=4, accuracy=0.5), now=Quality(n=4, accuracy=0.75))
+    },
 )
 
 
@@ -16,6 +19,16 @@ def test_what_is_written_is_read(tmp_path):
     assert Folder(tmp_path).read() is None
     Folder(tmp_path).write(RECORD)
     assert Folder(tmp_path).read() == RECORD
+
+
+def test_what_fedge_0_2_wrote_can_be_gone_on_with(tmp_path):
+    Folder(tmp_path).write(RECORD)
+    file = tmp_path / "rollout" / "state.json"
+    old = msgspec.json.decode(file.read_bytes())
+    del old["events"], old["earlier"]
+    old["devices"]["cam1"] = {"phase": "trial", "release": 2, "accuracy": [0.5, 0.75], "drift": False}
+    file.write_bytes(msgspec.json.encode(old))
+    assert Folder(tmp_path).read().progress == RECORD.progress
 
 
 def test_a_damaged_state_is_told(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.rollout import Plan, Progress
-from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.folder import Folder, News, Record, Request
 from coordinator.rollout.service import Release, Supervisor, begin, requested
 from export.signing import Repository
 from fedge.bundle import BRANCH, INT8
@@ -158,6 +158,21 @@ def test_after_its_end_the_next_one_begins(tmp_path, state):
     following = replace(PLAN, target="3/manifest.json")
     assert begin(folder, following, 9.0) == (following, Progress(began=9.0))
     assert folder.asked() is None
+
+
+def test_what_rollouts_before_came_to_is_kept(repo):
+    folder = Folder(repo)
+    broker = BrokerSettings("localhost", 1)
+    ended = Progress(began=3.0, state=ABORTED, reasons=("cam1 refused: accuracy: x",))
+    folder.write(Record(plan=PLAN, progress=ended, events=(News(at=1.0, text="old"),)))
+    Supervisor(folder, release(repo), replace(PLAN, id="r2", soak_s=1.0), broker, "shop", print)._keep(
+        Progress(began=9)
+    )
+    record = folder.read()
+    assert [(e.id, e.state, e.reasons) for e in record.earlier] == [("r", ABORTED, ("cam1 refused: accuracy: x",))]
+    assert [e.text for e in record.events] == ["running: stage 1 of 3 (0%), 0 of 0 devices run it"]
+    Supervisor(folder, release(repo), record.plan, broker, "shop", print)._keep(record.progress)
+    assert (folder.read().earlier, folder.read().events) == (record.earlier, record.events)
 
 
 async def test_with_certificates_it_believes_what_devices_have_signed_and_nothing_else(repo, tmp_path):

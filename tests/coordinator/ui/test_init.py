@@ -65,10 +65,12 @@ async def test_the_state_tells_devices_clusters_and_rounds(http: ClientSession) 
     assert len(state["devices"]) == 12
     by_id = {device["id"]: device for device in state["devices"]}
     assert by_id["cam6"]["clusters"] == ["0", "1", "2"]
-    assert by_id["cam2"]["withheld"]
+    assert (by_id["cam2"]["withholds"], by_id["cam2"]["n_samples"]) == (["count", "load", "loss", "use"], None)
+    assert (by_id["cam4"]["health"]["drift"], by_id["cam4"]["health"]["n_failed"]) == (True, 3)
     assert by_id["cam3"]["why"] == "it is offline"
     assert by_id["cam1"]["accuracy"] == [[1, 0.2], [2, 0.4], [3, pytest.approx(0.6)]]
     assert [(r["asked"], r["answered"], r["late"]) for r in state["rounds_list"]] == [(12, 11, 1)] * 3
+    assert [(r["bytes_up"], r["bytes_down"]) for r in state["rounds_list"]] == [(400_000, 2_000_000)] * 3
     assert (await http.get("api/devices/cam12")).status == 200
     assert (await http.get("api/rounds/x")).status == 404
     assert (await http.get("api/events?last=zwei")).status == 400

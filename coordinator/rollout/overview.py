@@ -1,0 +1,142 @@
+"""Rollouts as a page shows them, and what somebody may ask of one there.
+
+A rollout is supervised by a process of its own, `fedge rollout start`, with the keys and the configuration of this
+machine: whoever asks for one names a release and how far it may go, and sees nothing of either.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.rollout.folder import Folder, Request
+from export.signing import Repository
+from fedge.errors import ConfigError
+from fedge.files import version_of
+from fedge.messages import RolloutState
+
+BEGIN_S: Final = 60.0
+"""A supervisor has begun after so long, or something is wrong."""
+LOOK_S: Final = 0.5
+STOPPABLE: Final = {
+    RolloutState.RUNNING: ("pause", "abort"),
+    RolloutState.PAUSED: ("resume", "abort"),
+    RolloutState.DONE: ("abort",),
+}
+"""What may be asked of a supervisor."""
+
+
+class Overview:
+    """The rollouts of some repositories, each by the name of its folder.
+
+    Args:
+        repos: folders of `fedge release`.
+        config: of `fedge rollout start`, section [rollout]; None: none can be started.
+
+    Raises:
+        ConfigError: one is no repository, or two have one name.
+    """
+
+    def __init__(self, repos: Sequence[Path], config: Path | None) -> None:
+        self._repos = {repo.absolute().name: repo for repo in repos}
+        if len(self._repos) < len(repos):
+            raise ConfigError("rollouts: two repositories have one name; rename one of the folders")
+        for repo in repos:
+            Repository(repo)
+        self._config = config
+        self._begun: list[subprocess.Popen[bytes]] = []  # of those that have ended the system is told
+
+    def version(self) -> object:
+        """Another one whenever there is something new to show."""
+        return [version_of(Folder(repo).path / "state.json") for repo in self._repos.values()]
+
+    def shown(self) -> list[dict[str, Any]]:
+        """All that there is of each, as JSON values; `actions`: what may be asked now.
+
+        Raises:
+            StoreError: one cannot be read.
+        """
+        return [self._shown(name, repo) for name, repo in self._repos.items()]
+
+    def _shown(self, name: str, repo: Path) -> dict[str, Any]:
+        folder = Folder(repo)
+        record, supervised = folder.read(), folder.is_supervised()
+        found = {"rollout": name, "targets": Repository(repo).targets(), "supervised": supervised, "actions": []}
+        if record is not None:
+            found |= msgspec.to_builtins(record)
+            state = record.progress.state
+        if supervised and record is not None:
+            found["actions"] = list(STOPPABLE.get(state, ()))
+        elif self._config is not None:
+            unfinished = record is not None and state in {RolloutState.RUNNING, RolloutState.PAUSED}
+            found["actions"] = ["go-on"] if unfinished else ["start"]
+        return found
+
+    def ask(self, name: str, action: str, target: str = "", stages: str = "", canary: str = "") -> str:
+        """Have a rollout paused, resumed, aborted, started, or supervised again; what to say to who asked.
+
+        Args:
+            name: of the repository.
+            action: of `actions`.
+            target: of `start`: the release.
+            stages: of `start`: as of `fedge rollout start`; empty: as the configuration has it.
+            canary: likewise.
+
+        Raises:
+            ConfigError: that makes no sense where the rollout stands, or the supervisor does not begin: why.
+            StoreError: the folder cannot be written.
+        """
+        if name not in self._repos:
+            raise ConfigError(f"there is no repository {name!r} here")
+        repo = self._repos[name]
+        if action not in self._shown(name, repo)["actions"]:
+            raise ConfigError(f"the rollout of {name} cannot be asked to {action} as it stands")
+        if action == "start":
+            if target not in Repository(repo).targets():
+                raise ConfigError(f"there is no release {target!r} in {name}")
+            given = {"stages": stages, "canary": canary}
+            self._begin(repo, target, *(f"--{key}={value}" for key, value in given.items() if value))
+            return f"The rollout of {target} has begun."
+        if action == "go-on":
+            self._begin(repo)
+            return "The rollout is supervised again."
+        Folder(repo).ask(Request(action))
+        return {
+            "pause": "No further device begins with the release.",
+            "resume": "The rollout goes on.",
+            "abort": "The devices that run the release go back.",
+        }[action]
+
+    def _begin(self, repo: Path, *words: str) -> None:
+        """Start a supervisor that outlives us, and see it at work."""
+        folder = Folder(repo)
+        folder.path.mkdir(exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "fedge.cli",
+            "rollout",
+            "start",
+            str(repo),
+            *words,
+            "--config",
+            str(self._config),
+        ]
+        with (folder.path / "log").open("w+b") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            self._begun = [each for each in [*self._begun, process] if each.poll() is None]
+            until = time.monotonic() + BEGIN_S
+            while time.monotonic() < until and not folder.is_supervised():
+                if process.poll() is not None:
+                    log.seek(0)
+                    *_, last = ["it ended at once", *log.read().decode(errors="replace").strip().splitlines()]
+                    raise ConfigError(f"the rollout did not begin: {last.removeprefix('error: ')}")
+                time.sleep(LOOK_S)

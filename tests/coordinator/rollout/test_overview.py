@@ -1,0 +1,76 @@
+"""What a page shows of rollouts and may ask of them; with a fleet: tests/integration/test_ui_in_a_browser.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.rollout import Plan, Progress
+from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.overview import Overview
+from export.signing import Repository
+from fedge.errors import ConfigError
+from fedge.messages import RolloutState
+from tests.deploy.bundles import variant
+
+RECORD = Record(plan=Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64), progress=Progress(began=1.0))
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    return tmp_path / "repo"
+
+
+@pytest.fixture
+def overview(repo: Path, tmp_path: Path) -> Overview:
+    config = tmp_path / "fleet.toml"
+    config.write_text('[rollout]\nbroker = "localhost:1"\nfederation = "f"\n')
+    return Overview([repo], config)
+
+
+def test_what_may_be_asked_depends_on_where_it_stands(overview: Overview, repo: Path) -> None:
+    def actions(state: RolloutState) -> list[str]:
+        Folder(repo).write(replace(RECORD, progress=replace(RECORD.progress, state=state)))
+        return list(overview.shown()[0]["actions"])
+
+    assert overview.shown() == [
+        {"rollout": "repo", "targets": ["2/manifest.json"], "supervised": False, "actions": ["start"]}
+    ]
+    assert [actions(state) for state in RolloutState] == [["go-on"], ["go-on"], ["start"], ["start"]]
+    with Folder(repo).supervised():
+        supervised = [actions(state) for state in RolloutState]
+    assert supervised == [["pause", "abort"], ["resume", "abort"], [], ["abort"]]
+    assert Overview([repo], None).shown()[0]["actions"] == []
+
+
+def test_what_is_asked_is_left_for_the_supervisor(overview: Overview, repo: Path) -> None:
+    Folder(repo).write(RECORD)
+    with Folder(repo).supervised():
+        before = overview.version()
+        assert overview.ask("repo", "pause") == "No further device begins with the release."
+    assert Folder(repo).asked() is Request.PAUSE
+    Folder(repo).write(RECORD)
+    assert overview.version() != before
+
+
+def test_what_makes_no_sense_is_refused(overview: Overview, repo: Path) -> None:
+    with pytest.raises(ConfigError, match="no repository 'other'"):
+        overview.ask("other", "start")
+    for action in ("pause", "go-on", "explode"):
+        with pytest.raises(ConfigError, match=f"cannot be asked to {action}"):
+            overview.ask("repo", action)
+    with pytest.raises(ConfigError, match="no release '--json'"):
+        overview.ask("repo", "start", "--json")
+    with pytest.raises(ConfigError, match="did not begin: stages: could not convert string to float"):
+        overview.ask("repo", "start", "2/manifest.json", stages="1,0.5 --json")
+    assert Folder(repo).read() is None
+
+
+def test_each_repository_has_a_name_of_its_own(repo: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two repositories have one name"):
+        Overview([repo, tmp_path / "elsewhere" / "repo"], None)
+    with pytest.raises(ConfigError, match="no repository at"):
+        Overview([tmp_path], None)
