@@ -105,11 +105,15 @@ async def _served(
 @contextlib.contextmanager
 def _observer(as_json: bool) -> Iterator[Observer]:
     """JSON lines; or events as log lines in JSON; or a live line on a terminal; or a line per round."""
-    if as_json:
-        yield lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
-        return
-    if in_json():
-        yield _logged
+    if as_json or in_json():
+
+        def tell(event: str, fields: dict[str, Any]) -> None:
+            if as_json:
+                click.echo(json.dumps({"event": event, **fields}))
+            if in_json():
+                _logged(event, fields)
+
+        yield tell
         return
     progress = Progress(live=sys.stderr.isatty())
     try:
