@@ -74,7 +74,9 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
     alone = settings.role == "all"
-    opened = Store(settings.home, settings.store, federation=settings.federation, intake=not alone)
+    opened = Store(
+        settings.home, settings.store, blobs=settings.blobs, federation=settings.federation, intake=not alone
+    )
     if not alone:
         with contextlib.closing(opened) as store:
             asyncio.run(until_stopped(help_out(settings, task, store)))

@@ -25,12 +25,11 @@ from coordinator.fleet.orders import OrderStatus, verdict
 from coordinator.fleet.quarantine import Offence
 from coordinator.fleet.uploads import OF_THE_WAY, Uploads, answer_to
 from coordinator.store import OFFERED, Entry, Store
-from fedge import codec
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, TransportError
-from fedge.files import BlobFolder, InUseError, locked, sync_folder
+from fedge.files import BlobFolder, InUseError, locked
 from fedge.identity import Role
-from fedge.messages import Ack, BlobRef, Order, Report, Status, decode, encode
+from fedge.messages import Ack, Report, Status, Want, decode, encode
 from fedge.sealed import Signed
 from fedge.step import Action, Refusal, Unsupported, read_action
 from fedge.task import TaskSpec
@@ -132,7 +131,7 @@ class Intake(_Helper):
     Args:
         broker: how to reach the broker.
         store: beside its dispatcher.
-        home: folder of this process alone, on the same disk as the blobs.
+        home: folder of this process alone, on the same disk as the folder of the blobs.
         federation: its name.
         task: what is learned.
         layout: of the model.
@@ -152,8 +151,8 @@ class Intake(_Helper):
     ) -> None:
         super().__init__(broker, store, federation, home)
         self._task, self._layout, self._steps = task, layout, steps
-        self._received = BlobFolder(home / "received")
-        self._uploads = Uploads(self._transport, self._received, self._topics, layout, self._seal)
+        received = BlobFolder(home / "received")
+        self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, self._seal)
         self._checks: set[str] = set()
 
     async def run(self) -> None:
@@ -177,7 +176,7 @@ class Intake(_Helper):
 
     async def _take(self, report: Report) -> None:
         try:
-            entry = self._store.entry(report.order_id)
+            entry = await asyncio.to_thread(self._store.entry, report.order_id)
             if entry is None:
                 ack = Ack(order_id=report.order_id, device_id=report.device_id, accepted=False, reason="unknown-order")
             elif entry.order.device_id != report.device_id:
@@ -208,7 +207,7 @@ class Intake(_Helper):
                 else self._store.reject(entry.order.id, error, time.time())
             )
             await asyncio.wrap_future(change)
-        return self._store.entry(entry.order.id)
+        return await asyncio.to_thread(self._store.entry, entry.order.id)
 
     async def _examine(self, entry: Entry, action: Action, report: Report) -> str | None:
         """Fetch and check what a report brings; why it is not acceptable, None: it is."""
@@ -217,7 +216,7 @@ class Intake(_Helper):
             result = answer_to(order, action, report, self._task, self._signed)
             if not isinstance(result, Refusal):
                 for ref, layout in action.uploads(result, self._layout).items():
-                    await self._bring(ref, layout, order)
+                    await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
         except ProtocolError as refusal:
             self._refuse(refusal, order.device_id)
             if refusal.name not in OF_THE_WAY:
@@ -226,22 +225,9 @@ class Intake(_Helper):
             return str(refusal)
         except TransportError as refusal:
             return f"the broker does not let us fetch it: {refusal}"
-        return None
-
-    async def _bring(self, ref: BlobRef, layout: Layout | None, order: Order) -> None:
-        """Have a blob where all can read it, and see that it is what was asked for."""
-        blobs = self._store.blobs
-        if ref.digest in blobs:
-            if layout is not None:
-                codec.check(blobs.get(ref.digest), ref.codec, layout)
-            return
-        try:
-            if await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id)):
-                self._received.path(ref.digest).replace(blobs.path(ref.digest))  # its bytes are on the disk already
-                sync_folder(blobs.path(ref.digest).parent)
         finally:
-            self._uploads.norms.pop(ref, None)
-            self._received.remove(ref.digest)
+            self._uploads.norms.clear()  # the dispatcher takes them again
+        return None
 
     def _is_open(self, order_id: str) -> bool:
         entry = self._store.entry(order_id)
@@ -265,26 +251,40 @@ class BlobServer(_Helper):
             await self._serve()
 
     def _on_want(self, device: str, inbound: Inbound) -> None:
-        self._sender.want_of(device, inbound.payload, self._topics)
+        self._background.spawn(self._answer(device, inbound.payload))
 
-    def _source(self, digest: str) -> Path | None:
-        """Devices get what orders name, and nothing else: the updates of others lie in the same folder."""
+    async def _answer(self, device: str, payload: bytes) -> None:
+        try:
+            await asyncio.to_thread(self._bring, decode(payload, Want).digest)
+            self._sender.want_of(device, payload, self._topics)
+        except ProtocolError as error:
+            self._refuse(error, device)
+
+    def _bring(self, digest: str) -> None:
+        """Have a model at hand, if it is offered."""
         if digest not in self._offered and time.monotonic() - self._looked_at > LOOK_AGAIN_S:
             self._looked_at = time.monotonic()
             self._offered = frozenset(json.loads(self._store.recall(OFFERED) or "[]"))
+            self._store.blobs.let_go(self._offered)
+        if digest in self._offered:
+            self._store.blobs.bring(digest)
+
+    def _source(self, digest: str) -> Path | None:
+        """Devices get what orders name, and nothing else: the updates of others lie in the same folder."""
         return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
 
 
-def begun(store: Store, home: Path, task: TaskSpec) -> Layout:
+def begun(store: Store, home: Path, task: TaskSpec, blobs: str | None) -> Layout:
     """The layout of the model of a federation that its dispatcher has begun.
 
     Raises:
-        ConfigError: it has not, or learns another task.
+        ConfigError: it has not, or learns another task, or its tensors are not at `blobs`.
     """
     known, identity = store.recall("start"), store.recall("identity")
     if known is None or identity is None:
         raise ConfigError(f"{home} holds no federation yet: start `fedge coordinator` without --role first")
     if json.loads(identity)[2] != task.fingerprint():
         raise ConfigError(f"{home} holds a federation with another task: give --task as its coordinator was given")
+    store.require_blobs(blobs)
     layout, _ = msgspec.json.decode(known, type=tuple[Layout, msgspec.Raw])
     return layout

@@ -108,6 +108,12 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    blobs: (
+        Annotated[
+            str, Meta(description="s3://BUCKET/FOLDER of the tensors, for several machines; without: HOME/blobs.")
+        ]
+        | None
+    ) = None
     task: Annotated[
         str,
         Meta(
@@ -200,6 +206,9 @@ def start(
         before = zip(names, json.loads(kept), json.loads(identity), strict=True)
         told = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
         raise ConfigError(f"{settings.home} holds another federation ({told}): use another --home")
+    if store.recall("start") is None:
+        store.remember("blobs", settings.blobs or "")
+    store.require_blobs(settings.blobs)
     write_task(task, settings.home / "task.json")
     if (frozen := needed_on_devices(task)) is not None:
         if frozen.digest in store.blobs:
@@ -390,7 +399,7 @@ async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) 
     tune_malloc(large=True)
     raise_open_files()
     broker, federation = settings.at(settings.broker), settings.federation
-    layout = begun(store, settings.home, task)
+    layout = begun(store, settings.home, task, settings.blobs)
     with own_folder(settings.home) as folder:
         helper: Intake | BlobServer
         if settings.role == "blobs":
@@ -437,7 +446,8 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
     await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
     spare_s = SPARE_S if fleet.busy() else 0.0
-    store.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed(), spare_s=spare_s)
+    needed = {ref.digest for ref in blobs_of(state)} | fleet.needed()
+    await asyncio.to_thread(store.keep_only, needed, spare_s=spare_s)
 
 
 def write_summary(

@@ -11,24 +11,24 @@ carried out in the order of the calls. All others wait for it themselves.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from coordinator.blobs import blobs_in
 from coordinator.database import Database, database, failures
 from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
 from coordinator.fleet.quarantine import Offence
 from fedge.errors import ConfigError, StoreError
-from fedge.files import BlobFolder, locked
+from fedge.files import locked
 from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
@@ -149,12 +149,21 @@ class Store:
     `closed_since`.
     """
 
-    def __init__(self, home: Path, url: str | None = None, *, federation: str = "", intake: bool = False) -> None:
+    def __init__(
+        self,
+        home: Path,
+        url: str | None = None,
+        *,
+        blobs: str | None = None,
+        federation: str = "",
+        intake: bool = False,
+    ) -> None:
         """Open it, or make it.
 
         Args:
-            home: folder of the tensors, and without `url` of the tables.
+            home: folder of the tables, and of the tensors, where these are not elsewhere.
             url: postgresql://... of the tables; several federations may share a database.
+            blobs: s3://... of the tensors.
             federation: names the schema there.
             intake: beside a dispatcher, which has made it.
 
@@ -168,13 +177,14 @@ class Store:
             if not intake:
                 undo.enter_context(locked(home, f"another coordinator works in {home}; stop it, or use another --home"))
             with _guarded():
-                self.blobs = BlobFolder(home / "blobs")
+                self.blobs = blobs_in(home, blobs, dispatcher=not intake)
                 writing, self._db = (undo.enter_context(contextlib.closing(connect())) for _ in range(2))
             with _guarded():
                 if not intake:
                     writing.alone(f"another coordinator works for federation {federation} on this server: stop it")
                 migrate(writing, check=intake)
             self._writer = undo.enter_context(contextlib.closing(Writer(writing)))
+            self._reading = Lock()
             self._open = undo.pop_all()
 
     def close(self) -> None:
@@ -185,7 +195,7 @@ class Store:
         return self._writer.submit(change).result()
 
     def _read(self, sql: str, *values: object) -> list[Any]:
-        with _guarded():
+        with _guarded(), self._reading:
             return list(self._db.execute(sql, *values))
 
     # -------------------------------------------------------------------------------------------------------- rounds
@@ -414,14 +424,20 @@ class Store:
         rows = self._read("SELECT value FROM meta WHERE name = $1", name)
         return str(rows[0][0]) if rows else None
 
+    def require_blobs(self, url: str | None) -> None:
+        """See that the federation was begun with its tensors there.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        if (begun := self.recall("blobs") or None) != url:
+            where = f"at {begun}: give --blobs {begun}" if begun else "in its home: leave --blobs out"
+            raise ConfigError(f"the federation keeps its tensors {where}")
+
     def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
         """Delete all other tensors, and what was received of others, but for what is younger than `spare_s`."""
         with _guarded():
-            for path in list(self.blobs.path("").iterdir()):
-                if path.name.partition(".")[0] not in digests:
-                    with contextlib.suppress(FileNotFoundError):
-                        if time.time() - path.stat().st_mtime >= spare_s:
-                            path.unlink()
+            self.blobs.keep_only(digests, spare_s=spare_s)
 
 
 def _count(db: Database, counted: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from fedge.broker import LocalBroker, mosquitto_path
 from tests.support.broker import BROKERS, local_broker
+from tests.support.bucket import new_bucket, s3
 from tests.support.postgres import new_database, postgres
 
 # No test measures how fast this machine is: others may be at work on it.
@@ -95,6 +96,19 @@ def postgresql() -> Iterator[str]:
     """Address of a PostgreSQL server that all tests share; skipped where it is not installed."""
     with postgres() as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Address of a stand-in for S3 that all tests share; skipped where it is not installed."""
+    with s3() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_server: str) -> str:
+    """Address of an empty bucket."""
+    return new_bucket(s3_server)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

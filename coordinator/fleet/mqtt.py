@@ -204,7 +204,9 @@ class MqttFleet:
         if isinstance(self._signed, Signed) and (kept := store.recall("heard")):
             self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
         self._transport = Transport(broker, self._topics.client_id("coordinator"))
-        self._fetching = Uploads(self._transport, store.blobs, self._topics, layout, self._seal_want)
+        self._fetching = Uploads(
+            self._transport, store.blobs.received(), store.blobs, self._topics, layout, self._seal_want
+        )
         self._sender = Sender(self._transport, self._model_file)
         self._offered: set[str] = set()
         self._traffic = (0, 0)
@@ -415,7 +417,8 @@ class MqttFleet:
         while not book.done:
             await self._wait()
         await self._durable()
-        found = {entry.order.device_id: self._answer(entry) for entry in self._store.entries(self._round, label)}
+        stored = await asyncio.to_thread(self._store.entries, self._round, label)
+        found = {entry.order.device_id: self._answer(entry) for entry in stored}
         found = {i: found[i] for i in entries}
         for i, answer in found.items():
             self._learn(i, actions[i], answer)
@@ -437,7 +440,8 @@ class MqttFleet:
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
-        closed = [entry.order.id for entry in self._store.streamed(self._round) if entry.status is not OrderStatus.OPEN]
+        stored = await asyncio.to_thread(self._store.streamed, self._round)
+        closed = [entry.order.id for entry in stored if entry.status is not OrderStatus.OPEN]
         self._arrived = dict.fromkeys(order_id for order_id in closed if order_id in self._streamed)
         guard = OneByOne(self._layout, self.norms, seen)
         for _, answer in sorted(refused.items()):
@@ -448,7 +452,7 @@ class MqttFleet:
                 await self._wait()
                 continue
             order = self._streamed[next(iter(self._arrived))]
-            entry = self._store.entry(order.id)
+            entry = await asyncio.to_thread(self._store.entry, order.id)
             assert entry is not None
             action, answer = self._actions[order.id], self._answer(entry)
             self._learn(order.device_id, action, answer)
@@ -562,15 +566,15 @@ class MqttFleet:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._or_failure(self._something_happened.wait())
-        self._look()
+        await self._look()
         self._decide(Tick())
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         """Take note of the orders that intakes have closed."""
         if (now := time.monotonic()) < self._looked_at + LOOK_AT_STORE_S:
             return
         self._looked_at = now
-        for entry in self._store.closed_since(self._arrival):
+        for entry in await asyncio.to_thread(self._store.closed_since, self._arrival):
             self._arrival = entry.arrival
             order_id = entry.order.id
             if order_id in self._closing:
@@ -627,7 +631,9 @@ class MqttFleet:
 
     # ------------------------------------------------------------------------------------------------------- inwards
 
-    def _guard(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Coroutine[Any, Any, None]]:
+    def _guard(
+        self, handle: Callable[[str, Inbound], Awaitable[None] | None]
+    ) -> Callable[[Inbound], Coroutine[Any, Any, None]]:
         """Drop what the contract does not allow: one line, one count, no change. A failed write ends the process."""
 
         async def guarded(inbound: Inbound) -> None:
@@ -636,7 +642,8 @@ class MqttFleet:
                 return
             try:
                 payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
-                handle(device, dataclasses.replace(inbound, payload=payload))
+                if (more := handle(device, dataclasses.replace(inbound, payload=payload))) is not None:
+                    await more
                 self.registry.heard(device, time.time())
             except ProtocolError as error:
                 if error.name == "replayed" and inbound.topic.endswith("/status"):
@@ -729,19 +736,19 @@ class MqttFleet:
     def _on_want(self, device: str, inbound: Inbound) -> None:
         self._sender.want_of(device, inbound.payload, self._topics)
 
-    def _on_report(self, device: str, inbound: Inbound) -> None:
+    def _on_report(self, device: str, inbound: Inbound) -> Awaitable[None] | None:
         report = decode(inbound.payload, Report)
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
         book = self._book_of(report.order_id)
         if book is None or book.status(report.order_id) in CLOSED:
-            self._answer_late(report)
-        else:
-            self._feed(ReportReceived(report))
+            return self._answer_late(report)
+        self._feed(ReportReceived(report))
+        return None
 
-    def _answer_late(self, report: Report) -> None:
+    async def _answer_late(self, report: Report) -> None:
         """A report for an order that is closed: the verdict once more. For one that never was: none is open."""
-        entry = self._store.entry(report.order_id)
+        entry = await asyncio.to_thread(self._store.entry, report.order_id)
         if entry is None:
             self._perform(
                 Tell(Ack(order_id=report.order_id, device_id=report.device_id, accepted=False, reason="unknown-order"))
@@ -930,7 +937,7 @@ class MqttFleet:
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""
-        return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
+        return self._store.blobs.bring(digest) if digest in self._offered else None
 
     # --------------------------------------------------------------------------------------------------------- tasks
 

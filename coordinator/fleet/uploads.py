@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 from collections.abc import Callable
 from typing import Final
 
+from coordinator.blobs import Blobs
 from coordinator.fleet import checked
 from fedge import codec
 from fedge.errors import ProtocolError
@@ -43,7 +45,8 @@ class Uploads:
 
     Args:
         transport: not entered yet.
-        folder: where they are kept.
+        received: where they are received.
+        blobs: where they are kept.
         topics: of the federation.
         layout: of the model.
         seal: signs a Want for its topic.
@@ -52,7 +55,8 @@ class Uploads:
     def __init__(
         self,
         transport: Transport,
-        folder: BlobFolder,
+        received: BlobFolder,
+        blobs: Blobs,
         topics: Topics,
         layout: Layout,
         seal: Callable[[str, bytes], bytes],
@@ -60,8 +64,8 @@ class Uploads:
         self.norms: dict[BlobRef, codec.Norms] = {}
         """Of those that were checked here."""
         bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
-        self._receiver = Receiver(transport, folder, max_bytes=bound, seal=seal)
-        self._folder = folder
+        self._receiver = Receiver(transport, received, max_bytes=bound, seal=seal)
+        self._received, self._blobs = received, blobs
         self._topics = topics
         small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
         self._small, self._large = asyncio.Semaphore(small), asyncio.Semaphore(LARGE_FETCHES)
@@ -70,7 +74,7 @@ class Uploads:
     async def fetch(
         self, ref: BlobRef, device: str, layout: Layout | None, *, wanted: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Have a blob in the folder; an update that is one of these tensors of our model.
+        """Have a blob stored; an update that is one of these tensors of our model.
 
         Args:
             ref: what a report of the device names.
@@ -85,14 +89,31 @@ class Uploads:
             ProtocolError: it is not what the device said, or not what was asked for.
             TransportError: the broker does not let us fetch it.
         """
-        while not await self._fetched(ref, device):
-            log.info("event=gives_way device=%s digest=%s", device, ref.digest)
-            if not wanted():
-                return False
+        while ref.digest not in self._blobs:
+            if not await self._fetched(ref, device):
+                log.info("event=gives_way device=%s digest=%s", device, ref.digest)
+                if not await asyncio.to_thread(wanted):
+                    return False
+            elif self._received is not self._blobs:
+                with contextlib.suppress(FileNotFoundError):  # another report brought equal bytes, which have moved on
+                    await self._move(ref, layout)
+                    return True
+        await self._check(ref, layout, self._blobs.get)
+        return True
+
+    async def _move(self, ref: BlobRef, layout: Layout | None) -> None:
+        """Store what was received, if it is what was asked for."""
+        file = self._received.path(ref.digest)
+        try:
+            await self._check(ref, layout, lambda _: file.read_bytes())
+            await asyncio.to_thread(self._blobs.take, file)
+        finally:
+            file.unlink(missing_ok=True)
+
+    async def _check(self, ref: BlobRef, layout: Layout | None, read: Callable[[str], bytes]) -> None:
         if layout is not None:
             async with self._decoding:
-                self.norms[ref] = await asyncio.to_thread(self.checked, ref, layout)
-        return True
+                self.norms[ref] = await asyncio.to_thread(lambda: codec.check(read(ref.digest), ref.codec, layout))
 
     async def _fetched(self, ref: BlobRef, device: str) -> bool:
         """Fetch a blob, with a place among those that are fetched now; False: the device is silent, others may go."""
@@ -112,12 +133,12 @@ class Uploads:
         return True
 
     def checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        """The norms of an update that is in the folder.
+        """The norms of an update that is stored.
 
         Raises:
             ProtocolError: it is not one of these tensors.
         """
-        return codec.check(self._folder.get(ref.digest), ref.codec, layout)
+        return codec.check(self._blobs.get(ref.digest), ref.codec, layout)
 
 
 def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:

@@ -134,8 +134,19 @@ def test_each_process_has_a_folder_of_its_own_and_the_next_one_takes_it_over(tmp
 
 def test_a_home_without_a_federation_or_with_another_task_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="start `fedge coordinator` without --role first"):
-        begun(store, tmp_path, TASK)
+        begun(store, tmp_path, TASK, None)
     store.remember("start", msgspec.json.encode((LAYOUT, "model")).decode())
     store.remember("identity", json.dumps(["f", "fedavg", "another", 0, 1, {}]))
     with pytest.raises(ConfigError, match="another task"):
-        begun(store, tmp_path, TASK)
+        begun(store, tmp_path, TASK, None)
+
+
+def test_who_names_another_place_of_the_tensors_than_the_dispatcher_is_refused(store: Store, tmp_path: Path) -> None:
+    store.remember("start", msgspec.json.encode((LAYOUT, "model")).decode())
+    store.remember("identity", json.dumps(["f", "fedavg", TASK.fingerprint(), 0, 1, {}]))
+    assert begun(store, tmp_path, TASK, None) == LAYOUT
+    with pytest.raises(ConfigError, match="in its home: leave --blobs out"):
+        begun(store, tmp_path, TASK, "s3://tensors/shop")
+    store.remember("blobs", "s3://tensors/shop")
+    with pytest.raises(ConfigError, match="give --blobs s3://tensors/shop"):
+        begun(store, tmp_path, TASK, None)

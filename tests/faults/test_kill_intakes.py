@@ -21,6 +21,7 @@ from fedge.messages import Order, Report
 from fedge.tasks import task_spec
 from tests.support.broker import settings
 from tests.support.federation import Running, until, words
+from tests.support.postgres import new_database
 
 N, ROUNDS = 24, 4
 EVERY = 12
@@ -38,12 +39,13 @@ class Slow(Device):
 class Fleet:
     """Coordinator, intakes and devices on one broker."""
 
-    def __init__(self, broker: LocalBroker, folder: Path) -> None:
+    def __init__(self, broker: LocalBroker, folder: Path, places: dict[str, str]) -> None:
         self.folder = folder
         self.home = folder / "coordinator"
+        self.places = places
         self._flags = {
             "broker": f"{broker.host}:{broker.port}", "federation": TOPICS.federation, "home": self.home,
-            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 120,
+            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 120, **places,
         }  # fmt: skip
         self._broker = settings(broker)
         self._started = contextlib.AsyncExitStack()
@@ -53,6 +55,13 @@ class Fleet:
         running = await Running.start(self.folder / f"{name}.log", "coordinator", *words({**self._flags, **flags}))
         self._started.push_async_callback(running.kill)
         return running
+
+    async def helper(self, name: str, role: str) -> Running:
+        """An intake or a server of models; where nothing needs a folder in common, with a home of its own."""
+        return await self.process(name, role=role, home=self.folder / name if self.places else self.home)
+
+    def store(self) -> Store:
+        return Store(self.home, self.places.get("store"), blobs=self.places.get("blobs"), federation=TOPICS.federation)
 
     async def start_devices(self) -> None:
         task = task_spec("digits")
@@ -75,10 +84,14 @@ class Fleet:
         await self._started.aclose()
 
 
-@pytest.fixture
-async def fleet(mosquitto_program: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+@pytest.fixture(params=["one machine", "several machines"])
+async def fleet(request: pytest.FixtureRequest, mosquitto_program: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+    places: dict[str, str] = {}
+    if request.param == "several machines":
+        tables = new_database(request.getfixturevalue("postgresql"))
+        places = {"store": tables, "blobs": request.getfixturevalue("bucket")}
     async with LocalBroker("mosquitto", home=tmp_path / "broker") as broker:
-        found = Fleet(broker, tmp_path)
+        found = Fleet(broker, tmp_path, places)
         try:
             yield found
         finally:
@@ -88,8 +101,8 @@ async def fleet(mosquitto_program: str, tmp_path: Path) -> AsyncIterator[Fleet]:
 async def test_intakes_that_are_killed_lose_nothing_and_accept_nothing_twice(fleet: Fleet) -> None:
     coordinator = await fleet.process("coordinator")
     await until((fleet.home / "summary.json").exists)
-    intakes = [await fleet.process(f"intake{k}", role="intake") for k in range(2)]
-    for helper in (*intakes, await fleet.process("blobs", role="blobs")):
+    intakes = [await fleet.helper(f"intake{k}", "intake") for k in range(2)]
+    for helper in (*intakes, await fleet.helper("blobs", "blobs")):
         await helper.logged("event=connected")
     await fleet.start_devices()
     await coordinator.said("round_begun", round=1)
@@ -102,9 +115,9 @@ async def test_intakes_that_are_killed_lose_nothing_and_accept_nothing_twice(fle
         await fleet.accepts(EVERY)
         k = kills.randrange(2)
         await intakes[k].kill()
-        intakes[k] = await fleet.process(f"intake{k}", role="intake")
+        intakes[k] = await fleet.helper(f"intake{k}", "intake")
     assert await coordinator.ended() == 0
-    with contextlib.closing(Store(fleet.home)) as store:
+    with contextlib.closing(fleet.store()) as store:
         entries = [entry for number in range(1, ROUNDS + 2) for entry in store.entries(number)]
         state = store.state()
     assert {entry.status for entry in entries} == {"accepted"}

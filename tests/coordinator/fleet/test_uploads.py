@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.blobs import Blobs
 from coordinator.fleet import uploads
 from coordinator.fleet.uploads import Uploads
 from fedge.broker import LocalBroker
-from fedge.files import BlobFolder
 from fedge.messages import BlobRef
 from fedge.topics import Topics
 from tests.support.broker import transport
@@ -21,7 +21,8 @@ async def test_a_silent_device_gives_its_place_to_the_next_until_it_is_not_waite
     monkeypatch.setattr(uploads, "SMALL_FETCHES", 1)
     monkeypatch.setattr(uploads, "GIVES_WAY_S", 1.0)
     link = transport(one_broker, "intake")
-    fetching = Uploads(link, BlobFolder(tmp_path / "blobs"), Topics("f"), LAYOUT, lambda _, payload: payload)
+    blobs = Blobs(tmp_path / "blobs")
+    fetching = Uploads(link, blobs, blobs, Topics("f"), LAYOUT, lambda _, payload: payload)
     async with link, RawDevice(one_broker, "speaks", tmp_path) as speaks, RawDevice(one_broker, "silent", tmp_path):
         wanted = True
         never = BlobRef(digest="0" * 64, size_bytes=10)

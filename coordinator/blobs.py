@@ -1,0 +1,153 @@
+"""Where a coordinator's tensors lie: in its folder, or in a bucket that processes on several machines share."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+from fedge.errors import ConfigError, StoreError
+from fedge.files import BlobFolder, sync_folder
+from fedge.tensors import digest_of
+
+GIVEN_UP_S: Final = 60.0
+"""A bucket that has not answered for so long, whatever was tried again, is a disk that is broken."""
+
+
+class Blobs(BlobFolder):
+    """A folder: what is durable there is stored. Safe to share between processes."""
+
+    def received(self) -> BlobFolder:
+        """Where the dispatcher receives what it will `take`."""
+        return self
+
+    def take(self, received: Path) -> None:
+        """Have a blob whose bytes are on this disk already, and are those that the file's name says.
+
+        Raises:
+            FileNotFoundError: it is not there any more.
+            StoreError: it cannot be stored.
+        """
+        target = self.path(received.name)
+        if received != target:
+            received.replace(target)
+            sync_folder(target.parent)
+
+    def bring(self, digest: str) -> Path | None:
+        """The file of a blob; None: there is no such blob."""
+        return self.path(digest) if digest in self else None
+
+    def let_go(self, wanted: Collection[str]) -> None:
+        """Of what is stored elsewhere keep these alone at hand."""
+
+    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+        """Delete all others, and what was received of others, but for what is younger than `spare_s`."""
+        for folder in {self.path(""), self.received().path("")}:
+            for path in list(folder.iterdir()):
+                if path.name.partition(".")[0] not in digests:
+                    with contextlib.suppress(FileNotFoundError):
+                        if time.time() - path.stat().st_mtime >= spare_s:
+                            path.unlink()
+
+
+class _Bucket(Blobs):
+    """A bucket; what is in the folder is in the bucket as well, and need not be fetched.
+
+    Credentials are those of the environment, as the tools of AWS read them (AWS_ACCESS_KEY_ID and so on).
+
+    Args:
+        folder: what is at hand.
+        url: s3://BUCKET/FOLDER.
+        keep: what is stored stays at hand.
+
+    Raises:
+        ConfigError: obstore is not installed, or this is no address of a bucket.
+    """
+
+    def __init__(self, folder: Path, url: str, *, keep: bool) -> None:
+        super().__init__(folder)
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import S3Store
+        except ModuleNotFoundError as error:
+            raise ConfigError("tensors in a bucket need fedge[s3]: pip install 'fedge[s3]'") from error
+        if not url.startswith("s3://") or not url.removeprefix("s3://").strip("/"):
+            raise ConfigError("the address of the tensors must be s3://BUCKET/FOLDER; without one it is HOME/blobs")
+        self._url, self._keep = url, keep
+        self._failures = BaseError, OSError, ValueError
+        self._api = obstore
+        with self._guarded():
+            self._bucket = S3Store.from_url(url, retry_config={"retry_timeout": timedelta(seconds=GIVEN_UP_S)})
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            raise StoreError(f"{self._url} cannot be read or written: {str(error).splitlines()[0]}") from error
+
+    def received(self) -> BlobFolder:
+        return BlobFolder(self.path("").with_name("received"))
+
+    def put_as(self, digest: str, *data: bytes | memoryview) -> None:
+        if digest not in self:
+            with self._guarded():
+                self._api.put(self._bucket, digest, b"".join(data))
+            if self._keep:
+                super().put_as(digest, *data)
+
+    def take(self, received: Path) -> None:
+        with received.open("rb") as file, self._guarded():
+            self._api.put(self._bucket, received.name, file)
+        if self._keep:
+            super().take(received)
+
+    def get(self, digest: str) -> bytes:
+        if digest in self:
+            return super().get(digest)
+        if (data := self._read(digest)) is None:
+            raise StoreError(f"{self._url} holds no blob {digest}")
+        if self._keep:
+            super().put_as(digest, data)
+        return data
+
+    def _read(self, digest: str) -> bytes | None:
+        with self._guarded():
+            try:
+                data = bytes(self._api.get(self._bucket, digest).bytes())
+            except FileNotFoundError:
+                return None
+        if digest_of(data) != digest:
+            raise StoreError(f"{self._url}/{digest} holds other bytes than were stored there")
+        return data
+
+    def bring(self, digest: str) -> Path | None:
+        if digest not in self:
+            if (data := self._read(digest)) is None:
+                return None
+            super().put_as(digest, data)
+        return self.path(digest)
+
+    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+        super().keep_only(digests, spare_s=spare_s)
+        with self._guarded():
+            there = [one for some in self._api.list(self._bucket) for one in some]
+            if not there:
+                return
+            spared = max(one["last_modified"] for one in there) - timedelta(seconds=spare_s)  # its clock, not ours
+            old = [one["path"] for one in there if one["path"] not in digests and one["last_modified"] <= spared]
+            self._api.delete(self._bucket, old)
+
+    def let_go(self, wanted: Collection[str]) -> None:
+        super().keep_only(wanted)
+
+
+def blobs_in(home: Path, url: str | None, *, dispatcher: bool) -> Blobs:
+    """HOME/blobs, or the bucket at `url`; what others than the dispatcher have at hand of it is in HOME/models."""
+    if url is None:
+        return Blobs(home / "blobs")
+    return _Bucket(home / ("blobs" if dispatcher else "models"), url, keep=dispatcher)
