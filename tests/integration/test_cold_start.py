@@ -79,7 +79,7 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is there when training ends, and one that comes later."""
-    monkeypatch.setenv("FEDGE_COORDINATOR_WELCOME", "true")
+    monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
     async with (
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b"]) as federation,
@@ -116,7 +116,7 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One without torch and one with it; the coordinator is killed and started again between them."""
-    monkeypatch.setenv("FEDGE_COORDINATOR_WELCOME", "true")
+    monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
     async with (
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b", "late"]) as federation,

@@ -25,7 +25,7 @@ async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its camera is turned; from then on the labelled samples of its agent are turned as well."""
-    monkeypatch.setenv("FEDGE_COORDINATOR_WELCOME", "true")
+    monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
     digits = pool("digits", seed=1)
     turned = np.rot90(digits.x, axes=(-2, -1)).copy()
     home = tmp_path / "a"
