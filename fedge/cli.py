@@ -16,11 +16,10 @@ from typing import Any, Final, NamedTuple
 import click
 
 import fedge
-from fedge.config import nearest
 from fedge.errors import FedgeError
 from fedge.loading import needs
 from fedge.logs import Format, configure
-from fedge.text import printable
+from fedge.text import nearest, printable
 
 ENTRY_POINTS: Final = "fedge.commands"
 INTERRUPTED: Final = 130  # what a shell makes of a process that SIGINT ended: 128 + 2

@@ -13,7 +13,6 @@ keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`)
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import tomllib
@@ -29,6 +28,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
+from fedge.text import nearest
 
 S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -175,12 +175,6 @@ def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{section} in {config_file} must be a section: [{section}]")
     return content
-
-
-def nearest(word: str, right: Iterable[str]) -> str:
-    """Hint at the word of `right` that is most like `word`: " (did you mean X?)", or nothing."""
-    close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:

@@ -20,12 +20,13 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fedge.config import nearest, resolve, section_of
+from fedge.config import resolve, section_of
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.ledger import Ledger
 from fedge.messages import Capabilities, Context, Health, Outcome, Quality, Report, Status, Want, blobs_of, decode
 from fedge.sealed import unsealed
 from fedge.step import Action, Reveals, fields_of, read_result
+from fedge.text import nearest
 from fedge.topics import ROOT, Topics
 
 S = TypeVar("S", bound=Struct)

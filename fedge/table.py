@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.config import nearest
 from fedge.errors import MALFORMED, ConfigError
 from fedge.loading import needs
 from fedge.npz import require_room
 from fedge.task import Column, Schema, TaskSpec
-from fedge.text import printable
+from fedge.text import nearest, printable
 
 SUFFIXES: Final = (".csv", ".parquet")
 NO_VALUE: Final = frozenset({"", "na", "nan", "null"})

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedge.config import nearest
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.models import torchvision_ops
 from fedge.models.networks import NETWORKS
 from fedge.task import TaskSpec
 from fedge.tensors import HEAD, Layout, Model, TensorInfo, flatten, unflatten
+from fedge.text import nearest
 from fedge.weights import ADAPT, tell_fresh_head
 
 _KINDS = {torch.float32: "buffer", torch.int64: "counter"}

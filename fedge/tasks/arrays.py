@@ -9,10 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.config import nearest
 from fedge.errors import ConfigError
 from fedge.npz import load
-from fedge.text import printable
+from fedge.text import nearest, printable
 
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
 TRAIN, VALIDATION, TEST = range(3)

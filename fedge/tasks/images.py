@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.config import nearest
 from fedge.errors import MALFORMED, ConfigError
 from fedge.preprocess import load_image
 from fedge.task import TaskSpec
 from fedge.tasks.arrays import TEST, TRAIN, VALIDATION
+from fedge.text import nearest
 
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
 SENSITIVE_FILE: Final = "sensitive.txt"

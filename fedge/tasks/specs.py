@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.config import nearest
 from fedge.errors import MALFORMED, ConfigError
 from fedge.files import write_atomically
 from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, images
 from fedge.tasks.data import user_task
+from fedge.text import nearest
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (

@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec import Meta, Struct
 
-from fedge.config import SECTIONS, Name, Secret, describe, given, nearest, resolve, section_of, settings_options
+from fedge.config import SECTIONS, Name, Secret, describe, given, resolve, section_of, settings_options
 from fedge.errors import ConfigError
+from fedge.text import nearest
 
 
 class Colour(StrEnum):
