@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from deploy.drift import Drift
-from deploy.engines import ENGINES, EngineChoice
+from deploy.engines import ENGINES, How
 from deploy.examination import Limits
 from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load_update
@@ -45,26 +45,18 @@ class Answering:
     with: a switch fails no request.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        limits: Limits,
-        threads: int | None = None,
-        *,
-        engine: EngineChoice = "auto",
-    ) -> None:
-        """Load what `slots.boot()` names; `engine` runs this bundle and all later ones that have what it needs.
+    def __init__(self, slots: Slots, limits: Limits, how: How = How()) -> None:
+        """Load what `slots.boot()` names; `how.engine` runs this bundle and all later ones that have what it needs.
 
         Raises:
             ConfigError: nothing was ever installed, or there is no such engine.
             UpdateRejected: neither the running nor the last good bundle can be loaded.
         """
-        if engine not in {"auto", *ENGINES}:
-            raise ConfigError(f"no engine {engine!r}: auto, {', '.join(ENGINES)}")
+        if how.engine not in {"auto", *ENGINES}:
+            raise ConfigError(f"no engine {how.engine!r}: auto, {', '.join(ENGINES)}")
         self._slots = slots
         self._limits = limits
-        self._threads = threads
-        self.engine: Final = engine
+        self.how: Final = how
         self._lock = threading.RLock()
         self._counters = Counters()
         self._failed_in_a_row = 0
@@ -244,7 +236,7 @@ class Answering:
     # ------------------------------------------------------------------------------------------------- within
 
     def _load(self, folder: Path, *, again: bool = False) -> Runtime:
-        return load_update(folder, self._threads, self.engine, again=again)
+        return load_update(folder, self.how, again=again)
 
     def _loaded(self, folder: Path) -> Runtime:
         """Load the running bundle; where it cannot be loaded, the one before."""

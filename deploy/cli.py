@@ -7,16 +7,26 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from deploy.engines import APPROXIMATE, ENGINES, EngineChoice, Mode
-from deploy.runtime import Prediction, Runtime, load
+from deploy.engines import (
+    APPROXIMATE,
+    ModeOption,
+    ProviderOption,
+    ProviderOptions,
+    RuntimeOption,
+    ThreadsOption,
+    how_of,
+)
+from deploy.runtime import Prediction, Runtime, load_as
 from fedge import table
+from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.preprocess import load_image
 
@@ -35,43 +45,24 @@ class Answers:
     calls_ms: NDArray[np.float64]
 
 
-@click.command()
+class InferSettings(Struct, frozen=True, kw_only=True):
+    """Section [infer] of the configuration."""
+
+    batch: Annotated[int, Meta(ge=1, description="Samples in one call.")] = 1
+    repeat: Annotated[int, Meta(ge=1, description="Predict so often, to measure latency.")] = 1
+    runtime: RuntimeOption = "auto"
+    mode: ModeOption = "normal"
+    threads: ThreadsOption = 1
+    provider: ProviderOption = "auto"
+    provider_options: ProviderOptions = ""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Samples in one call.")
-@click.option(
-    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Predict so often, to measure latency."
-)
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of ONNX Runtime.")
-@click.option(
-    "--runtime",
-    "engine",
-    type=click.Choice(["auto", *ENGINES]),
-    default="auto",
-    show_default=True,
-    help="How the bundle is run; lazy and int8 are approximate.",
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["normal", "shift"]),
-    default="normal",
-    show_default=True,
-    help="shift: for samples unlike the device's own.",
-)
-@click.option("--provider", "providers", multiple=True, help="Execution provider of ONNX Runtime; may be repeated.")
+@settings_options(InferSettings, "infer")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per input, a line each.")
-def infer(
-    bundle: Path,
-    inputs: tuple[Path, ...],
-    batch: int,
-    repeat: int,
-    threads: int,
-    engine: EngineChoice,
-    mode: Mode,
-    providers: tuple[str, ...],
-    *,
-    as_json: bool,
-) -> None:
+def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: bool, **flags: object) -> None:
     """Predict with an installed bundle; needs no torch.
 
     INPUT is a PNG or JPEG picture, an .npy array (one sample or a batch), an .npz file with x and, if the accuracy is
@@ -83,14 +74,18 @@ def infer(
       fedge infer bundles/3 test.npz --json
       fedge infer bundles/3 sample.npy --repeat 1000
       fedge infer bundles/3 test.npz --runtime lazy
+      fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
 
     \b
-    Exit codes: 0 done, 2 no bundle there or an input that cannot be read, 5 the bundle is not what its manifest says.
+    Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the
+    bundle is not what its manifest says.
     """  # noqa: D301 - click needs the character itself
-    runtime = load(bundle, threads, engine=engine, mode=mode, providers=providers or None)
+    settings = resolve(InferSettings, "infer", config, flags)
+    how = how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
+    runtime = load_as(bundle, how)
     for path in inputs:
         x, y = _read(runtime, path)
-        answers = _predict(runtime, x, batch, repeat)
+        answers = _predict(runtime, x, settings.batch, settings.repeat)
         if as_json:
             click.echo(msgspec.json.encode(_record(runtime, path, answers, y)).decode())
         else:

@@ -14,10 +14,10 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
-from msgspec import UnsetType
+from msgspec import Meta, Struct, UnsetType
 from numpy.typing import NDArray
 
 from deploy.fusion import (
@@ -32,7 +32,7 @@ from deploy.fusion import (
     only,
     shifted,
 )
-from deploy.sessions import Session
+from deploy.sessions import Provider, Session
 from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.errors import ConfigError
 from fedge.messages import Role
@@ -55,12 +55,52 @@ ROUNDING: Final = 1e-4
 """An energy that is above its bound by no more, relative to it, is not above: another engine recorded the bound."""
 
 
+RuntimeOption = Annotated[
+    EngineChoice, Meta(description="How bundles are run (docs/runtime.md); lazy and int8 are approximate.")
+]
+ModeOption = Annotated[Mode, Meta(description="shift: for samples unlike the device's own.")]
+ThreadsOption = Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")]
+ProviderOption = Annotated[
+    str,
+    Meta(
+        description="What ONNX Runtime computes on: cpu, cuda, tensorrt, xnnpack, another by its full name; if it does "
+        "not run, nothing does. auto: what is there, else the CPU."
+    ),
+]
+ProviderOptions = Annotated[
+    str, Meta(description="Of the provider, in ONNX Runtime's words: trt_fp16_enable=1,device_id=0.")
+]
+
+
+class How(Struct, frozen=True, kw_only=True):
+    """How bundles are run: as `deploy.load` has it. Equal for a device's bundle and for the next one."""
+
+    engine: EngineChoice = "auto"
+    mode: Mode = "normal"
+    threads: int = 1
+    provider: str = "auto"
+    provider_options: dict[str, str] = {}
+
+
+def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str) -> How:
+    """What the flags of a command say.
+
+    Raises:
+        ConfigError: the options of the provider are none.
+    """
+    pairs = [text.partition("=") for text in provider_options.split(",") if text]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise ConfigError(f"--provider-options are KEY=VALUE,KEY=VALUE, not {provider_options}")
+    options = {key.strip(): value.strip() for key, _, value in pairs}
+    return How(engine=runtime, mode=mode, threads=threads, provider=provider, provider_options=options)
+
+
 class Engine(Protocol):
     """Runs model inputs x (n, *input_shape): probabilities (n, C), weights (n, M), energies (n, M)."""
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers that it runs on."""
+        """Execution providers that run a part of it."""
         ...
 
     def run(self, x: Floats) -> list[Floats]:
@@ -91,7 +131,7 @@ def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
     return engine
 
 
-def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[str], mode: Mode) -> Engine:
+def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode) -> Engine:
     """Load a bundle into an engine that it has what it takes for.
 
     Args:
@@ -131,7 +171,7 @@ class Whole:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers that it runs on."""
+        """Execution providers that run a part of it."""
         return self._session.providers
 
     def run(self, x: Floats) -> list[Floats]:
@@ -145,7 +185,7 @@ class Whole:
 class Separate:
     """A session for each candidate; equal candidates share one."""
 
-    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[str]) -> None:
+    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
         sessions: dict[str, Session] = {}
         for k, candidate in enumerate(bundle.manifest.candidates):
             digest = candidate.part.digest
@@ -158,7 +198,7 @@ class Separate:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers that it runs on."""
+        """Execution providers that run a part of it."""
         return self._sessions[0].providers
 
     def run(self, x: Floats) -> list[Floats]:
@@ -186,7 +226,7 @@ class Lazy(Separate):
     those of the validation: the bound is raised for good, and all candidates are run for this sample.
     """
 
-    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[str]) -> None:
+    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
         super().__init__(bundle, how, threads, providers)
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]

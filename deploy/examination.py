@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import numpy as np
 from msgspec import Meta, Struct
 
-from deploy.engines import EngineChoice
+from deploy.engines import How
 from deploy.quality import Measured, measure
 from deploy.runtime import load_update
 from fedge import child
@@ -86,9 +86,9 @@ def examine(
     staged: Path,
     home: Path,
     limits: Limits,
-    engine: EngineChoice = "auto",
+    how: How = How(),
 ) -> Examination:
-    """Measure and compare in a child process, by the engine that is to answer; what goes wrong is a reason."""
+    """Measure and compare in a child process, in the way that is to answer; what goes wrong is a reason."""
     try:
         found = child.call(
             "deploy.examination:examined",
@@ -96,7 +96,7 @@ def examine(
             staged,
             home,
             limits,
-            engine,
+            how,
             returns=Examination,
             timeout_s=TIMEOUT_S,
         )
@@ -109,10 +109,10 @@ def examine(
     return found
 
 
-def examined(running: Path | None, staged: Path, home: Path, limits: Limits, engine: EngineChoice) -> Examination:
+def examined(running: Path | None, staged: Path, home: Path, limits: Limits, how: How) -> Examination:
     """`examine` in this process."""
     try:
-        new = load_update(staged, None, engine, again=True)
+        new = load_update(staged, how, again=True)
         validation, warning = _samples(home, new.task)
         now = measure(new, validation)
     except (FedgeError, OSError) as error:
@@ -120,7 +120,7 @@ def examined(running: Path | None, staged: Path, home: Path, limits: Limits, eng
     before = None
     if running is not None:
         try:
-            before = measure(load_update(running, None, engine, again=True), validation)
+            before = measure(load_update(running, how, again=True), validation)
         except (FedgeError, OSError):  # a running bundle that is broken is no yardstick
             before = None
     return Examination(

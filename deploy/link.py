@@ -590,7 +590,7 @@ class Link:
             self._refuse(digest, f"malformed: {error}")
             return
         found = await asyncio.to_thread(
-            examine, self._slots.running, self._slots.staged, self._home, self._limits, self._answering.engine
+            examine, self._slots.running, self._slots.staged, self._home, self._limits, self._answering.how
         )
         fit = not found.reason
         signed = self._outcome.signed

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from deploy.engines import EngineChoice, EngineName, Mode, chosen, make
-from deploy.sessions import chains
+from deploy.engines import EngineChoice, EngineName, How, Mode, chosen, make
+from deploy.sessions import CPU, chains
 from fedge.bundle import Bundle, Manifest, read
 from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
@@ -73,48 +74,47 @@ class Prediction:
 class Runtime:
     """A verified bundle, loaded. Safe to share between threads."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        threads: int | None = None,
-        *,
-        engine: EngineChoice = "auto",
-        mode: Mode = "normal",
-        providers: Sequence[str] | None = None,
-    ) -> None:
-        """Load a verified bundle; the arguments are those of `load`.
+    def __init__(self, bundle: Bundle, how: How) -> None:
+        """Load a verified bundle.
 
         Raises:
-            ConfigError: the bundle lacks what the engine or the mode needs, or there is no such provider.
+            ConfigError: the bundle lacks what the engine or the mode needs, or the provider that is named does not run.
             UpdateRejected: ONNX Runtime cannot run the graph, or its outputs are not those of the manifest.
         """
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
         self._usual = bundle.manifest.usual
-        self.engine: EngineName = chosen(bundle, engine)
-        self.mode = mode
-        outputs = self._start(bundle, threads or 1, chains(providers))
+        self.engine: EngineName = chosen(bundle, how.engine)
+        self.mode = how.mode
+        outputs = self._start(bundle, how)
         sizes = (self.task.n_classes, len(self.manifest.candidates), len(self.manifest.candidates))
         if [output.shape for output in outputs] != [(1, size) for size in sizes]:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
 
-    def _start(self, bundle: Bundle, threads: int, tried: list[tuple[str, ...]]) -> list[Floats]:
+    def _start(self, bundle: Bundle, how: How) -> list[Floats]:
         """Make the engine on the first providers on which it runs, and run it on a sample of zeros."""
-        for providers in tried:
+        for providers in chains(how.provider, how.provider_options):
+            wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
             try:
-                self._engine = make(bundle, self.engine, threads, providers, self.mode)
-                return self._engine.run_all(np.zeros((1, *self.task.input_shape), np.float32))
+                self._engine = make(bundle, self.engine, how.threads, providers, self.mode)
+                outputs = self._engine.run_all(np.zeros((1, *self.task.input_shape), np.float32))
+                if wanted in self.providers:
+                    return outputs
+                reason = f"ONNX Runtime computes on {', '.join(self.providers)} instead"
             except ConfigError:
                 raise
             except Exception as error:  # ONNX Runtime's own tree starts here
-                if providers == tried[-1]:
+                if wanted == CPU:
                     raise UpdateRejected(f"ONNX Runtime cannot run {bundle.folder}: {error}") from error
-                log.warning("event=provider_failed provider=%s reason=%r", providers[0], str(error)[:500])
+                reason = str(error)[:500]
+            if how.provider != "auto":
+                raise ConfigError(f"{how.provider} does not run {bundle.folder}: {reason}; choose another --provider")
+            log.warning("event=provider_failed provider=%s reason=%r", wanted, reason)
         raise AssertionError("the CPU is always tried")
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers of ONNX Runtime that the bundle runs on, in order of preference."""
+        """Execution providers of ONNX Runtime that run a part of the bundle, in order of preference."""
         return self._engine.providers
 
     @property
@@ -173,7 +173,8 @@ def load(
     *,
     engine: EngineChoice = "auto",
     mode: Mode = "normal",
-    providers: Sequence[str] | None = None,
+    provider: str = "auto",
+    provider_options: Mapping[str, str] | None = None,
 ) -> Runtime:
     """Verify the bundle in a folder and make it ready to predict.
 
@@ -183,30 +184,42 @@ def load(
         engine: "fused", "separate", "lazy" or "int8", see `deploy.engines`; "auto": fused, separate where a candidate
             has 40 MB or more.
         mode: "shift" flattens the prior, for samples that are unlike those that the device was trained with.
-        providers: execution providers of ONNX Runtime in order of preference; None: CUDA, TensorRT, XNNPACK, CPU,
-            the first that is there and can run the bundle. The CPU always stands in for one that cannot.
+        provider: of ONNX Runtime: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name; the CPU stands in
+            for nodes that it cannot run, but not for all. "auto": the first of CUDA, TensorRT, XNNPACK and CPU that
+            is there and runs.
+        provider_options: of the provider that is named, as ONNX Runtime calls them. TensorRT keeps its engines in
+            ~/.cache/fedge/tensorrt unless they say otherwise.
 
     Raises:
         ConfigError: there is no such folder, engine or provider, the folder's name is no UTF-8, the bundle lacks what
-            the engine or the mode needs, or `threads` is below 1.
+            the engine or the mode needs, the provider that is named does not run it, or `threads` is below 1.
         UpdateRejected: the bundle is not what its manifest says. ONNX Runtime has not seen any of it then.
     """
-    folder = Path(path)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be at least 1, not {threads}")
+    options = dict(provider_options or {})
+    how = How(engine=engine, mode=mode, threads=threads or 1, provider=provider, provider_options=options)
+    return load_as(Path(path), how)
+
+
+def load_as(folder: Path, how: How) -> Runtime:
+    """`load`, with all that says how in one.
+
+    Raises:
+        ConfigError, UpdateRejected: as `load`.
+    """
     if not folder.is_dir():
         raise ConfigError(f"no bundle at {folder}: name the folder that holds manifest.json")
     require_utf8(folder)
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads must be at least 1, not {threads}")
-    return Runtime(read(folder), threads, engine=engine, mode=mode, providers=providers)
+    return Runtime(read(folder), how)
 
 
-def load_update(folder: Path, threads: int | None, engine: EngineChoice, *, again: bool = False) -> Runtime:
+def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:
     """Load a bundle by the engine of a device; one that lacks the engine's graph runs fused, which is the reference.
 
     Args:
         folder: of the bundle.
-        threads: as for `load`.
-        engine: as for `load`.
+        how: of the device.
         again: as for `fedge.bundle.read`.
 
     Raises:
@@ -214,8 +227,8 @@ def load_update(folder: Path, threads: int | None, engine: EngineChoice, *, agai
     """
     bundle = read(folder, again=again)
     try:
-        chosen(bundle, engine)
+        chosen(bundle, how.engine)
     except ConfigError as error:  # an update is worth more than an approximation of it
-        log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, engine, str(error))
-        engine = "fused"
-    return Runtime(bundle, threads, engine=engine)
+        log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, how.engine, str(error))
+        how = structs.replace(how, engine="fused")
+    return Runtime(bundle, how)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,11 +19,11 @@ from msgspec import Meta
 
 from deploy.answering import Answering
 from deploy.batching import Batcher
-from deploy.engines import EngineChoice
+from deploy.engines import How, ModeOption, ProviderOption, ProviderOptions, RuntimeOption, ThreadsOption, how_of
 from deploy.examination import Limits
 from deploy.install_cli import install_in
 from deploy.link import Link
-from deploy.runtime import load
+from deploy.runtime import load_as
 from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
@@ -74,11 +76,11 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     ) = None
     http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
     http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
-    threads: Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")] = 1
-    runtime: Annotated[
-        EngineChoice,
-        Meta(description="How bundles are run (docs/runtime.md); lazy and int8 are approximate."),
-    ] = "auto"
+    runtime: RuntimeOption = "auto"
+    mode: ModeOption = "normal"
+    threads: ThreadsOption = 1
+    provider: ProviderOption = "auto"
+    provider_options: ProviderOptions = ""
     broker: (
         Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer the samples of sensors there.")] | None
     ) = None
@@ -93,93 +95,101 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("bundles", nargs=-1, metavar="[BUNDLE|NAME=BUNDLE]...")
+@click.argument("folders", nargs=-1, metavar="[FOLDER|NAME=FOLDER]...")
 @settings_options(ServeSettings, "serve")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
-def serve(bundles: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
+def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
     """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
 
-    BUNDLE is a folder; its model is called like the folder, or NAME. With --home the bundle that is installed on the
-    device answers, under its task's name, and is switched while it is served when the agent writes a newer one or
-    `fedge install` brings it; with --broker too, the device follows the fleet's rollouts. With --broker, sensors may
-    also send samples over MQTT. Before other machines may ask, give it a certificate (--http-cert-file) and a token
-    (docs/runtime.md).
+    FOLDER is a bundle, whose model is called like the folder, or the home of an agent, or NAME=FOLDER. Of a home, also
+    that of --home, the bundle that is installed answers, under its task's name; it is switched while it is served when
+    the agent writes a newer one or `fedge install` brings it. With --broker too, the device follows the rollouts of
+    its fleet in --home, and sensors may send samples over MQTT. Before other machines may ask, give it a certificate
+    (--http-cert-file) and a token (docs/runtime.md).
 
     \b
     Examples:
       fedge serve cam1/bundles/3
       fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
       fedge serve --home cam1
+      fedge serve --home people doors=other-task/home
+      fedge serve --home cam1 --provider tensorrt --provider-options trt_fp16_enable=1
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
       fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 
     \b
-    Exit codes: 2 wrong configuration, no such bundle, HOME in use, 3 the port is taken or the broker refuses us, 4 the
-    disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are
-    answered.
+    Exit codes: 2 wrong configuration, no such bundle, HOME in use, the provider does not run here, 3 the port is taken
+    or the broker refuses us, 4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped;
+    requests that came before are answered.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
     rules = rules_of(settings.home, settings.egress, config)
     if settings.home is not None:
         rules = without_figures(rules, settings.home)
-    if (settings.home is None) == (not bundles):
+    if settings.home is None and not folders:
         raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
-    if settings.home is None:
-        return _serve(settings, bundles, None, rules, as_json)
-    if not settings.home.is_dir():
+    if settings.home is not None and not settings.home.is_dir():
         raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
-    with owned(settings.home) as slots:
-        if slots.running is None and (first := newest_in_inbox(settings.home, 0, slots.state.refused)) is not None:
-            install_in(settings.home, slots, read(first))
-        return _serve(settings, bundles, slots, rules, as_json)
-
-
-def _serve(settings: ServeSettings, bundles: Sequence[str], slots: Slots | None, rules: Rules, as_json: bool) -> int:
-    """Until a signal; `slots`: those of the device that is served, None where bundles are named."""
-    if slots is None:
-        models: dict[str, Answers] = {
-            name: Fixed(load(path, settings.threads, engine=settings.runtime)) for name, path in _named(bundles).items()
-        }
-    else:
-        answering = Answering(slots, Limits(), settings.threads, engine=settings.runtime)
-        models = {answering.runtime.task.name: answering}
-    if settings.broker is not None and (settings.federation is None or settings.id is None or len(models) != 1):
-        raise ConfigError("--broker needs --federation, --id and exactly one model, which the sensors mean")
-    broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
-    asyncio.run(
-        _run(
-            settings,
-            models,
-            slots,
-            broker,
-            rules,
-            server_tls(settings.token, settings.http_cert_file, settings.http_key_file),
-            as_json,
-        )
-    )
+    with contextlib.ExitStack() as held:
+        models = [] if settings.home is None else [_device(settings, None, settings.home, held)]
+        models += [_model(settings, *_named(folder), held) for folder in folders]
+        names = [model.name for model in models]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two models are called {twice[0]}; write NAME=FOLDER")
+        needed = settings.federation is None or settings.id is None or (settings.home is None and len(models) != 1)
+        if settings.broker is not None and needed:
+            raise ConfigError("--broker needs --federation, --id, and --home or exactly one model for the sensors")
+        broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
+        tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
+        asyncio.run(_run(settings, models, broker, rules, tls, as_json))
     return INTERRUPTED
 
 
-def _named(bundles: Sequence[str]) -> dict[str, Path]:
-    """Folder by name, of FOLDER and NAME=FOLDER."""
-    found: dict[str, Path] = {}
-    for text in bundles:
-        name, equals, path = text.partition("=")
-        folder = Path(path if equals else text)
-        name = name if equals else folder.resolve().name
-        if re.match(NAME, name) is None:
-            raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
-        if name in found:
-            raise ConfigError(f"two bundles are called {name}; write NAME={folder}")
-        found[name] = folder
-    return found
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is served under a name; of a device its home and slots."""
+
+    name: str
+    answers: Answers
+    home: Path | None = None
+    slots: Slots | None = None
+
+
+def _named(text: str) -> tuple[str | None, Path]:
+    """Name and folder of FOLDER and NAME=FOLDER."""
+    name, equals, path = text.partition("=")
+    if equals and re.match(NAME, name) is None:
+        raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={path}")
+    return (name, Path(path)) if equals else (None, Path(text))
+
+
+def _how(settings: ServeSettings) -> How:
+    return how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
+
+
+def _model(settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack) -> _Model:
+    """A bundle, or what is installed in a home."""
+    if (folder / "slots.json").exists() or (folder / "bundles").is_dir():
+        return _device(settings, name, folder, held)
+    name = name or folder.resolve().name
+    if re.match(NAME, name) is None:
+        raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
+    return _Model(name, Fixed(load_as(folder, _how(settings))))
+
+
+def _device(settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack) -> _Model:
+    """What is installed in a home, which is ours as long as `held` is."""
+    slots = held.enter_context(owned(home))
+    if slots.running is None and (first := newest_in_inbox(home, 0, slots.state.refused)) is not None:
+        install_in(home, slots, read(first))
+    answering = Answering(slots, Limits(), _how(settings))
+    return _Model(name or answering.runtime.task.name, answering, home, slots)
 
 
 async def _run(
     settings: ServeSettings,
-    models: dict[str, Answers],
-    slots: Slots | None,
+    models: Sequence[_Model],
     broker: BrokerSettings | None,
     rules: Rules,
     tls: ssl.SSLContext | None,
@@ -191,10 +201,10 @@ async def _run(
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
         served = [
             Served(
-                name,
-                model,
+                model.name,
+                model.answers,
                 Batcher(
-                    model.answer,
+                    model.answers.answer,
                     graph,
                     max_batch=settings.max_batch,
                     max_delay_s=settings.max_delay_ms / 1000,
@@ -202,7 +212,7 @@ async def _run(
                 ),
                 pictures,
             )
-            for name, model in models.items()
+            for model in models
         ]
         server = Server(
             served,
@@ -213,15 +223,21 @@ async def _run(
             token=settings.token,
         )
         async with server:
-            _say(server.url, [model.name for model in served], as_json)
-            answering = next((model for model in models.values() if isinstance(model, Answering)), None)
+            _say(server.url, served, as_json)
             beside: list[Coroutine[None, None, None]] = []
             if broker is not None:
-                beside.append(_on_broker(settings, broker, served[0], slots, answering, rules))
-            elif slots is not None and answering is not None:
-                assert settings.home is not None
-                beside.append(Link(LOCAL, LOCAL, settings.home, slots, answering, Limits()).follow())
+                beside.append(_on_broker(settings, broker, served[0], models[0], rules))
+            alone = [model for model in models if model.slots and (broker is None or model.home != settings.home)]
+            beside += map(_followed, alone)
             await _until(stopped, beside)
+
+
+async def _followed(model: _Model) -> None:
+    """Take in what the agent writes and `fedge install` brings, without a fleet."""
+    assert model.home is not None
+    assert model.slots is not None
+    assert isinstance(model.answers, Answering)
+    await Link(LOCAL, LOCAL, model.home, model.slots, model.answers, Limits()).follow()
 
 
 async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
@@ -235,12 +251,7 @@ async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, 
 
 
 async def _on_broker(
-    settings: ServeSettings,
-    broker: BrokerSettings,
-    model: Served,
-    slots: Slots | None,
-    answering: Answering | None,
-    rules: Rules,
+    settings: ServeSettings, broker: BrokerSettings, served: Served, model: _Model, rules: Rules
 ) -> None:
     """All that this device does over MQTT, until cancelled; HTTP goes on while the broker is away."""
     assert settings.federation is not None
@@ -248,12 +259,12 @@ async def _on_broker(
     topics = Topics(settings.federation)
     door = Door(rules, settings.home, topics, lambda _: None)
     transport = Transport(broker, topics.client_id("serve", settings.id), door=door)
-    sensor = Sensor(model, transport, settings.federation, settings.id)
+    sensor = Sensor(served, transport, settings.federation, settings.id)
     if Reveals.ANSWERS in rules.allowed:
         await transport.subscribe(sensor.topic, sensor.handle)
     beside: Callable[[], Awaitable[object]] = asyncio.Event().wait
-    if settings.home is not None and slots is not None and answering is not None:
-        link = Link(settings.id, settings.federation, settings.home, slots, answering, Limits(), rules)
+    if settings.home is not None and model.slots is not None and isinstance(model.answers, Answering):
+        link = Link(settings.id, settings.federation, settings.home, model.slots, model.answers, Limits(), rules)
         beside = link.run
         try:
             await link.attach(transport)
@@ -265,8 +276,12 @@ async def _on_broker(
         await beside()
 
 
-def _say(url: str, names: list[str], as_json: bool) -> None:
+def _say(url: str, served: Sequence[Served], as_json: bool) -> None:
+    """What is served, and on which providers."""
     if as_json:
-        click.echo(json.dumps({"event": "serving", "url": url, "models": names}))
+        providers = {model.name: list(model.runtime.providers) for model in served}
+        names = [model.name for model in served]
+        click.echo(json.dumps({"event": "serving", "url": url, "models": names, "providers": providers}))
     else:
+        names = [f"{model.name} ({', '.join(model.runtime.providers)})" for model in served]
         click.echo(f"serving {', '.join(names)} at {url}/v2/models/ (Ctrl-C to stop)")

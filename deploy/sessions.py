@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.ort import onnxruntime, session_options
+from fedge.ort import onnxruntime, session_options, wheels
+
+log = logging.getLogger("fedge.deploy")
 
 CPU: Final = "CPUExecutionProvider"
 PREFERENCE: Final = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "XnnpackExecutionProvider")
@@ -20,23 +24,54 @@ PREFERENCE: Final = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "Xnnp
 for minutes when a bundle is first loaded: ask for that by name."""
 
 
-def chains(providers: Sequence[str] | None) -> list[tuple[str, ...]]:
-    """Lists of execution providers to try one after the other; the last one is the CPU alone.
+NAMES: Final = {
+    "cpu": CPU,
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "xnnpack": "XnnpackExecutionProvider",
+}
+"""Short names of providers; the others go by ONNX Runtime's."""
+
+Provider = str | tuple[str, dict[str, str]]
+"""A provider by ONNX Runtime's name, perhaps with options."""
+
+
+def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> list[tuple[Provider, ...]]:
+    """Lists of execution providers to try one after the other; the first of each has to run at least a part.
 
     Args:
-        providers: by name, in order of preference; None: each of `PREFERENCE` that is available.
+        provider: "auto": each of `PREFERENCE` that is there, then the CPU. Or the one that is to run, by its name or
+            that of `NAMES`: there is one list then. The CPU stands in for what it cannot do, CUDA first for TensorRT.
+        options: of the provider that is named, as ONNX Runtime calls them.
 
     Raises:
-        ConfigError: this build of ONNX Runtime has no such provider.
+        ConfigError: this ONNX Runtime has no such provider, or options have none.
     """
-    available = onnxruntime.get_available_providers()
-    if providers is None:
+    available, installed = onnxruntime.get_available_providers(), wheels()
+    if len(installed) > 1:
+        log.warning("event=two_wheels installed=%r detail='keep one: pip uninstall both, install one'", installed)
+    if provider == "auto":
+        if options:
+            raise ConfigError("provider options are for a provider that is named: give --provider, too")
         return [*((name, CPU) for name in PREFERENCE if name in available), (CPU,)]
-    unknown = [name for name in providers if name not in available]
-    if unknown:
-        raise ConfigError(f"no execution provider {unknown[0]}: this ONNX Runtime has {', '.join(available)}")
-    asked = tuple(name for name in providers if name != CPU)
-    return [(*asked, CPU), (CPU,)] if asked else [(CPU,)]
+    name = NAMES.get(provider, provider)
+    if name not in available:
+        raise ConfigError(
+            f"no execution provider {provider} here: {' and '.join(installed) or 'this onnxruntime'} has "
+            f"{', '.join(available)}; choose one of them, or install the wheel that has it in place of this one "
+            "(docs/devices.md)"
+        )
+    if name == CPU:
+        return [(CPU,)]
+    given = (_cached() if provider == "tensorrt" else {}) | dict(options or {})
+    beside = [NAMES["cuda"]] if provider == "tensorrt" and NAMES["cuda"] in available else []
+    return [((name, given), *beside, CPU)]
+
+
+def _cached() -> dict[str, str]:
+    """Options by which TensorRT keeps what it builds for minutes, below the user's folder for such things."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedge" / "tensorrt"
+    return {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
 
 
 class Session:
@@ -50,7 +85,7 @@ class Session:
         graph: bytes | Path,
         folder: Path,
         threads: int,
-        providers: Sequence[str],
+        providers: Sequence[Provider],
         numbers: Mapping[str, NDArray[Any]] | None = None,
         *,
         parts: Sequence[str] = (),
@@ -66,6 +101,7 @@ class Session:
             parts: names of the files in `folder` that the graph refers to.
         """
         options = session_options(folder, threads)
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         self._held = {  # ONNX Runtime refers to this memory as long as the session lives
             name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
             for name, value in (numbers or {}).items()
@@ -79,13 +115,19 @@ class Session:
                 options.add_external_initializers_from_files_in_memory(list(parts), data, [len(d) for d in data])
             self._session = onnxruntime.InferenceSession(source, options, providers=list(providers))
         self.run = self._session.run
-
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """The execution providers that it really has."""
-        return tuple(self._session.get_providers())
+        self.providers = _at_work(self._session)
+        """The execution providers that run a part of the graph, in order of preference."""
 
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _at_work(session: onnxruntime.InferenceSession) -> tuple[str, ...]:
+    """Providers that were given a node; before ONNX Runtime 1.24, which does not tell, those that the session has."""
+    names = tuple(session.get_providers())
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return names
+    used = {part.ep_name for part in session.get_provider_graph_assignment_info()}
+    return tuple(name for name in names if name in used)

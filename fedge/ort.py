@@ -8,12 +8,23 @@ then; `onnxruntime.disable_telemetry_events` comes too late. Whoever wants it se
 
 import os
 from pathlib import Path
+from typing import Final
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime  # noqa: TID251
 
-__all__ = ["onnxruntime", "session_of", "session_options"]
+__all__ = ["onnxruntime", "session_of", "session_options", "wheels"]
+
+_OTHERS: Final = ("extensions", "genai")
+"""What distributions are called that bring another package."""
+
+
+def wheels() -> tuple[str, ...]:
+    """Distributions that lie where `onnxruntime` does, with versions: of two, one's files lie over the other's."""
+    folder = Path(onnxruntime.__file__).parents[1]
+    found = [path.name.removesuffix(".dist-info").split("-") for path in sorted(folder.glob("onnxruntime*.dist-info"))]
+    return tuple(f"{name.replace('_', '-')} {version}" for name, version in found if not name.endswith(_OTHERS))
 
 
 def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOptions:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from deploy.answering import LATENCY_WINDOW, MAX_FAILED, Answering
+from deploy.engines import How
 from deploy.examination import Limits
 from deploy.slots import MAX_STARTS, Slots
 from fedge.bundle import read
@@ -488,7 +489,7 @@ def test_labels_that_are_no_classes_are_refused(slots, many):
 
 @pytest.mark.parametrize("engine", ["int8", "lazy"])
 def test_a_bundle_that_lacks_the_engines_graph_runs_fused(slots, tmp_path, many, engine, caplog):
-    answering = Answering(slots, Limits(probation_s=0), engine=engine)
+    answering = Answering(slots, Limits(probation_s=0), How(engine=engine))
     second(slots, tmp_path)
     answering.swap()
     answering.settle()
@@ -501,5 +502,5 @@ def test_a_bundle_that_lacks_the_engines_graph_runs_fused(slots, tmp_path, many,
 
 def test_an_engine_that_does_not_exist_is_wrong_usage(slots):
     with pytest.raises(ConfigError, match="no engine 'warp'"):
-        Answering(slots, LIMITS, engine="warp")
+        Answering(slots, LIMITS, How(engine="warp"))
     assert slots.state.refused == {}

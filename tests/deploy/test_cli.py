@@ -57,7 +57,7 @@ def test_labels_are_not_needed(tmp_path, expected):
 
 def test_it_says_how_the_bundle_was_run(tmp_path, expected):
     np.save(tmp_path / "x.npy", expected["x"])
-    record = json.loads(run(tmp_path / "x.npy", "--json", "--mode", "shift", "--provider", "CPUExecutionProvider")[1])
+    record = json.loads(run(tmp_path / "x.npy", "--json", "--mode", "shift", "--provider", "cpu")[1])
     assert (record["engine"], record["mode"], record["providers"]) == ("fused", "shift", ["CPUExecutionProvider"])
     assert np.abs(np.array(list(record["weights"].values())) - expected["weights"].mean(axis=0)).max() > 0.01
     for wrong in (("--provider", "NobodysProvider"), ("--runtime", "int8")):

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from deploy import load
+from deploy.engines import How
 from deploy.examination import Limits, examine, verdict
 from deploy.quality import Measured
 from fedge.messages import Quality
@@ -117,7 +118,7 @@ def test_it_is_run_by_the_engine_that_is_to_answer(home):
     (folder / "int8.onnx").write_bytes(empty)
 
     assert examine(GOLDEN, folder, home, LENIENT).reason == ""
-    assert examine(GOLDEN, folder, home, LENIENT, "int8").reason.startswith("smoke-test: ")
+    assert examine(GOLDEN, folder, home, LENIENT, How(engine="int8")).reason.startswith("smoke-test: ")
 
 
 def test_a_script_of_the_user_that_is_called_as_we_are_is_none_of_its_business(home, monkeypatch):

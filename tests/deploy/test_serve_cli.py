@@ -42,7 +42,6 @@ def test_help_shows_every_setting():
     ("arguments", "kind", "says"),
     [
         ((), ConfigError, "give --home"),
-        ((GOLDEN, "--home", "."), ConfigError, "give --home"),
         ((GOLDEN.parent / "nothing",), ConfigError, "no bundle at"),
         ((GOLDEN, f"bundle={GOLDEN}"), ConfigError, "NAME="),
         ((f"a/b={GOLDEN}",), ConfigError, "no name of a model"),
@@ -54,6 +53,8 @@ def test_help_shows_every_setting():
         ((GOLDEN, "--max-batch", "0"), ConfigError, "--max-batch"),
         ((GOLDEN, "--broker", "localhost"), ConfigError, "--federation, --id"),
         ((GOLDEN, f"b={GOLDEN}", "--broker", "x", "--federation", "f", "--id", "a"), ConfigError, "exactly one model"),
+        ((GOLDEN, "--provider", "cuda"), ConfigError, "no execution provider cuda here: onnxruntime"),
+        ((GOLDEN, "--provider", "cpu", "--provider-options", "fast"), ConfigError, "KEY=VALUE"),
         ((GOLDEN, "--broker", "x:y", "--federation", "f", "--id", "a"), ConfigError, "no address of a broker"),
         ((GOLDEN, "--host", "203.0.113.1"), TransportError, "cannot listen"),
     ],

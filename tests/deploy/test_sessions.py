@@ -10,7 +10,7 @@ import deploy
 from deploy.sessions import CPU, PREFERENCE, Session, chains
 from fedge.bundle import INPUT, OUTPUTS, read
 from fedge.errors import ConfigError
-from fedge.ort import onnxruntime
+from fedge.ort import onnxruntime, wheels
 
 pytestmark = pytest.mark.torch_free
 
@@ -25,21 +25,60 @@ def jetson(monkeypatch):
 
 
 def test_here_the_cpu_answers():
-    runtime = deploy.load(GOLDEN)
-    assert runtime.providers == (CPU,)
-    assert deploy.load(GOLDEN, providers=[CPU]).providers == (CPU,)
+    assert deploy.load(GOLDEN).providers == (CPU,)
+    assert deploy.load(GOLDEN, provider="cpu").providers == (CPU,)
 
 
 def test_what_is_there_is_tried_in_a_fixed_order(jetson):
-    assert chains(None) == [("CUDAExecutionProvider", CPU), ("TensorrtExecutionProvider", CPU), (CPU,)]
+    assert chains() == [("CUDAExecutionProvider", CPU), ("TensorrtExecutionProvider", CPU), (CPU,)]
     assert PREFERENCE[0] == "CUDAExecutionProvider"
-    assert chains(["TensorrtExecutionProvider"]) == [("TensorrtExecutionProvider", CPU), (CPU,)]
-    assert chains([CPU]) == [(CPU,)]
+    assert chains("cpu") == [(CPU,)]
+    assert chains("cuda", {"device_id": "1"}) == [(("CUDAExecutionProvider", {"device_id": "1"}), CPU)]
 
 
-def test_a_provider_that_this_build_lacks_is_named():
-    with pytest.raises(ConfigError, match="CUDAExecutionProvider: this ONNX Runtime has"):
-        deploy.load(GOLDEN, providers=["CUDAExecutionProvider"])
+def test_tensorrt_keeps_its_engines_and_has_cuda_beside_it(jetson, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    kept = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/var/cache/fedge/tensorrt"}
+    half = {"trt_fp16_enable": "1", "trt_engine_cache_path": "/x"}
+    for options, given in (({}, kept), (half, kept | half)):
+        assert chains("tensorrt", options) == [(("TensorrtExecutionProvider", given), "CUDAExecutionProvider", CPU)]
+
+
+def test_a_provider_that_this_build_lacks_is_named_with_what_is_installed():
+    with pytest.raises(ConfigError, match=r"provider cuda here: onnxruntime\S* [0-9.]+ has .*CPUExecutionProvider"):
+        deploy.load(GOLDEN, provider="cuda")
+    with pytest.raises(ConfigError, match="give --provider, too"):
+        deploy.load(GOLDEN, provider_options={"device_id": "1"})
+
+
+def test_a_provider_that_runs_no_node_is_not_claimed():
+    """The wheels have one for a cloud, which takes no node of ours; `get_providers` names it all the same."""
+    azure = "AzureExecutionProvider"
+    if azure not in onnxruntime.get_available_providers():
+        pytest.skip("another build of ONNX Runtime")
+    bundle = read(GOLDEN)
+    assert Session(bundle.graph, bundle.folder, 1, [azure, CPU]).providers == (CPU,)
+    with pytest.raises(ConfigError, match=f"{azure} does not run .* computes on {CPU} instead"):
+        deploy.load(GOLDEN, provider=azure)
+
+
+def test_one_that_is_named_and_does_not_start_is_an_error(jetson):
+    with pytest.raises(ConfigError, match="cuda does not run"):
+        deploy.load(GOLDEN, provider="cuda")
+
+
+def test_two_wheels_of_which_one_wins_are_named(tmp_path, monkeypatch, caplog):
+    for name in ("onnxruntime-1.31.1", "onnxruntime_gpu-1.23.0", "onnxruntime_extensions-0.14.0"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+    assert len(wheels()) == 1
+    monkeypatch.setattr(onnxruntime, "__file__", str(tmp_path / "onnxruntime" / "__init__.py"))
+    assert wheels() == ("onnxruntime 1.31.1", "onnxruntime-gpu 1.23.0")
+    with (
+        caplog.at_level(logging.WARNING, logger="fedge.deploy"),
+        pytest.raises(ConfigError, match=r"1\.23\.0 has "),
+    ):
+        deploy.load(GOLDEN, provider="cuda")
+    assert "event=two_wheels" in caplog.text
 
 
 def test_the_cpu_stands_in_for_what_does_not_start(jetson, caplog):
