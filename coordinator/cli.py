@@ -21,7 +21,7 @@ from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, happened, help_out, serve
 from coordinator.store import Store
 from coordinator.watch import headline, read_summary
-from coordinator.watch_cli import UiSettings, page
+from coordinator.watch_cli import UiSettings, ago, page
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
@@ -31,6 +31,7 @@ from fedge.logs import bind, in_json, note
 from fedge.messages import Status, decode, is_outdated
 from fedge.sealed import speaker
 from fedge.tasks import task_spec
+from fedge.text import printable
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport, parse_address
 from fedge.weights import with_network
@@ -201,7 +202,8 @@ class StatusSettings(Credentials, frozen=True, kw_only=True):
 def status(config: Path | None, as_json: bool, **flags: object) -> int:
     """Tell how a federation stands: rounds, devices, accuracy, traffic, what was refused.
 
-    With --home it reads what the coordinator wrote after its last round; the coordinator may be running or not.
+    With --home it reads what the coordinator wrote last, and says how long ago that was; the coordinator may be running
+    or not.
 
     \b
     Examples:
@@ -223,10 +225,13 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
             if not devices:
                 raise ConfigError(f"the broker at {broker} knows no device of a federation {federation!r}")
             summary = {"federation": federation, "devices": devices}
-            lines = [f"federation  {federation}", *(f"  {device}: {now}" for device, now in sorted(devices.items()))]
+            lines = [
+                f"federation  {federation}, as the broker knows it now",
+                *(f"  {device}: {now}" for device, now in sorted(devices.items())),
+            ]
         case _:
             raise click.UsageError("give either --home, or --broker and --federation")
-    click.echo(json.dumps(summary) if as_json else "\n".join(lines))
+    click.echo(json.dumps(summary) if as_json else "\n".join(map(printable, lines)))
     return 0
 
 
@@ -254,7 +259,7 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
-        f"refused     {summary['refused'] or 'nothing'}",
+        *(_refusals(summary) or ["refused     nothing"]),
     ]
     lines += [f"expires     {text}" for text in summary.get("expiring", ())]
     problems = summary["problems"]
@@ -262,7 +267,9 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         bundle = ", bundle installed" if device in summary["installed"] else ""
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
-        lines.append(f"  {device}: {devices.get(device, 'not seen')}, trained {trained} times{bundle}")
+        seen_at = summary["fleet"].get(device, {}).get("seen_at")
+        heard = f", heard {ago(seen_at)}" if seen_at else ""
+        lines.append(f"  {device}: {devices.get(device, 'not seen')}{heard}, trained {trained} times{bundle}")
         if device in summary["clocks"]:
             lines.append(f"    its clock is {_span(summary['clocks'][device])} the coordinator's: set the wrong one")
         if out := summary["quarantined"].get(device):
@@ -273,6 +280,14 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         if device in problems:
             lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
     return lines
+
+
+def _refusals(summary: dict[str, Any]) -> list[str]:
+    last = summary.get("last_refused", {})
+    return [
+        f"refused     {name}, {n} times" + (f"; the last: {last[name]}" if name in last else "")
+        for name, n in summary["refused"].items()
+    ]
 
 
 def _length(seconds: float) -> str:

@@ -475,6 +475,7 @@ def write_summary(
         "retired": wishes.retired,
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
+        "last_refused": fleet.last_refused,
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary

@@ -25,6 +25,7 @@ from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import Secret, resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.https import server_tls
+from fedge.text import printable
 
 if TYPE_CHECKING:
     from coordinator.ui import Page
@@ -57,13 +58,15 @@ def _watch(home: Path, store: str | None) -> Iterator[Watch]:
 
 def _columns(rows: list[list[str]]) -> str:
     """Text in columns; the last one is as long as it is."""
+    rows = [[*map(printable, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     return "\n".join(
         "  ".join([*(cell.ljust(n) for cell, n in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows
     )
 
 
-def _ago(at: float | None) -> str:
+def ago(at: float | None) -> str:
+    """How long ago something was (seconds since the epoch)."""
     if at is None:
         return "-"
     seconds = max(time.time() - at, 0)
@@ -98,7 +101,7 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
         [
             d["id"],
             "in quarantine" if d["quarantine"] else d["presence"],
-            _ago(d["seen_at"]),
+            ago(d["seen_at"]),
             str(d["release"] or "-"),
             "-" if d["n_samples"] is None else str(d["n_samples"]),
             str(d["trained"]),
@@ -170,7 +173,9 @@ def why(device: str, round_: int | None, home: Path, store: str | None, as_json:
     """  # noqa: D301
     with _watch(home, store) as watch:
         lines = watch.why(device, round_)
-    click.echo(json.dumps({"device": device, "round": round_, "why": lines}) if as_json else "\n".join(lines))
+    click.echo(
+        json.dumps({"device": device, "round": round_, "why": lines}) if as_json else "\n".join(map(printable, lines))
+    )
     return 0
 
 
@@ -214,7 +219,8 @@ def events(
 
 def _event_line(event: dict[str, Any]) -> str:
     device = f"  {event['device']}" if event["device"] else ""
-    return f"{_clock(event['at'])}  round {event['round']}  {event['name'].replace('_', ' ')}{device}  {event['text']}"
+    name = event["name"].replace("_", " ")
+    return printable(f"{_clock(event['at'])}  round {event['round']}  {name}{device}  {event['text']}")
 
 
 def _asks(name: str, about: str, arguments: str = "") -> click.Command:

@@ -182,6 +182,7 @@ class MqttFleet:
         self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays)
         self.sites = None
         self.problems: dict[str, Problem] = {}
+        self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
         self.quarantined: dict[str, Quarantine] = {}
         self.retired: frozenset[str] = frozenset()
         self.waiting = 0
@@ -663,6 +664,7 @@ class MqttFleet:
         if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
             text = "event=refused name=%s device=%s topic=%s detail=%r untold=%d"
             log.log(level, text, error.name, device, topic, str(error), untold)
+        self.last_refused[error.name] = f"{device}: {error}"
         if not harmless:
             self._note_problem(device, str(error))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator import service, watch_cli
+from coordinator import cli, service, watch_cli
 from coordinator.control import act, wishes_in
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Event, Store
@@ -21,6 +21,7 @@ from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
 from tests.support.device import TASK
 from tests.support.learners import Learner, first_model, learners
+from tests.support.shop import make_shop
 
 WAIT_S = 60.0
 
@@ -151,6 +152,30 @@ async def test_the_commands_read_beside_a_running_coordinator(
     assert run(watch_cli.pause) == "No further round begins; the one under way ends.\n"
     assert wishes_in(store).paused
     assert len(devices) == 2
+
+
+def test_what_devices_say_commands_no_terminal_and_forges_no_line(tmp_path: Path) -> None:
+    make_shop(tmp_path).close()
+    for command, *words in (
+        (watch_cli.devices,),
+        (watch_cli.rounds,),
+        (watch_cli.why, "cam12", "3"),
+        (watch_cli.events, "--device", "cam12"),
+        (cli.status,),
+    ):
+        done = CliRunner().invoke(command, [*words, "--home", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+        assert all(line.isprintable() for line in done.output.splitlines())
+        assert (r"\x1b[31m" in done.output) == (command is not watch_cli.rounds)
+
+
+def test_status_says_why_something_was_refused_and_how_old_all_that_is(tmp_path: Path) -> None:
+    make_shop(tmp_path).close()
+    lines = CliRunner().invoke(cli.status, ["--home", str(tmp_path)]).output.splitlines()
+    assert lines[0].startswith("federation  shop (fedge), as it was ")
+    assert lines[5].startswith("refused     forged, 2 times; the last: cam12: <img src=x")
+    assert lines[6] == "refused     replayed, 7 times"
+    assert next(line for line in lines if line.startswith("  cam1: online, heard ")).endswith("ago, trained 3 times")
 
 
 def test_no_more_events_are_kept_than_there_is_room_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,10 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         "quarantined": {},
         "problems": {ids[-1]: {"round": 3, "reason": EVIL}},
         "clocks": {},
+        "devices": dict.fromkeys(ids, "online"),
+        "without_bundle": [],
+        "refused": {"forged": 2, "replayed": 7},
+        "last_refused": {"forged": f"cam12: {EVIL}"},
         **changes,
     }
     (home / "summary.json").write_text(json.dumps(summary))
