@@ -23,6 +23,7 @@ from coordinator.store import Store
 from coordinator.watch import Watch, read_summary, told
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import Secret, resolve, settings_options
+from fedge.credentials import CA
 from fedge.errors import ConfigError
 from fedge.https import server_tls
 from fedge.text import printable
@@ -269,6 +270,16 @@ class UiSettings(Struct, frozen=True, kw_only=True):
     ] = ""
     http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
     http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
+    members: (
+        Annotated[
+            Path,
+            Meta(
+                description="Folder with ca.crt, crl.pem and members.json, such as the coordinator's identity: "
+                "`operator` acts and `status` looks by certificate."
+            ),
+        ]
+        | None
+    ) = None
 
 
 @click.command(context_settings=CONTEXT)
@@ -286,6 +297,7 @@ def ui(config: Path | None, as_json: bool, **flags: object) -> int:
       fedge ui --home shop
       fedge ui --home shop --rollouts releases --config fleet.toml
       fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key
+      fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --members server/coordinator
 
     \b
     Exit codes: 2 wrong usage, 3 the port is taken, 130 stopped.
@@ -311,9 +323,12 @@ def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
     try:
         from coordinator.rollout.overview import Overview
         from coordinator.ui import Page, token_of
+        from coordinator.ui.certificates import Certificates
     except ModuleNotFoundError as error:
         raise ConfigError(f"a page needs {error.name}: pip install 'fedge[ui]'") from error
-    tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
+    members = settings.members
+    ca_file = None if members is None else members / CA
+    tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file, ca_file)
     return Page(
         settings.home,
         partial(Store, settings.home, settings.store, federation=federation, intake=True),
@@ -322,4 +337,5 @@ def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
         token=token_of(settings.home, settings.token),
         tls=tls,
         rollouts=Overview([Path(repo.strip()) for repo in settings.rollouts.split(",") if repo.strip()], config),
+        certificates=None if members is None else Certificates(members, federation),
     )

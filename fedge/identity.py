@@ -51,6 +51,7 @@ class Role(StrEnum):
     BROKER = "broker"
     RELAY = "relay"
     INTAKE = "intake"
+    OPERATOR = "operator"
 
     @property
     def speaks_as(self) -> Role:

@@ -109,6 +109,9 @@ topic deny {here}/#
 user relay
 topic deny {here}/#
 
+user operator
+topic deny {here}/#
+
 # fedge coordinator --role intake, or blobs
 user intake
 topic deny {here}/agents/intake/#

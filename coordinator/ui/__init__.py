@@ -1,7 +1,8 @@
 """The fleet's page, by aiohttp: what `coordinator.watch` knows, live, and what a person may ask of the coordinator.
 
-Who may act shows the token once and is then known by a cookie; each action also carries a word that only our own page
-has, so that no other page in the same browser can have one done. On another address than this machine's own, reading
+Who may act shows the token once and is then known by a cookie, or has a certificate of the federation
+(`coordinator.ui.certificates`); each action also carries a word that only our own page has, so that no other page in
+the same browser can have one done. On another address than this machine's own, reading
 takes the token, too. Reads happen in a thread with a connection of its own: a round never waits for them.
 """
 
@@ -29,6 +30,7 @@ from aiohttp import web
 from coordinator.control import ACTIONS, act
 from coordinator.rollout.overview import Overview
 from coordinator.store import Store
+from coordinator.ui.certificates import Certificates, Login
 from coordinator.ui.metrics import metrics
 from coordinator.watch import Watch, told
 from fedge.errors import ConfigError, StoreError, TransportError
@@ -76,7 +78,7 @@ class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     canary: str = ""
 
 
-class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What somebody shows to log in."""
 
     token: str
@@ -102,6 +104,7 @@ class Page:
         token: who may act.
         tls: for HTTPS.
         rollouts: that are shown, and may be acted on.
+        certificates: by which members of the federation log in.
     """
 
     def __init__(
@@ -114,10 +117,12 @@ class Page:
         token: str,
         tls: ssl.SSLContext | None = None,
         rollouts: Overview | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         self._home, self._opened = home, opened
         self._host, self._port, self._tls = host, port, tls
         self._token = token
+        self._certificates = certificates
         self._rollouts = rollouts or Overview([], None)
         self._reading_is_free = _is_local(host)
         self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> word against forged requests, until when
@@ -194,7 +199,7 @@ class Page:
         """Headers on all, JSON of all errors, and what takes a login."""
         try:
             public = request.path in {"/api/session", "/api/login", *(f"/{name}" for name in FILES)}
-            if not public and not (self._reading_is_free or self._session_of(request) or self._bearer(request)):
+            if not public and not (self._reading_is_free or self._login_of(request) or self._bearer(request)):
                 raise web.HTTPUnauthorized(text="log in first")
             answer = await handler(request)
         except web.HTTPException as error:
@@ -205,24 +210,25 @@ class Page:
             answer.headers.update(HEADERS)
         return answer
 
-    def _session_of(self, request: web.Request) -> str | None:
-        """The word against forged requests of who asks; None: he has not logged in, or too long ago."""
+    def _login_of(self, request: web.Request) -> Login | None:
+        """Who asks; None: he has not logged in, or too long ago."""
         word, until = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
-        return word if time.monotonic() < until else None
+        if time.monotonic() < until:
+            return Login(word, may_act=True, name="token")
+        return None if self._certificates is None else self._certificates.login_of(request)
 
     def _bearer(self, request: web.Request) -> bool:
         """Programs, such as Prometheus, show the token itself."""
         return hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode())
 
     async def _session(self, request: web.Request) -> web.Response:
-        word = self._session_of(request)
-        may_read = self._reading_is_free or word is not None
-        return web.json_response(
-            {"may_act": word is not None, "may_read": may_read, "csrf": word or "", "login": word is None}
-        )
+        login = self._login_of(request)
+        may_act = login is not None and login.may_act
+        told = {"may_act": may_act, "may_read": self._reading_is_free or login is not None, "login": not may_act}
+        return web.json_response(told | {"csrf": login.word if login else ""})
 
     async def _login(self, request: web.Request) -> web.Response:
-        given = msgspec.json.decode(await request.read(), type=Login)
+        given = msgspec.json.decode(await request.read(), type=Token)
         async with self._logins:
             if not hmac.compare_digest(given.token.encode(), self._token.encode()):
                 await asyncio.sleep(WRONG_S)
@@ -320,10 +326,12 @@ class Page:
     # ------------------------------------------------------------------------------------------------------- actions
 
     async def _act(self, request: web.Request) -> web.Response:
-        word = self._session_of(request)
-        if word is None:
+        login = self._login_of(request)
+        if login is None:
             raise web.HTTPUnauthorized(text="log in first")
-        if not hmac.compare_digest(request.headers.get("X-Fedge-Token", "").encode(), word.encode()):
+        if not login.may_act:
+            raise web.HTTPForbidden(text=f"{login.name} may look, and not act")
+        if not hmac.compare_digest(request.headers.get("X-Fedge-Token", "").encode(), login.word.encode()):
             raise web.HTTPForbidden(text="this request does not come from the fleet's page")
         name = request.match_info["name"]
         about = msgspec.json.decode(await request.read(), type=Act)
@@ -334,7 +342,8 @@ class Page:
             text = await self._read(lambda: act(self._store, name, about.device))
         else:
             raise web.HTTPNotFound(text=f"there is no action {name!r}")
-        log.info("event=action name=%s about=%r address=%s", name, about.device or about.rollout, request.remote)
+        about_what = about.device or about.rollout
+        log.info("event=action name=%s about=%r by=%s address=%s", name, about_what, login.name, request.remote)
         return web.json_response({"text": text})
 
 

@@ -27,7 +27,7 @@ from fedge.errors import ConfigError
 from tests.support.tls import Authority
 
 
-@pytest.mark.parametrize("name", ["broker", "coordinator", "status", "rollout", "relay", "intake"])
+@pytest.mark.parametrize("name", ["broker", "coordinator", "status", "rollout", "relay", "intake", "operator"])
 def test_a_device_cannot_have_the_name_of_a_part_of_the_server(name: str) -> None:
     with pytest.raises(ConfigError, match=f"no device can be called {name}"):
         device_subject("f", name)

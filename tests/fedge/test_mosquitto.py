@@ -23,5 +23,5 @@ def test_limits_are_those_of_both_kinds() -> None:
 
 def test_rules_are_of_one_federation_alone() -> None:
     rules = [line for line in access_list("shop").splitlines() if "fedge/1/" in line]
-    assert len(rules) == 29
+    assert len(rules) == 30
     assert all("fedge/1/shop/" in rule for rule in rules)

@@ -148,7 +148,7 @@ async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
     assert role != "status" or set(heard.topics) == others
 
 
-@pytest.mark.parametrize("role", [Role.RELAY, Role.INTAKE])
+@pytest.mark.parametrize("role", [Role.RELAY, Role.INTAKE, Role.OPERATOR])
 async def test_a_part_without_business_at_the_broker_says_and_hears_nothing(
     broker: TlsBroker, authority: Authority, role: Role
 ) -> None:
