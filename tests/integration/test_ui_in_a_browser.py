@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from threading import Thread
@@ -26,37 +25,27 @@ from tests.support.rollouts import release_of
 from tests.support.runtime_device import FEDERATION, device, prepare
 from tests.support.shop import EVIL, NOW, make_shop
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException  # noqa: E402
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+pytest.importorskip("selenium")
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.support.browser import INSTALLED, chromium
 
 TOKEN = "0123456789abcdef"
 WAIT_S = 60
 UNTOLD = "not told by its owner"
 GONE = (NoSuchElementException, StaleElementReferenceException)
 """What is on the page is made anew with each refresh."""
-CHROMIUM = shutil.which("chromium")
-DRIVER = shutil.which("chromedriver")
-QUIET = (
-    "headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
-    "disable-component-update", "disable-sync", "disable-dev-shm-usage",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None or DRIVER is None:
+    if not INSTALLED:
         pytest.skip("chromium and chromium-driver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for word in QUIET:
-        options.add_argument(f"--{word}")
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(WAIT_S)
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def paragraph(text: str) -> str:
     title, _, rest = text.removeprefix("\b\n").partition("\n")
     if title != "Examples:":
         return text.removeprefix("\b\n")
-    return f"```console\n{inspect.cleandoc(rest)}\n```"
+    return f"<!-- not run: help -->\n```console\n{inspect.cleandoc(rest)}\n```"
 
 
 def row(option: click.Option) -> str:

@@ -36,6 +36,7 @@ Every method is one file in `coordinator/methods/` that runs unchanged on simula
 `fedge infer` runs. How each works and what it measured is on its own page; which one to take, in
 [results.md](../results.md); what each lets out of a device, in [privacy.md](../privacy.md).
 
+<!-- not run: minutes -->
 ```console
 fedge compare --methods local,fedavg,fedavg+ft,fedge --task digits --partition groups --seeds 0,1,2
 fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1883 --federation shop --home shop

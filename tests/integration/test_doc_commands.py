@@ -1,0 +1,100 @@
+"""The commands of the documents run as they are written, section by section, each in an empty folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from export.signing import Repository
+from fedge.broker import free_port, mosquitto_path
+from fedge.tasks import pool, task_spec
+from tests.support.doc_commands import REASONS, ROOT, blocks, script
+from tests.support.shop import make_shop
+from tests.support.trained_bundles import trained_bundle
+
+BLOCKS = list(blocks())
+SECTIONS = {
+    name: list(group)
+    for name, group in itertools.groupby(
+        (block for block in BLOCKS if block.reason is None), lambda block: f"{block.page}: {block.section}"
+    )
+}
+SMOKE = "README.md: A federation by hand"
+NEEDS_MOSQUITTO = "docs/security-setup.md: Five commands"
+
+
+def my_methods(folder: Path) -> None:
+    """What the page has the reader write, and a network."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[0]
+    network = "\n\ndef Net():\n    from torch import nn\n\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    (folder / "my_methods").mkdir()
+    (folder / "my_methods" / "median.py").write_text(code + network)
+
+
+def a_fleet(folder: Path) -> None:
+    make_shop(folder / "shop").close()
+    (folder / "fleet.toml").write_text('[rollout]\nbroker = "localhost:1883"\nfederation = "shop"\n')
+    Repository.create(folder / "releases")
+
+
+def bundles(folder: Path) -> None:
+    samples = pool("digits")
+    trained_bundle(folder / "home/bundles/3", task_spec("digits"), samples.x, samples.y, release=3, steps=50)
+
+
+BEFORE: dict[str, Callable[[Path], None]] = {
+    "CONTRIBUTING.md": my_methods,
+    "docs/operating.md": a_fleet,
+    "docs/runtime.md": bundles,
+}
+"""What a page takes for granted."""
+
+SAYS = {SMOKE: (r"rounds +5 of 5, done", r" accuracy 0\.[5-9]", r"serving digits at http")}
+"""What has to come of it, beside that every command succeeds."""
+
+
+@pytest.mark.unit
+def test_what_is_not_run_says_why() -> None:
+    assert [block for block in BLOCKS if block.reason not in {None, *REASONS}] == []
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "section", [pytest.param(name, marks=[pytest.mark.smoke] if name == SMOKE else []) for name in SECTIONS]
+)
+def test_the_commands_of_a_section_run_as_they_are_written(section: str, tmp_path: Path) -> None:
+    if section == NEEDS_MOSQUITTO and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    BEFORE.get(SECTIONS[section][0].page, lambda _: None)(tmp_path)
+    port, http = (free_port("127.0.0.1") for _ in range(2))
+    here = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "FEDGE_SERVE_PORT": str(http),
+        "FEDGE_UI_PORT": "0",
+    }
+    text = script("".join(block.text for block in SECTIONS[section]), port, http)
+    with (tmp_path / "log").open("w") as log:
+        shell = subprocess.Popen(
+            ["bash", "-c", text], cwd=tmp_path, env=os.environ | here, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = shell.wait(580)
+        finally:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
+    said = "".join(file.read_text() for file in sorted(tmp_path.glob("log*")))
+    assert code == 0, f"{text}\n{said}"
+    assert "Traceback" not in said
+    for words in SAYS.get(section, ()):
+        assert re.search(words, said), said
