@@ -6,6 +6,8 @@ Statements number their values `$1`, `$2`, ... and keep to what both know. Migra
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import re
 import sqlite3
 import sys
@@ -22,6 +24,8 @@ WAIT_S: Final = 5.0
 ANSWER_S: Final = 60.0
 """A server that needs longer for one statement is gone."""
 SCHEMES: Final = ("postgresql://", "postgres://")
+IN_USE: Final = 0x66656467
+"""A file's `application_id` from its first connection to its last: a part of it may be in its log, FILE-wal, alone."""
 WORDS: Final = {
     "INTEGER": "BIGINT",
     "REAL": "DOUBLE PRECISION",
@@ -64,16 +68,35 @@ class Database(Protocol):
 
 
 class _Sqlite:
-    """A file on this machine, in WAL mode, forced to the disk at each commit."""
+    """A file on this machine, in WAL mode, forced to the disk at each commit.
+
+    As long as anybody has it open, the file itself says so (`IN_USE`): a copy without the log that it needs is refused.
+    Who is killed leaves log and mark; the last one that ends cleanly brings the log in, then takes the mark away. Where
+    it stays, a log stays, too, if only an empty one.
+    """
 
     def __init__(self, file: Path) -> None:
-        self._db = sqlite3.connect(file, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+        self._log = Path(f"{file}-wal")
+        self._users = (file.parent / "store.users").open("a")
         try:
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+            _require_log(file, self._log)
+            self._db = sqlite3.connect(file, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
             for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
                 self.execute(f"PRAGMA {pragma}")
-        except sqlite3.Error:
-            self.close()
+            if self.execute("PRAGMA application_id") != [(IN_USE,)]:
+                self._mark(IN_USE)
+        except BaseException:
+            self._users.close()
             raise
+
+    def _mark(self, mark: int) -> bool:
+        self.execute(f"PRAGMA application_id = {mark}")
+        return self._bring_in()
+
+    def _bring_in(self) -> bool:
+        """Write what the log holds into the file; whether that was all of it. Its room is kept for what comes next."""
+        return bool(self.execute("PRAGMA wal_checkpoint(RESTART)")[0][0] == 0)
 
     def execute(self, sql: str, *values: object) -> Sequence[Any]:
         return self._db.execute(sql.replace("$", "?"), values).fetchall()
@@ -97,7 +120,32 @@ class _Sqlite:
         self._db.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version = {number};\nCOMMIT;")
 
     def close(self) -> None:
+        clean = False
+        with contextlib.suppress(OSError, sqlite3.Error):  # others have it open, or the disk is full
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db.rollback()
+            clean = self._bring_in() and self._mark(0)
         self._db.close()
+        if not clean:
+            with contextlib.suppress(OSError):
+                self._log.touch()
+        self._users.close()
+
+
+def _require_log(file: Path, log: Path) -> None:
+    """See that a file that was in use has its log.
+
+    Raises:
+        ConfigError: it has not: it was copied without.
+    """
+    if not file.exists() or log.exists():
+        return
+    with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
+        if db.execute("PRAGMA application_id").fetchone() == (IN_USE,):
+            raise ConfigError(
+                f"{file} was in use when it was copied, and lacks what was in {log.name}: take a copy made by "
+                "`fedge backup`, or one of the whole folder of a coordinator that was stopped (docs/operating.md)"
+            )
 
 
 class _Postgres:

@@ -91,6 +91,8 @@ RARELY: Final = 50
 LOOK_S: Final = 0.5
 """Between two looks whether a paused run may go on."""
 NOT_ANEW: Final = "the method has no clusters that it could make anew now"
+IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
+"""What makes a federation another one; `rounds`: those that it began with."""
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
 METHOD_NAMES: Final = ", ".join(installed_methods())
 
@@ -186,9 +188,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
     ] = Processor.CPU
 
-    def for_method(self, options: Mapping[str, Option] = NO_OPTIONS) -> MethodSettings:
-        """What the method needs to know; `options` are its own."""
-        return settings_of(self, self.seed, options)
+    def for_method(self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None) -> MethodSettings:
+        """What the method needs to know; `options` are its own, `last` is of `MethodSettings`."""
+        return msgspec.structs.replace(settings_of(self, self.seed, options), last=last)
 
 
 def start(
@@ -199,11 +201,10 @@ def start(
     Raises:
         ConfigError: the folder belongs to a federation with other settings.
     """
-    names = ("federation", "method", "task", "seed", "rounds", "options")
     values = [settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds, dict(options)]
     identity = json.dumps(values, sort_keys=True)
     if (kept := store.remember("identity", identity)) != identity:
-        before = zip(names, json.loads(kept), json.loads(identity), strict=True)
+        before = zip(IDENTITY, json.loads(kept), json.loads(identity), strict=True)
         told = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
         raise ConfigError(f"{settings.home} holds another federation ({told}): use another --home")
     if store.recall("start") is None:
@@ -224,8 +225,77 @@ def start(
     return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
 
 
-def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[str, Option] = NO_OPTIONS) -> Method[Any]:
-    """The method that the settings name, with the server data if there is one.
+class Length(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a run is that was gone on with after its end.
+
+    total: what --rounds said last. last: the number of the last round of training; ends in between have numbers, too.
+    """
+
+    total: int
+    last: int
+
+
+def length_of(settings: CoordinatorSettings, store: Store) -> tuple[CoordinatorSettings, Length]:
+    """The settings with the rounds that the run began with, and how long it is by now.
+
+    Raises:
+        ConfigError: it is longer than the settings say.
+    """
+    kept, identity = store.recall("length"), store.recall("identity")
+    first = settings.rounds if identity is None else int(json.loads(identity)[IDENTITY.index("rounds")])
+    length = Length(total=first, last=first) if kept is None else msgspec.json.decode(kept, type=Length)
+    if settings.rounds < length.total:
+        raise ConfigError(
+            f"{settings.home} holds another federation (rounds was {length.total}, is {settings.rounds}): a run can get"
+            " more rounds, not fewer; use another --home"
+        )
+    return msgspec.structs.replace(settings, rounds=first), length
+
+
+def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any], state: State, store: Store) -> Length:
+    """The length with --rounds raised. What the method planned by the rounds stays where it was.
+
+    Raises:
+        ConfigError: the method, or what it promises, is for the rounds that it began with; or the end is being made.
+    """
+    if settings.rounds == length.total:
+        return length
+    if state.round >= length.last and store.snapshot(state.round + 1) is not None:
+        raise ConfigError(f"devices are being given bundles: let that end with --rounds {length.total}, then go on")
+    if settings.dp_epsilon is not None:
+        raise ConfigError("--dp-epsilon is what all rounds may spend together: more of them need another --home")
+    if method.done(state) and state.round <= length.last:
+        raise ConfigError(f"{method.name} has no rounds that it could go on with: use another --home")
+    return Length(total=settings.rounds, last=max(state.round, length.last) + settings.rounds - length.total)
+
+
+def resumed(
+    wanted: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option]
+) -> tuple[Method[Any], Layout, State]:
+    """The method, the layout of its initial model, and the state after the last round that was committed.
+
+    Raises:
+        ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
+    """
+    settings, length = length_of(wanted, store)
+    method = method_of(settings, task, options, length.last)
+    layout, model = start(settings, task, store, options)
+    saved = store.state()
+    first = method.begin(layout, model)
+    state = first if saved is None else load(saved, type(first))
+    if (longer := prolonged(wanted, length, method, state, store)) != length:
+        store.keep("length", msgspec.json.encode(longer).decode())
+        method = method_of(settings, task, options, longer.last)
+    return method, layout, state
+
+
+def method_of(
+    settings: CoordinatorSettings,
+    task: TaskSpec,
+    options: Mapping[str, Option] = NO_OPTIONS,
+    last: int | None = None,
+) -> Method[Any]:
+    """The method that the settings name, with the server data if there is one; `last`: as in `MethodSettings`.
 
     Raises:
         ConfigError: there is no such method, or it lacks something.
@@ -235,7 +305,7 @@ def method_of(settings: CoordinatorSettings, task: TaskSpec, options: Mapping[st
             f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
         )
     server_data = None if settings.server_data is None else labelled(task, settings.server_data)
-    method = make(settings.method, settings.for_method(options), Server(task, server_data))
+    method = make(settings.method, settings.for_method(options, last), Server(task, server_data))
     if settings.late_joiners and not method.SERVES_LATE_JOINERS:
         raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
     return method
@@ -290,12 +360,7 @@ async def serve(
     tune_malloc(large=True)
     raise_open_files()
     began = time.monotonic()
-    method = method_of(settings, task, options)
-    layout, model = start(settings, task, store, options)
-    saved = store.state()
-    first = method.begin(layout, model)
-    state = first if saved is None else load(saved, type(first))
-
+    method, layout, state = resumed(settings, task, store, options)
     slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
     news: list[Event] = []
 
@@ -327,6 +392,8 @@ async def serve(
         no_relays=method.no_relays(),
         observe=told,
     )
+    under_way = set() if method.done(state) else fleet.accepted(state.round + 1)
+    store.require({ref.digest for ref in blobs_of(state)} | under_way)
     write_summary(settings, method, state, store, fleet)
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
     async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warning_daily(settings):

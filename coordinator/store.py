@@ -434,6 +434,18 @@ class Store:
             where = f"at {begun}: give --blobs {begun}" if begun else "in its home: leave --blobs out"
             raise ConfigError(f"the federation keeps its tensors {where}")
 
+    def require(self, digests: Collection[str]) -> None:
+        """See that tensors are there.
+
+        Raises:
+            StoreError: some are not; the text names them.
+        """
+        if missing := sorted(digest for digest in digests if self.blobs.bring(digest) is None):
+            raise StoreError(
+                f"{self.home / 'blobs'} lacks {len(missing)} of the tensors that the store names ({', '.join(missing)}):"
+                " bring the folder that belongs to it, or `fedge restore` a backup to another --home"
+            )
+
     def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
         """Delete all other tensors, and what was received of others, but for what is younger than `spare_s`."""
         with _guarded():

@@ -502,6 +502,19 @@ class MqttFleet:
         named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
         return named | {ref.digest for brought in self._uploads.values() for ref in brought}
 
+    def accepted(self, number: int) -> set[str]:
+        """Digests of the tensors that came for a round that is under way, and that open streams name."""
+        found: set[str] = set()
+        for entry in (*self._store.entries(number), *self._store.streamed(number)):
+            action = read_action(entry.order, self._steps)
+            if isinstance(action, Unsupported):
+                continue
+            if entry.report is not None and not isinstance(result := read_result(entry.report, action), Refusal):
+                found |= {ref.digest for ref in action.uploads(result, self._layout)}
+            elif entry.status is OrderStatus.OPEN and entry.order.round < number:
+                found |= {ref.digest for ref in blobs_of([entry.order, action])}
+        return found
+
     def _asked(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
         """What devices are asked, and the answers of those that are not: by their status they cannot, or may not."""
         require_sendable(actions.values())

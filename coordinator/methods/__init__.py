@@ -51,10 +51,13 @@ Option = int | float | str | bool
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every method needs to know.
 
-    `participation`: share of the devices asked in a round. `train_on`: what trains networks of the server's own.
+    `last`: number of the last round of training, where a run goes on after its end; None: that of `rounds`, by which
+    methods plan all the same. `participation`: share of the devices asked in a round. `train_on`: what trains networks
+    of the server's own.
     """
 
     rounds: Annotated[int, Meta(ge=0)] = 30
+    last: Annotated[int, Meta(ge=0)] | None = None
     participation: Annotated[float, Meta(gt=0, le=1)] = 1.0
     min_reports: Annotated[int, Meta(ge=1)] = 1
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -249,7 +252,7 @@ class Method(Generic[S]):
         """The next round; with differential privacy devices tell nothing without noise."""
         if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
             fleet = AccountedFleet(fleet, privacy)
-        if state.round == self.settings.rounds:
+        if state.round == self.last:
             return await self.finish(state, fleet)
         if not self.settings.protection.masking:
             return await self.round(state, fleet)
@@ -267,14 +270,19 @@ class Method(Generic[S]):
 
     def done(self, state: S) -> bool:
         """Whether nothing is left to do: R rounds of training and the last one."""
-        return state.round > self.settings.rounds
+        return state.round > self.last
+
+    @property
+    def last(self) -> int:
+        """Number of the last round of training."""
+        return self.settings.rounds if self.settings.last is None else self.settings.last
 
     def summary(self, state: S) -> dict[str, Any]:
         """What a person or a plot wants to know, as JSON values."""
         return {
             "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
-            "round": min(state.round, self.settings.rounds),
-            "rounds": self.settings.rounds,
+            "round": min(state.round, self.last),
+            "rounds": self.last,
             "done": self.done(state),
             "history": msgspec.to_builtins(state.history),
             "selection": state.participations,

@@ -293,14 +293,12 @@ class ScmoePfl(Method[ScmoeState]):
                 since_best=0,
             )
         since = state.since_best + 1
-        at_end = since >= PATIENCE or state.round == self.settings.rounds
+        at_end = since >= PATIENCE or state.round == self.last
         if at_end:  # the best round's experts serve
             state = msgspec.structs.replace(
                 state, experts=state.best, clusters=state.best_clusters, attached=state.best_attached
             )
-        return msgspec.structs.replace(
-            state, since_best=since, round=self.settings.rounds if since >= PATIENCE else state.round
-        )
+        return msgspec.structs.replace(state, since_best=since, round=self.last if since >= PATIENCE else state.round)
 
     async def finish(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Sections 10 and 11, on every device."""

@@ -19,16 +19,26 @@ from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
 from coordinator.methods import State, load
 from coordinator.methods.fedavg import FedAvgState
-from coordinator.service import CoordinatorSettings, expiring, method_of, serve, start, without_bundle
+from coordinator.service import (
+    CoordinatorSettings,
+    Length,
+    expiring,
+    length_of,
+    method_of,
+    prolonged,
+    serve,
+    start,
+    without_bundle,
+)
 from coordinator.store import Store
 from fedge import codec
 from fedge.broker import LocalBroker
-from fedge.errors import ConfigError, TransportError
+from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import BlobRef, Codec
 from fedge.processor import Processor
 from fedge.steps.install import Installed
 from fedge.tasks import task_spec
-from fedge.tensors import unflatten
+from fedge.tensors import digest_of, unflatten
 from tests.support.device import IN_0_1, TASK, RawDevice
 from tests.support.learners import LAYOUT, first_model, learners
 from tests.support.tls import Authority
@@ -129,6 +139,11 @@ async def test_stopped_in_mid_round_and_served_again(mosquitto: LocalBroker, tmp
         await asyncio.wait([first])
         half = {e.order.device_id: e.status for e in store.entries(2)}
         assert half == {"a": OrderStatus.ACCEPTED, "b": OrderStatus.OPEN}
+        digest = digest_of(codec.encode({"w": np.full(3, a.value, np.float32)}, Codec.INT8))
+        (lost := store.blobs.path(digest)).rename(tmp_path / "lost")
+        with pytest.raises(StoreError, match=f"lacks 1 of the tensors .*{digest}"):
+            await serve(wanted, TASK, store, quiet)
+        (tmp_path / "lost").rename(lost)
         b.held = frozenset()
         summary = await serve(wanted, TASK, store, quiet)
     assert summary["selection"] == {"a": 2, "b": 2}
@@ -148,6 +163,48 @@ async def test_a_federation_that_is_done_is_left_as_it_is(mosquitto: LocalBroker
         again = await serve(wanted, TASK, store, quiet)
     assert again["done"]
     assert store.state() == before
+
+
+async def test_a_run_that_ended_goes_on_with_more_rounds_and_ends_again(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    wanted = settings(mosquitto, tmp_path / "server")
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        first = asyncio.create_task(serve(wanted, TASK, store, quiet))
+        devices = await learners(stack, mosquitto, tmp_path)
+        assert (await first)["round"] == 2
+        more = settings(mosquitto, tmp_path / "server", rounds=3)
+        for _ in "goes on", "is done":
+            summary = await serve(more, TASK, store, quiet)
+            assert (summary["round"], summary["rounds"], summary["done"]) == (4, 4, True)
+            assert summary["selection"] == {"a": 3, "b": 3}
+            for device in devices:
+                assert [o.step for o in device.orders] == ["train", "train", "install", "train", "install"]
+        with pytest.raises(ConfigError, match="rounds was 3, is 2"):
+            await serve(wanted, TASK, store, quiet)
+    assert [line.round for line in final(store).history] == [1, 2, 4]
+    w = codec.decode(store.blobs.get(final(store).model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 3 * 2, rtol=1e-5)
+
+
+def test_more_rounds_only_where_the_method_has_them_and_between_two_ends(tmp_path: Path, store: Store) -> None:
+    start(settings(None, tmp_path), TASK, store)
+
+    def longer(round_: int, *, method: str = "fedavg", **changes: Any) -> Length:
+        wanted = settings(None, tmp_path, rounds=5, method=method, **changes)
+        before, length = length_of(wanted, store)
+        made = method_of(before, TASK, last=length.last)
+        state = msgspec.structs.replace(made.init(LAYOUT, BlobRef(digest="0" * 64, size_bytes=1)), round=round_)
+        return prolonged(wanted, length, made, state, store)
+
+    assert [longer(n) for n in (1, 2, 3, 7)] == [Length(total=5, last=n) for n in (5, 5, 6, 10)]
+    with pytest.raises(ConfigError, match="--dp-epsilon is what all rounds may spend together"):
+        longer(1, dp_epsilon=1.0)
+    with pytest.raises(ConfigError, match="local has no rounds"):
+        longer(1, method="local")
+    store.begin_round(3, [], now=1.0)
+    with pytest.raises(ConfigError, match="let that end with --rounds 2, then go on"):
+        longer(2)
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"method": "fedge"}, {"rounds": 9}])

@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -351,6 +352,68 @@ def test_what_waits_when_it_is_closed_is_still_carried_out(store: Store, opened:
 
 
 # ------------------------------------------------------------------------------------------------------ broken disks
+
+
+def alone(home: Path, copy: Path) -> Store:
+    """What a copy of the tables' file alone is opened as."""
+    copy.mkdir(parents=True)
+    shutil.copy(home / "store.db", copy)
+    return Store(copy)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from coordinator.store import Store
+store = Store(Path(sys.argv[1]))
+store.keep("at", "the end")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_copy_without_the_log_is_refused_until_the_last_process_has_ended_cleanly(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with contextlib.closing(Store(home)) as store:
+        with pytest.raises(ConfigError, match=r"lacks what was in store\.db-wal: take a copy made by `fedge backup`"):
+            alone(home, tmp_path / "begun")
+        store.keep("at", "noon")
+        intake = Store(home, intake=True)
+    intake.keep("at", "night")  # the dispatcher has ended
+    with pytest.raises(ConfigError, match="was in use"):
+        alone(home, tmp_path / "helped")
+    intake.close()
+    with contextlib.closing(alone(home, tmp_path / "ended")) as copy:
+        assert copy.recall("at") == "night"
+
+
+def test_after_kill_9_the_log_is_there_and_whoever_looks_leaves_a_whole_file(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    died = subprocess.run([sys.executable, "-c", KILLED, str(home)], env={**os.environ, "PYTHONPATH": "."})
+    assert died.returncode == -signal.SIGKILL
+    with pytest.raises(ConfigError, match="was in use"):
+        alone(home, tmp_path / "killed")
+    with contextlib.closing(Store(home, intake=True)) as looking:
+        assert looking.recall("at") == "the end"
+    with contextlib.closing(alone(home, tmp_path / "looked")) as copy:
+        assert copy.recall("at") == "the end"
+
+
+def test_a_log_that_cannot_be_brought_in_stays(tmp_path: Path) -> None:
+    """Or the next start would take its own file for a copy."""
+    store = Store(tmp_path)
+    store._writer.db.execute("PRAGMA query_only = ON")  # as on a disk that can be read alone
+    store.close()
+    assert (tmp_path / "store.db-wal").exists()
+    Store(tmp_path).close()
+    with contextlib.closing(alone(tmp_path, tmp_path / "copy")):
+        pass
+
+
+def test_tensors_that_are_not_there_are_named(store: Store) -> None:
+    there = store.blobs.put(b"there")
+    store.require([there])
+    with pytest.raises(StoreError, match=f"lacks 2 of the tensors .*{'a' * 64}, {'b' * 64}.*`fedge restore`"):
+        store.require([there, "b" * 64, "a" * 64])
 
 
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)

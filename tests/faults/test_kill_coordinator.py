@@ -79,3 +79,25 @@ async def test_killed_again_and_again_at_random(mosquitto: LocalBroker, tmp_path
         assert kept.items() <= federation.accepted().items()
         assert counted_once(federation)
         assert same(federation.state(FedAvgState), await federation.undisturbed("fedavg", settings(MANY_ROUNDS)))
+
+
+@pytest.mark.parametrize(("method", "kind", "rounds"), [("fedavg", FedAvgState, 2), ("fedge", FedgeState, 7)])
+async def test_a_run_that_ended_goes_on_and_is_killed(
+    mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], rounds: int
+) -> None:
+    """Its first end has a number of its own; two more rounds, and the end once more, as in one process."""
+    longer = {"method": method, "rounds": rounds + 2}
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        await federation.agents()
+        assert await (await federation.coordinator(method=method, rounds=rounds)).ended() == 0
+        planned = federation.state(kind)
+        coordinator = await federation.coordinator(**longer)
+        await coordinator.said("round_done", round=rounds + 2)
+        await coordinator.kill()
+        assert await (await federation.coordinator(**longer)).ended() == 0
+        assert counted_once(federation)
+        state = federation.state(kind)
+        assert same(state, await federation.undisturbed(method, settings(rounds), last=rounds + 3))
+        assert getattr(state, "trial", None) == getattr(planned, "trial", None)
+        assert {i: done.release for i, done in state.installed.items()} == dict.fromkeys(DEVICES, 2)
+        assert all((federation.folder / i / "bundles" / "2" / "manifest.json").exists() for i in DEVICES)

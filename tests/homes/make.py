@@ -96,7 +96,12 @@ def keep(home: Path, place: Path) -> None:
     database = home / "store.db"
     if database.exists():
         with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as db:
-            for command in ("PRAGMA journal_mode = DELETE", "PRAGMA page_size = 512", "VACUUM"):
+            for command in (
+                "PRAGMA journal_mode = DELETE",
+                "PRAGMA application_id = 0",
+                "PRAGMA page_size = 512",
+                "VACUUM",
+            ):
                 db.execute(command)
     shutil.copytree(home, place, ignore=shutil.ignore_patterns("lock", ".tmp-*"))
 

@@ -205,9 +205,17 @@ class Federation:
         return load(saved, kind)
 
     async def undisturbed(
-        self, name: str, settings: MethodSettings, kind: Callable[..., SimulatedFleet] = SimulatedFleet
+        self,
+        name: str,
+        settings: MethodSettings,
+        kind: Callable[..., SimulatedFleet] = SimulatedFleet,
+        *,
+        last: int | None = None,
     ) -> State:
-        """The last state of the same federation in one process and without a network."""
+        """The last state of the same federation in one process and without a network.
+
+        `last`: after its end it goes on until so many rounds are done, and ends again.
+        """
         layout, model = initial(self.task, SEED)
         with one_thread():
             workers = {
@@ -218,7 +226,8 @@ class Federation:
             }
             fleet = kind(self.task, layout, workers, seed=SEED, execute=one_by_one)
             method = make(name, settings)
-            return await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
+            state = await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
+            return await run(make(name, msgspec.structs.replace(settings, last=last)), state, fleet) if last else state
 
 
 def settings(
