@@ -57,6 +57,9 @@ class Database(Protocol):
     def begin(self) -> None:
         """Begin a transaction that writes, once no other process has one open: they end in the order they begin in."""
 
+    def snapshot(self) -> None:
+        """Begin a transaction that only reads: all of it sees the tables as they are at its first statement."""
+
     def version(self) -> int:
         """Number of the last migration; 0: there are no tables yet."""
 
@@ -112,6 +115,9 @@ class _Sqlite:
 
     def begin(self) -> None:
         self.execute("BEGIN IMMEDIATE")
+
+    def snapshot(self) -> None:
+        self.execute("BEGIN")
 
     def version(self) -> int:
         return int(self.execute("PRAGMA user_version")[0][0])
@@ -206,6 +212,9 @@ class _Postgres:
 
     def begin(self) -> None:
         self._script("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 1))")
+
+    def snapshot(self) -> None:
+        self._script("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
     def alone(self, taken: str) -> None:
         try:

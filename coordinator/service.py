@@ -55,7 +55,7 @@ from coordinator.protection import (
     MinCohort,
 )
 from coordinator.roles import BlobServer, Intake, begun, own_folder
-from coordinator.store import RECALLED_ROUNDS, Event, Store
+from coordinator.store import ISSUE, RECALLED_ROUNDS, Event, Store
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import Name, Secret
@@ -384,6 +384,7 @@ async def serve(
         store,
         federation=settings.federation,
         run=store.remember("run", uuid.uuid4().hex[:12]),
+        issue=store.recall(ISSUE) or "",
         task=task,
         layout=layout,
         seed=settings.seed,

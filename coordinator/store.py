@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,7 +29,7 @@ from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
 from coordinator.fleet.quarantine import Offence
 from fedge.errors import ConfigError, StoreError
-from fedge.files import locked
+from fedge.files import InUseError, locked
 from fedge.messages import Context, Order, Report
 
 MIGRATIONS = Path(__file__).with_name("migrations")
@@ -41,6 +42,8 @@ RECALLED_ROUNDS: Final = 8
 NOBODY: Final = msgspec.msgpack.encode([])
 OFFERED: Final = "offered"
 """What servers of models may hand out (`Store.recall`): the digests that open orders name, as JSON."""
+ISSUE: Final = "issue"
+"""Part of the orders' ids since the store was restored from a backup (`coordinator.backup_cli`)."""
 MAX_BATCH: Final = 1000
 """Changes in one transaction."""
 MAX_EVENTS: Final = 200_000
@@ -273,8 +276,8 @@ class Store:
             )
             return list(db.execute(f"{ENTRY} WHERE round = $1 AND label = $2", given[0].round, given[0].label))
 
-        found = {entry.order.id: entry for entry in map(_entry, self._change(write))}
-        return {order.device_id: found[order.id] for order in given}
+        found = {entry.order.device_id: entry for entry in map(_entry, self._change(write))}
+        return {order.device_id: found[order.device_id] for order in given}
 
     def entry(self, order_id: str) -> Entry | None:
         """An order and what came of it; None: there never was such an order."""
@@ -441,15 +444,24 @@ class Store:
             StoreError: some are not; the text names them.
         """
         if missing := sorted(digest for digest in digests if self.blobs.bring(digest) is None):
+            names = ", ".join(missing)
             raise StoreError(
-                f"{self.home / 'blobs'} lacks {len(missing)} of the tensors that the store names ({', '.join(missing)}):"
-                " bring the folder that belongs to it, or `fedge restore` a backup to another --home"
+                f"{self.home / 'blobs'} lacks {len(missing)} of the tensors that the store names ({names}): bring "
+                "the folder that belongs to it, or `fedge restore` a backup"
             )
 
     def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
-        """Delete all other tensors, and what was received of others, but for what is younger than `spare_s`."""
-        with _guarded():
+        """Delete all other tensors, and what was received of others, but for what is younger than `spare_s`.
+
+        While a backup is being made nothing is: the next call does it.
+        """
+        with contextlib.suppress(InUseError), undeleted(self.home, "a backup is being made"), _guarded():
             self.blobs.keep_only(digests, spare_s=spare_s)
+
+
+def undeleted(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
+    """No tensor is deleted meanwhile. `taken`: as in `locked`."""
+    return locked(home / "backup", taken)
 
 
 def _count(db: Database, counted: Mapping[str, int]) -> None:

@@ -60,6 +60,8 @@ COMMANDS: Final = {
     "resume": About("Let the rounds go on.", "coordinator", WATCH),
     "retire": About("Let a device go: it gets no more orders.", "coordinator", WATCH),
     "readmit": About("Give a retired device orders again.", "coordinator", WATCH),
+    "backup": About("Copy a coordinator's home, while it runs.", "coordinator", SERVER),
+    "restore": About("Make a coordinator's home of a backup.", "coordinator", SERVER),
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator", SERVER),
     "provision": About("Make the certificates of a federation: who belongs to it, and who not.", "coordinator", SERVER),
     "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", SERVER),

@@ -111,12 +111,13 @@ def order_for(
     *,
     left_s: float,
     descents: Mapping[str, Descent] | None = None,
+    issue: str = "",
 ) -> Order:
-    """The order for one action: the same run, round, label and device always give the same id and seed."""
+    """The order for one action: the same run, issue, round, label and device always give the same id and seed."""
     steps = leading_to(blobs_of(action), descents or {})
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
     return Order(
-        id=f"{run}.{round_number}.{label}.{device_id}",
+        id=f"{run}{issue}.{round_number}.{label}.{device_id}",
         device_id=device_id,
         run=run,
         round=round_number,

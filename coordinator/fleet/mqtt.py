@@ -152,6 +152,7 @@ class MqttFleet:
         store: durable state; accepted reports and snapshots are kept there.
         federation: name of the federation.
         run: part of the orders' ids: devices remember what they did, also for an earlier coordinator of this name.
+        issue: another part, of a coordinator that was restored from a backup: what devices did since, they do again.
         task: what is learned.
         layout: of the model.
         seed: of the federation; all devices' random numbers come from it.
@@ -177,6 +178,7 @@ class MqttFleet:
         deadline_s: float,
         steps: Iterable[type[Action]] = (),
         no_relays: str = "",
+        issue: str = "",
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays)
@@ -192,6 +194,7 @@ class MqttFleet:
         self._counted: Counter[str] = Counter()
         self._store = store
         self._run = run
+        self._issue = issue
         self.task = task
         self._layout = layout
         self._fingerprint = task.fingerprint()
@@ -541,6 +544,7 @@ class MqttFleet:
                     actions[device],
                     left_s=allowed_s[device],
                     descents=self.descents,
+                    issue=self._issue,
                 )
                 for device in sorted(allowed_s)
             ],

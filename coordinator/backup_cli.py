@@ -1,0 +1,182 @@
+"""`fedge backup` and `fedge restore`: a coordinator's home, copied while it runs, and made anew elsewhere.
+
+A backup is a folder with the tables as a file of SQLite's, wherever they were, and the tensors. These are copied after
+the tables, and nobody deletes one meanwhile: none that the tables name is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from coordinator.database import Database, database, failures
+from coordinator.store import ISSUE, migrate, undeleted
+from coordinator.watch import read_summary
+from coordinator.watch_cli import CONTEXT, HOME, JSON, STORE
+from fedge.errors import ConfigError, StoreError
+from fedge.files import BlobFolder, copy_durably, whole_folder
+from fedge.messages import Order
+
+TABLES: Final = ("rounds", "orders", "states", "counters", "meta", "offences", "events")
+"""In an order in which what refers to a row comes after it."""
+BESIDE: Final = ("task.json", "summary.json")
+
+
+def back_up(home: Path, store: str | None, folder: Path) -> int:
+    """Copy a coordinator's home, which may be at work; the number of tensors.
+
+    Raises:
+        ConfigError: there is no coordinator's home, its tensors are in a bucket, or the folder is there already.
+        StoreError: the store cannot be read or the copy not be written, or a tensor is damaged.
+    """
+    federation = read_summary(home)["federation"]
+    with _made(folder) as made, undeleted(home):
+        with closing(database(home, store, federation)()) as source, closing(database(made, None, "")()) as target:
+            migrate(source, check=True)
+            if bucket := [url for (url,) in source.execute("SELECT value FROM meta WHERE name = 'blobs'") if url]:
+                raise ConfigError(
+                    f"the tensors are in {bucket[0]}: stop the coordinator, copy that and {store or home} with their own tools"
+                )
+            source.snapshot()
+            _copy_tables(source, target)
+        return _copy_files(home, made)
+
+
+def restore_to(folder: Path, home: Path, store: str | None) -> int:
+    """Make a coordinator's home of a backup; the number of tensors. Orders that were open are new ones from here on.
+
+    Raises:
+        ConfigError: there is no backup, or something is where it is to go.
+        StoreError: it cannot be read or written, is a newer fedge's, or a tensor is damaged.
+    """
+    federation = read_summary(folder)["federation"]
+    with _made(home) as made:
+        n_tensors = _copy_files(folder, made)
+        given = made / "given"  # opening a file changes it, and its tables may be those of an earlier version
+        given.mkdir()
+        shutil.copyfile(folder / "store.db", given / "store.db")
+        with closing(database(given, None, "")()) as source, closing(database(made, store, federation)()) as target:
+            migrate(source)
+            target.alone(f"a coordinator works for federation {federation} on this server: stop it")
+            if target.version() and target.execute("SELECT name FROM meta"):
+                raise ConfigError(f"{federation} is on this server already: drop the schema of that name first")
+            _reissue(source)
+            _copy_tables(source, target)
+        shutil.rmtree(given)
+    return n_tensors
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which is there when it is whole."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already: name a new folder")
+    try:
+        with whole_folder(folder) as made:
+            yield made
+    except failures() as error:
+        raise StoreError(f"cannot make {folder}: {error}") from error
+
+
+def _copy_tables(source: Database, target: Database) -> None:
+    migrate(target)
+    target.begin()
+    for table in TABLES:
+        if rows := source.execute(f"SELECT * FROM {table}"):  # noqa: S608 - ours
+            values = ", ".join(f"${n}" for n in range(1, len(rows[0]) + 1))
+            target.executemany(f"INSERT INTO {table} VALUES ({values})", rows)  # noqa: S608
+    target.execute("COMMIT")
+
+
+def _copy_files(source: Path, target: Path) -> int:
+    """The tensors, each seen to be what its name says, and what lies beside them; how many there were."""
+    blobs = sorted(BlobFolder(source / "blobs"))
+    (target / "blobs").mkdir()
+    for digest in blobs:
+        if copy_durably(source / "blobs" / digest, target / "blobs" / digest) != digest:
+            raise StoreError(f"{source / 'blobs' / digest} is damaged: it is not what its name says")
+    for name in BESIDE:
+        if (source / name).exists():
+            copy_durably(source / name, target / name)
+    return len(blobs)
+
+
+def _reissue(db: Database) -> None:
+    """Give open orders, and all that will be written, other ids.
+
+    Devices do no order again that was acknowledged, and since the backup some may have been: under their old ids they
+    would be waited for in vain. Seeds do not depend on ids, so the same work has the same result.
+    """
+    issue = f"-{uuid.uuid4().hex[:8]}"
+    db.begin()
+    db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value", ISSUE, issue)
+    for old, body in db.execute("SELECT id, body FROM orders WHERE status = 'open'"):
+        order = msgspec.msgpack.decode(body, type=Order)
+        new = f"{order.run}{issue}.{order.round}.{order.label}.{order.device_id}"
+        written = msgspec.msgpack.encode(msgspec.structs.replace(order, id=new))
+        db.execute("UPDATE orders SET id = $2, body = $3 WHERE id = $1", old, new, written)
+    db.execute("COMMIT")
+
+
+_folder = click.argument("folder", type=click.Path(path_type=Path))
+
+
+@click.command(context_settings=CONTEXT)
+@_folder
+@HOME
+@STORE
+@JSON
+def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
+    """Copy a coordinator's home to FOLDER, consistently, while it runs or after it has stopped.
+
+    FOLDER has the tables as one file, also where they are on a server, and the tensors; no keys, no certificates.
+
+    \b
+    Examples:
+      fedge backup backups/monday --home shop
+      fedge backup backups/monday --home shop --store postgresql://fedge@db/fedge
+
+    \b
+    Exit codes: 0 done, 2 no coordinator's folder or FOLDER is there already, 4 the store cannot be read or the copy not
+    be written, or a tensor is damaged.
+    """  # noqa: D301 - click wants the backspace character itself
+    return _tell("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
+
+
+@click.command(context_settings=CONTEXT)
+@_folder
+@click.option("--home", type=click.Path(path_type=Path), required=True, help="The new home, which is not there yet.")
+@click.option("--store", help="postgresql://... to have the tables there; without: HOME/store.db.")
+@JSON
+def restore(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
+    """Make a coordinator's home of a backup in FOLDER.
+
+    Start `fedge coordinator` with it as before, once the old coordinator has ended for good: it goes on with the round
+    that was under way when the backup was made. What devices have answered since then they are asked again.
+
+    \b
+    Examples:
+      fedge restore backups/monday --home shop2
+      fedge restore backups/monday --home shop2 --store postgresql://fedge@db/fedge
+
+    \b
+    Exit codes: 0 done, 2 no backup, or HOME or the federation's schema is there already, 4 the backup cannot be read or
+    the home not be written, a newer fedge made it, or a tensor is damaged.
+    """  # noqa: D301
+    return _tell("restored", restore_to(folder, home, store), folder, home, home, as_json)
+
+
+def _tell(event: str, n_tensors: int, source: Path, target: Path, made: Path, as_json: bool) -> int:
+    summary = read_summary(made)
+    told = {"event": event, "from": str(source), "to": str(target), "tensors": n_tensors, "round": summary["round"]}
+    text = f"{source} is in {target}: {summary['federation']}, {n_tensors} tensors, after round {summary['round']}"
+    click.echo(json.dumps(told) if as_json else text)
+    return 0

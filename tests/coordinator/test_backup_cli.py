@@ -1,0 +1,98 @@
+"""`fedge backup` and `restore`; with federations that go on elsewhere: tests/faults/test_backup.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.backup_cli import TABLES, back_up, restore_to
+from coordinator.fleet import Device
+from coordinator.store import ISSUE, Event, Store, undeleted
+from fedge.cli import main
+from fedge.errors import ConfigError, StoreError
+from tests.coordinator.test_store import order, report
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Of a coordinator in round 1: a has answered, b has not."""
+    home = tmp_path / "home"
+    with contextlib.closing(Store(home)) as store:
+        store.blobs.put(b"a tensor")
+        store.begin_round(1, [Device("a", 5), Device("b", 6)], now=1.0)
+        store.write_orders([order("a"), order("b")])
+        store.accept(report("a"), now=2.0).result()
+        store.note(Event(at=1.0, round=1, name="asked")).result()
+        store.count({"bytes_up": 3})
+    (home / "summary.json").write_text(json.dumps({"federation": "f", "round": 0, "at": 1.0}))
+    (home / "task.json").write_text("{}")
+    return home
+
+
+def test_all_tables_and_tensors_are_copied_and_only_open_orders_get_another_id(
+    home: Path, tmp_path: Path, store_url: str | None
+) -> None:
+    with contextlib.closing(Store(home)) as store:
+        made = store._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        assert {name for (name,) in made} == set(TABLES)
+        before = {table: store._db.execute(f"SELECT * FROM {table}") for table in TABLES}
+        assert back_up(home, None, tmp_path / "backup") == 1  # while it is open
+    new = tmp_path / "new"
+    assert restore_to(tmp_path / "backup", new, store_url) == 1
+    assert (new / "task.json").exists()
+    with contextlib.closing(Store(new, store_url, federation="f")) as store:
+        issue = store.recall(ISSUE)
+        assert issue
+        assert [entry.order.id for entry in store.entries(1)] == ["r.1.s.a", f"r{issue}.1.s.b"]
+        assert store._db.execute("SELECT id FROM orders WHERE status = 'open'") == [(f"r{issue}.1.s.b",)]
+        assert store.write_orders([order("a"), order("b")])["a"].report == report("a")
+        after = {table: store._db.execute(f"SELECT * FROM {table}") for table in TABLES}
+        assert [t for t in TABLES if sorted(after[t]) != sorted(before[t])] == ["orders", "meta"]
+        assert [store.blobs.get(digest) for digest in store.blobs] == [b"a tensor"]
+    if store_url is not None:
+        with pytest.raises(ConfigError, match="f is on this server already: drop the schema"):
+            restore_to(tmp_path / "backup", tmp_path / "again", store_url)
+        assert not (tmp_path / "again").exists()
+
+
+def test_nothing_is_deleted_while_a_backup_is_made(home: Path) -> None:
+    with contextlib.closing(Store(home)) as store:
+        with undeleted(home):
+            store.keep_only(())
+            assert len(list(store.blobs)) == 1
+        store.keep_only(())
+        assert not list(store.blobs)
+
+
+def test_what_is_there_stays_and_what_is_damaged_is_named(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    with pytest.raises(ConfigError, match="is no coordinator's --home"):
+        back_up(tmp_path / "nothing", None, folder)
+    with pytest.raises(ConfigError, match="home is there already"):
+        back_up(home, None, home)
+    (blob,) = (home / "blobs").iterdir()
+    whole = blob.read_bytes()
+    blob.write_bytes(b"another")
+    with pytest.raises(StoreError, match=f"{blob.name} is damaged"):
+        back_up(home, None, folder)
+    assert not folder.exists()
+    blob.write_bytes(whole)
+    back_up(home, None, folder)
+    with pytest.raises(ConfigError, match="home is there already"):
+        restore_to(folder, home, None)
+    (folder / "store.db").unlink()
+    with pytest.raises(StoreError, match="cannot make"):
+        restore_to(folder, tmp_path / "new", None)
+
+
+def test_the_commands_tell_what_was_copied(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, new = tmp_path / "backup", tmp_path / "new"
+    assert main(["backup", str(folder), "--home", str(home)]) == 0
+    assert "f, 1 tensors, after round 0" in capsys.readouterr().out
+    assert main(["restore", str(folder), "--home", str(new), "--json"]) == 0
+    told = {"event": "restored", "from": str(folder), "to": str(new), "tensors": 1, "round": 0}
+    assert json.loads(capsys.readouterr().out) == told
+    assert main(["restore", str(folder), "--home", str(new)]) == 2
