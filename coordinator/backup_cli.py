@@ -43,7 +43,7 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
             migrate(source, check=True)
             if bucket := [url for (url,) in source.execute("SELECT value FROM meta WHERE name = 'blobs'") if url]:
                 raise ConfigError(
-                    f"the tensors are in {bucket[0]}: stop the coordinator, copy that and {store or home} with their own tools"
+                    f"the tensors are in {bucket[0]}: stop the coordinator and copy both by tools of their own"
                 )
             source.snapshot()
             _copy_tables(source, target)

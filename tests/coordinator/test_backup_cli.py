@@ -81,6 +81,10 @@ def test_what_is_there_stays_and_what_is_damaged_is_named(home: Path, tmp_path: 
     assert not folder.exists()
     blob.write_bytes(whole)
     back_up(home, None, folder)
+    with contextlib.closing(Store(home)) as store:
+        store.keep("blobs", "s3://bucket/shop")
+    with pytest.raises(ConfigError, match="the tensors are in s3://bucket/shop: stop the coordinator and copy both"):
+        back_up(home, None, tmp_path / "other")
     with pytest.raises(ConfigError, match="home is there already"):
         restore_to(folder, home, None)
     (folder / "store.db").unlink()
