@@ -26,7 +26,7 @@ demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT b
 docs: $(BIN)/fedge  ## the documents as a site, into build/site
 	mkdir -p build/pages
 	ln -sfn $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs examples) build/pages
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	! grep -rlE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'
 
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: 5 minutes at most on two cores
