@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -207,7 +208,7 @@ def measure(
     bundle = folder / "fp32"
     if int8:
         bundle = folder / "int8"
-        none = Int8Limits(accuracy_drop=1.0, agreement=0.0)
+        none = Int8Limits(accuracy_drop=1.0, agreement=0.0, latency_ratio=math.inf)
         quantise(read(folder / "fp32"), Validation(x[seen], y[seen]), bundle, none)
         runs["int8"] = {"engine": "int8"}
     row: dict[str, object] = {}

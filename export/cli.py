@@ -38,12 +38,20 @@ from fedge.validation import load_validation
     show_default=True,
     help="Largest loss of accuracy on the device's samples by 8 bits.",
 )
+@click.option(
+    "--int8-latency-ratio",
+    type=click.FloatRange(0),
+    default=Int8Limits().latency_ratio,
+    show_default=True,
+    help="Largest time of 8 bits for a sample, by that of float32, on this machine.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per home, a line each.")
 def export(
     homes: tuple[Path, ...],
     out: Path | None,
     int8_agreement: float,
     int8_accuracy_drop: float,
+    int8_latency_ratio: float,
     *,
     int8: bool,
     as_json: bool,
@@ -52,7 +60,8 @@ def export(
 
     HOME is an agent's home, or a bundle. Its newest bundle is verified: every digest, and a run in ONNX Runtime. With
     --out it is copied, of several homes each to a folder of its name. With --int8 the copy can be run in 8 bits, too
-    (`fedge infer --engine int8`), unless that predicts worse on HOME/validation.npz than the limits allow.
+    (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow, or is slower
+    on this machine: run it on the board that is to predict.
 
     \b
     Examples:
@@ -63,7 +72,7 @@ def export(
 
     \b
     Exit codes: 0 verified, 2 no bundle or validation samples there or --out exists, 4 the copy cannot be written, 5 a
-    bundle is not what its manifest says, or 8 bits predict too badly.
+    bundle is not what its manifest says, or 8 bits predict too badly or too slowly.
     """  # noqa: D301 - click needs the character itself
     if int8 and out is None:
         raise ConfigError("--int8 makes a copy: name a folder for it with --out")
@@ -74,7 +83,9 @@ def export(
         record = _record(home, bundle, target)
         if target is not None and int8:
             validation = load_validation(home, bundle.manifest.task)
-            limits = Int8Limits(accuracy_drop=int8_accuracy_drop, agreement=int8_agreement)
+            limits = Int8Limits(
+                accuracy_drop=int8_accuracy_drop, agreement=int8_agreement, latency_ratio=int8_latency_ratio
+            )
             record["int8"] = quantise(bundle, validation, target, limits)
         elif target is not None:
             pack(bundle, target)
@@ -147,7 +158,8 @@ def _text(record: dict[str, Any]) -> str:
         report: Int8Report = record["int8"]
         small = (
             f"\n  8 bits: {report.size_bytes / 1e6:.2f} MB, the class of float32 on {report.agreement:.3f} of "
-            f"{report.n} samples, 99 % of probabilities within {report.p99_difference:.3f}"
+            f"{report.n} samples, 99 % of probabilities within {report.p99_difference:.3f}\n"
+            f"  {report.latency_int8_ms:.3f} ms for a sample on this machine, float32 {report.latency_ms:.3f} ms"
         )
     return (
         f"{record['bundle']}{copied}\n  release {record['release']}, {record['task']}, {record['method']}: {shares}\n"

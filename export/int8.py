@@ -1,5 +1,7 @@
 """A bundle's graph with its candidates in 8 bits: about a quarter of the memory, and faster where the processor helps.
 
+Whether it does is measured where the graph is made, which should be the board that is to predict.
+
 Static quantisation (QDQ): weights int8 per channel, activations uint8 in ranges that are calibrated on the device's own
 validation samples. Gate, fusion and each network's last layer stay in float32: rounded logits cost ten times the error
 of all other layers together, and that layer is next to nothing of the work. The graph is made for one device and holds
@@ -13,6 +15,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -38,25 +41,33 @@ MIN_SAMPLES: Final = 10
 """With fewer validation samples nothing is calibrated."""
 MAX_SAMPLES: Final = 256
 """Samples that activations are calibrated on; bounds time and memory."""
+N_TIMED: Final = 100
+"""Single samples by which both graphs are timed, in turns; the medians are compared."""
 _OF_A_NETWORK: Final = re.compile(r"(c\d+|trunk)/")
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 
 
 class Int8Limits(Struct, frozen=True, kw_only=True):
-    """How much worse than float32 the 8 bits may be on samples that they were not calibrated on."""
+    """How much worse than float32 the 8 bits may be on samples that did not calibrate them, and how much slower."""
 
     accuracy_drop: NonNegative = 0.02  # of the personalised accuracy, with labels only
     agreement: Annotated[float, Meta(ge=0, le=1)] = 0.98  # share of samples whose class stays
+    latency_ratio: NonNegative = 1.0  # to float32's median for a single sample, on this machine
 
 
 class Int8Report(Struct, frozen=True, kw_only=True):
-    """What the check found: `n` samples; accuracies None without labels; p99 of the differences of probabilities."""
+    """What the check found: `n` samples; accuracies None without labels; p99 of the differences of probabilities.
+
+    Latencies are medians of single samples on one thread of this machine.
+    """
 
     n: int
     accuracy: Share | None
     accuracy_int8: Share | None
     agreement: Share
     p99_difference: NonNegative
+    latency_ms: NonNegative
+    latency_int8_ms: NonNegative
     size_bytes: int
 
 
@@ -73,7 +84,8 @@ def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8L
 
     Raises:
         ConfigError: too few samples, or `target` exists.
-        UpdateRejected: the 8 bits predict worse than the limits allow, or cannot be run. Nothing is written.
+        UpdateRejected: the 8 bits predict worse or take longer than the limits allow, or cannot be run. Nothing is
+            written.
         StoreError: the disk is full or broken.
     """
     if target.exists():
@@ -172,12 +184,15 @@ def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8L
     wanted = run(bundle.graph, bundle.folder, x)[0]
     found = run(graph, bundle.folder, x)[0]
     classes, classes_int8 = wanted.argmax(axis=1), found.argmax(axis=1)
+    latency_ms, latency_int8_ms = _latencies_ms((bundle.graph, graph), bundle.folder, x)
     report = Int8Report(
         n=len(x),
         accuracy=None if y is None else float((classes == y).mean()),
         accuracy_int8=None if y is None else float((classes_int8 == y).mean()),
         agreement=float((classes == classes_int8).mean()),
         p99_difference=float(np.percentile(np.abs(found - wanted).max(axis=1), 99)),
+        latency_ms=latency_ms,
+        latency_int8_ms=latency_int8_ms,
         size_bytes=len(graph),
     )
     if not np.isfinite(found).all():
@@ -194,4 +209,25 @@ def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8L
                 f"8 bits take the accuracy on {report.n} samples from {report.accuracy:.3f} to "
                 f"{report.accuracy_int8:.3f}, at most {limits.accuracy_drop:.3f} less is allowed: no bundle written"
             )
+    if latency_int8_ms > limits.latency_ratio * latency_ms:
+        raise UpdateRejected(
+            f"8 bits take {latency_int8_ms:.3f} ms for a sample on this machine, float32 {latency_ms:.3f} ms: no "
+            "bundle written; float32 is the better one here, unless memory is short (--int8-latency-ratio)"
+        )
     return report
+
+
+def _latencies_ms(graphs: tuple[bytes, ...], folder: Path, x: NDArray[np.float32]) -> list[float]:
+    """Median of single samples by each graph, which take turns."""
+    from fedge.ort import session_of
+
+    sessions = [session_of(graph, folder) for graph in graphs]
+    taken: list[list[float]] = [[] for _ in graphs]
+    for i in range(-len(x[:10]), N_TIMED):  # the first ones warm up
+        sample = {INPUT: x[i % len(x)][np.newaxis]}
+        for session, times in zip(sessions, taken, strict=True):
+            begin = time.perf_counter()
+            session.run(None, sample)
+            if i >= 0:
+                times.append(1000 * (time.perf_counter() - begin))
+    return [float(np.median(times)) for times in taken]

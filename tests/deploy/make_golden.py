@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import deploy
 from deploy.engines import ENGINES
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.int8 import quantise
+from export.int8 import Int8Limits, quantise
 from export.parity import expected
 from fedge.bundle import read
 from fedge.messages import Role
@@ -102,7 +102,12 @@ def make_engines(folder: Path) -> None:
             task=CONVOLUTIONS, layout=network.layout, mixture=mixture, validation=x[1200:1400], release=1,
             method="fedge", metrics={},
         )  # fmt: skip
-        quantise(read(float32), Validation(x[1200:1400], y[1200:1400].astype(np.int64)), folder / "bundle")
+        quantise(
+            read(float32),
+            Validation(x[1200:1400], y[1200:1400].astype(np.int64)),
+            folder / "bundle",
+            Int8Limits(latency_ratio=np.inf),
+        )
     found = {engine: deploy.load(folder / "bundle", engine=engine).predict(raw[1400:1464]) for engine in ENGINES}
     arrays = {
         f"{engine}_{name}": getattr(prediction, name)

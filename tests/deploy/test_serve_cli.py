@@ -53,6 +53,7 @@ def test_help_shows_every_setting():
         ((GOLDEN, "--max-batch", "0"), ConfigError, "--max-batch"),
         ((GOLDEN, "--broker", "localhost"), ConfigError, "--federation, --id"),
         ((GOLDEN, f"b={GOLDEN}", "--broker", "x", "--federation", "f", "--id", "a"), ConfigError, "exactly one model"),
+        ((GOLDEN, f"bundle={GOLDEN}", f"b={GOLDEN}"), ConfigError, "two models are called bundle"),
         ((GOLDEN, "--provider", "cuda"), ConfigError, "no execution provider cuda here: onnxruntime"),
         ((GOLDEN, "--provider", "cpu", "--provider-options", "fast"), ConfigError, "KEY=VALUE"),
         ((GOLDEN, "--broker", "x:y", "--federation", "f", "--id", "a"), ConfigError, "no address of a broker"),
@@ -107,6 +108,30 @@ async def test_what_an_agent_wrote_is_served_without_an_installation_by_hand(tmp
         assert said["models"] == ["digits"]
         assert (await ask(session, "digits"))[1]["parameters"]["release"] == 2
     assert Slots(tmp_path).good is not None
+
+
+async def test_several_tasks_of_a_device_are_served_each_under_its_name_and_updated(tmp_path):
+    people, doors = tmp_path / "people", tmp_path / "doors"
+    for home in (people, doors):
+        variant(home / "bundles" / "1", release=1)
+    models = ("--home", people, f"doors={doors}", f"fixed={GOLDEN}")
+    async with process(*models) as (child, said, session):
+        assert said["models"] == ["digits", "doors", "fixed"]
+        assert set(map(tuple, said["providers"].values())) == {("CPUExecutionProvider",)}
+        variant(doors / "bundles" / "2", release=2, gate=other_gate)
+        async with asyncio.timeout(PATIENCE):
+            while (await ask(session, "doors"))[1]["parameters"]["release"] == 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        releases = [(await ask(session, model))[1]["parameters"]["release"] for model in said["models"]]
+        assert releases == [1, 2, 3]
+        async with session.post("/v2/repository/index") as response:
+            index = await response.json()
+        assert [(one["name"], one["version"]) for one in index] == [("digits", "1"), ("doors", "2"), ("fixed", "3")]
+        child.terminate()
+        assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
+    for home in (people, doors):
+        with owned(home):
+            pass
 
 
 def test_a_home_without_any_bundle_says_what_it_waits_for(tmp_path):

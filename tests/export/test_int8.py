@@ -1,6 +1,7 @@
 """8 bits on real digits: close to float32, refused where they are not, and run by a device without onnx."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from fedge.validation import Validation
 TASK = TaskSpec(
     name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp", model_options={"hidden": 32}
 )
+
+
+ANY_SPEED = Int8Limits(latency_ratio=math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ def _trained(network, x, y, seed):
 def test_is_close_to_float32_on_samples_it_has_not_seen(tmp_path, home, digits):
     bundle = read(home / "bundles" / "1")
     x, y = digits
-    report = quantise(bundle, Validation(x[1200:1400], y[1200:1400]), tmp_path / "small")
+    report = quantise(bundle, Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
     fused, small = (deploy.load(tmp_path / "small", engine=engine) for engine in ("fused", "int8"))
     one, other = fused.predict_inputs(x[1400:]), small.predict_inputs(x[1400:])
     assert (one.class_index == other.class_index).mean() >= 0.98
@@ -82,6 +86,7 @@ def test_is_close_to_float32_on_samples_it_has_not_seen(tmp_path, home, digits):
     np.testing.assert_allclose(one.probabilities, deploy.load(bundle.folder).predict_inputs(x[1400:]).probabilities)
 
     assert (report.n, report.agreement >= 0.98) == (100, True)
+    assert min(report.latency_ms, report.latency_int8_ms) > 0
     assert abs(report.accuracy - report.accuracy_int8) <= 0.02
     manifest = fused.manifest
     assert report.size_bytes == manifest.int8.size_bytes
@@ -95,7 +100,7 @@ def test_is_close_to_float32_on_samples_it_has_not_seen(tmp_path, home, digits):
 
 def test_the_layers_that_make_the_logits_stay_in_float32(tmp_path, home, digits):
     x, y = digits
-    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small")
+    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
     graph = onnx.load(tmp_path / "small" / "int8.onnx").graph
     maker = {output: node.op_type for node in graph.node for output in node.output}
     layers = {
@@ -108,7 +113,7 @@ def test_the_layers_that_make_the_logits_stay_in_float32(tmp_path, home, digits)
 def test_gate_fusion_and_shift_are_as_in_float32(tmp_path, home, digits):
     """The numbers outside the networks keep their names, so that a shift can replace them."""
     x, _ = digits
-    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], None), tmp_path / "small")
+    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], None), tmp_path / "small", ANY_SPEED)
     fused, small = (
         deploy.load(tmp_path / "small", engine=engine, mode="shift").predict_inputs(x[1400:1500])
         for engine in ("fused", "int8")
@@ -120,7 +125,11 @@ def test_gate_fusion_and_shift_are_as_in_float32(tmp_path, home, digits):
 
 @pytest.mark.parametrize(
     ("limits", "message"),
-    [(Int8Limits(agreement=1.0), "agree"), (Int8Limits(agreement=0.0, accuracy_drop=0.0), "accuracy")],
+    [
+        (Int8Limits(agreement=1.0), "agree"),
+        (Int8Limits(agreement=0.0, accuracy_drop=0.0), "accuracy"),
+        (Int8Limits(agreement=0.0, accuracy_drop=1.0, latency_ratio=0.0), "ms for a sample on this machine, float32"),
+    ],
 )
 def test_is_refused_where_it_is_worse_than_the_limits(tmp_path, home, digits, limits, message):
     """Calibrated on dark pictures, activations of real ones are cut off: 8 bits then go wrong."""
@@ -141,7 +150,7 @@ def test_needs_samples_and_a_new_folder(tmp_path, home, digits):
 
 
 def test_an_altered_graph_is_refused(tmp_path, home, digits):
-    quantise(read(home / "bundles" / "1"), Validation(digits[0][:100], None), tmp_path / "small")
+    quantise(read(home / "bundles" / "1"), Validation(digits[0][:100], None), tmp_path / "small", ANY_SPEED)
     data = bytearray((tmp_path / "small" / INT8).read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "small" / INT8).write_bytes(data)
@@ -150,12 +159,14 @@ def test_an_altered_graph_is_refused(tmp_path, home, digits):
 
 
 def test_the_command_exports_what_a_device_without_onnx_runs(tmp_path, home):
-    result = CliRunner().invoke(export, [str(home), "--out", str(tmp_path / "small"), "--int8", "--json"])
+    int8 = ("--int8", "--int8-latency-ratio", "100")
+    result = CliRunner().invoke(export, [str(home), "--out", str(tmp_path / "small"), *int8, "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["int8"]["n"] == 100
     assert record["out"] == str(tmp_path / "small")
-    assert "8 bits" in CliRunner().invoke(export, [str(home), "--out", str(tmp_path / "again"), "--int8"]).stdout
+    again = [str(home), "--out", str(tmp_path / "again"), *int8]
+    assert "ms for a sample on this machine, float32 " in CliRunner().invoke(export, again).stdout
     code = (
         "import sys, numpy, deploy\n"
         f"r = deploy.load({str(tmp_path / 'small')!r}, engine='int8')\n"
