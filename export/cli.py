@@ -60,7 +60,7 @@ def export(
 
     HOME is an agent's home, or a bundle. Its newest bundle is verified: every digest, and a run in ONNX Runtime. With
     --out it is copied, of several homes each to a folder of its name. With --int8 the copy can be run in 8 bits, too
-    (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow, or is slower
+    (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow or is slower
     on this machine: run it on the board that is to predict.
 
     \b
