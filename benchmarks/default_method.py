@@ -228,6 +228,12 @@ class Unclipped(Fedge):
         super().__init__(msgspec.structs.replace(settings, protection=plain), server)
 
 
+class OwnMeans(Fedge):
+    """Training draws features to the device's own class means (section 4.1)."""
+
+    CLASS_MEANS = 0.1
+
+
 class NoGuard(Fedge):
     """The mixture serves, whatever validation says (section 11)."""
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
@@ -197,6 +197,8 @@ class Fedge(Method[FedgeState]):
     """How often the pooled weights move to the mean of the devices' (section 8)."""
     LOCAL: ClassVar[bool] = True
     """Whether there is a local model to try."""
+    CLASS_MEANS: ClassVar[float] = 0.0
+    """lambda: how strongly training draws features to the device's own class means (section 4.1); 0: not at all."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
@@ -325,7 +327,11 @@ class Fedge(Method[FedgeState]):
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
         """`measure`: for the bandits alone."""
         sgd, codec = self.settings.sgd, self.settings.codec
-        return Train(starts=starts(state, device_id, r), sgd=sgd, codec=codec, measure=measure)
+        draws = r > 1 and any(info.layer == "head" for info in state.layout.tensors)
+        means = self.CLASS_MEANS if draws else 0
+        return Train(
+            starts=starts(state, device_id, r), sgd=sgd, codec=codec, measure=measure, class_means=means or UNSET
+        )
 
     async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""

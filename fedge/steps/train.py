@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Codec, Count, NonNegative, Share
@@ -66,7 +66,8 @@ class Train(Action, frozen=True, kw_only=True):
     `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
     normalisation). The others travel: those of the starts and of the update. What stays is what the device kept in the
     round before, at first that of `initial`. `head_steps`: the head learns alone for so long, then the base alone
-    (FedRep); 0: together.
+    (FedRep); 0: together. `class_means`: weight of the features' distance to the device's own class means (fedge.md
+    section 4.1), where nothing stays on the device; left out: without. The network must have a head.
     """
 
     STEP: ClassVar = "train"
@@ -79,6 +80,7 @@ class Train(Action, frozen=True, kw_only=True):
     personal: Selector = ()
     initial: BlobRef | None = None  # all tensors; None: personal layers begin as the network's own code makes them
     head_steps: Count = 0
+    class_means: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
     measure: bool = True  # whether losses and the gradient's norm are wanted: as much work as an epoch
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:

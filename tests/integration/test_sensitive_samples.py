@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, installed_methods, make, method_class
+from coordinator.methods.fedge import Fedge
 from coordinator.protection import Protection
 from coordinator.rollout import Plan, RolloutState
 from coordinator.rollout.service import Release
@@ -137,6 +138,11 @@ def test_sensitive_samples_shape_nothing_that_leaves(method: str, seed: int, sam
 
 
 @pytest.mark.statistical
+def test_nor_with_own_class_means(samples: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fedge, "CLASS_MEANS", 1.0)
+    check("fedge", 0, samples, tmp_path)
+
+
 @pytest.mark.parametrize("method", OFTEN)
 def test_nor_with_fine_tuning_or_with_noise(method: str, samples: Pool, tmp_path: Path) -> None:
     for seed in range(5):

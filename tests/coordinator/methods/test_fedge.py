@@ -6,6 +6,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from benchmarks import default_method
 from coordinator.fleet import Device, require_sendable
@@ -43,7 +44,7 @@ from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Model, flatten, from_bytes, unflatten
+from fedge.tensors import Layout, Model, flatten, from_bytes, unflatten
 from tests.support.simulation import Fleet, digits, manifests, predicted
 from tests.support.simulation import roles as roles_of
 
@@ -106,6 +107,20 @@ async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> No
     before = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
+
+
+async def test_own_class_means_are_asked_for_from_the_second_round_on(tmp_path) -> None:
+    """Section 4.1: not in the first, whose model knows nothing; nor by default, nor without a head."""
+    _, layout, first, _ = digits(tmp_path, n=4, limit=160)
+
+    def asked(kind: type[Fedge], layout: Layout) -> list[object]:
+        state = kind(EXACT).init(layout, first)
+        return [kind(EXACT)._order(state, "d00", r, measure=False).class_means for r in (1, 2, 9)]
+
+    assert asked(default_method.OwnMeans, layout) == [UNSET, 0.1, 0.1]
+    assert asked(Fedge, layout) == [UNSET] * 3
+    headless = Layout(tensors=tuple(msgspec.structs.replace(info, layer="") for info in layout.tensors))
+    assert asked(default_method.OwnMeans, headless) == [UNSET] * 3
 
 
 # -------------------------------------------------------------------------------------- asynchronous rounds
