@@ -21,6 +21,9 @@ Below each table: in how many runs of each setting the trial of `fedge` split th
 `fedge` against the best baseline over all settings, and against each other method the mean difference and in how many
 settings it is at least equal.
 
+Rivals that no fleet would want are classes in benchmarks/rivals. With --rivals-train-on-validation all methods but
+variants of `fedge` train on the devices' validation samples, too, and stop by none; their runs are in --out/on-all.
+
 Runs that are done are kept in --out; the same command goes on where it was.
 
 Examples:
@@ -31,6 +34,8 @@ Examples:
     python benchmarks/default_method.py --data DIR --table ablation
     python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:rho=0.3
     python benchmarks/default_method.py --data DIR --methods fedge,benchmarks.default_method:Unclipped
+    python benchmarks/default_method.py --settings "digits, alpha 1" --rivals-train-on-validation \\
+        --methods fedge,dbe,benchmarks.rivals.fedpac:FedPac,benchmarks.rivals.fedala:FedAla+ft
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,7 +58,9 @@ from coordinator.aggregation.trial import ETA_0, wants_split
 from coordinator.fleet import Device
 from coordinator.methods import NO_DATA, MethodSettings, Server
 from coordinator.methods.fedge import Fedge, FedgeState, Pool
-from coordinator.simulation.compare import Comparison, compare
+from coordinator.simulation import federation
+from coordinator.simulation.compare import Comparison, Watch, compare
+from coordinator.simulation.compare import together as merged
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
 from fedge.messages import Role
@@ -60,6 +68,8 @@ from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted
 from fedge.steps.fit_gate import FitGate
 from fedge.steps.fit_weights import Calibration
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData, Share
 
 sys.path.append(str(Path(__file__).parents[1]))  # methods are named by path, such as benchmarks.default_method:NoGuard
 
@@ -447,8 +457,9 @@ def measure(name: str, arguments: argparse.Namespace) -> Comparison:
     """All methods on one setting."""
     fields = dict(SETTINGS[name])
     source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
+    methods = ",".join(arguments.methods)
     settings = msgspec.convert(
-        {"methods": ",".join(arguments.methods), "seeds": arguments.seeds, "hardware": Hardware.NONE}
+        {"methods": methods, "seeds": arguments.seeds, "hardware": Hardware.NONE}
         | {"global_test": 0.0, "model": arguments.model, "evaluate_every": 1000, "jobs": arguments.jobs}
         | fields
         | TABLES[arguments.table]
@@ -460,9 +471,47 @@ def measure(name: str, arguments: argparse.Namespace) -> Comparison:
     def watch(done: int, of: int, last: RunOutcome) -> None:
         print(f"\r{name}: {done}/{of}, {last.method} {last.accuracy:.3f}   ", end="", file=sys.stderr, flush=True)
 
-    found = compare(settings, arguments.out, watch)
+    if arguments.rivals_train_on_validation:
+        found = unequal(settings, arguments.methods, arguments.out, watch)
+    else:
+        found = compare(settings, arguments.out, watch)
     print(file=sys.stderr)
     return found
+
+
+def unequal(settings: CompareSettings, methods: Sequence[str], out: Path, watch: Watch) -> Comparison:
+    """As `compare`, but the rivals train on validation samples, too."""
+    ours = [method for method in methods if method.startswith((OURS, HERE))]
+    rivals = [method for method in methods if method not in ours]
+
+    def part(methods: Sequence[str], out: Path, jobs: int | None) -> Comparison:
+        own = {"methods": ",".join(methods), "baseline": methods[0], "jobs": jobs}
+        return compare(msgspec.structs.replace(settings, **own), out, watch)
+
+    equal = part(ours, out, settings.jobs)
+    with validation_for_training():
+        more = part(rivals, out / "on-all", 1)  # in this process
+    runs = sorted([*equal.runs, *more.runs], key=lambda run: methods.index(run.method))
+    return merged(equal.scenario, runs, methods, equal.seeds, methods[0], settings.target)
+
+
+@contextmanager
+def validation_for_training() -> Iterator[None]:
+    """Within it the devices of a simulation in this process train on their validation samples, and have none."""
+    before = federation.share_data
+
+    def share_data(task: TaskSpec, share: Share) -> DeviceData:
+        own = before(task, share)
+        assert own.sensitive_val is not None
+        x, y = np.concatenate([own.x_train, own.x_val]), np.concatenate([own.y_train, own.y_val])
+        marks = np.concatenate([own.sensitive, own.sensitive_val])
+        return DeviceData(x, y, marks, own.x_val[:0], own.y_val[:0])
+
+    federation.share_data = share_data
+    try:
+        yield
+    finally:
+        federation.share_data = before
 
 
 def row(name: str, found: Comparison, table: str) -> str:
@@ -551,6 +600,9 @@ def main() -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), help="with commas (default: the table's)")
     parser.add_argument("--seeds", default="40,41,42", help="with commas (default 40,41,42)")
     parser.add_argument("--model", help="such as cnn, for all settings (default: one hidden layer of 32)")
+    parser.add_argument(
+        "--rivals-train-on-validation", action="store_true", help="all but fedge and its variants, one run at a time"
+    )
     parser.add_argument("--out", type=Path, default=Path("default-method"), help="folder of the runs")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each)")
     parser.add_argument("--json", type=Path, help="write the table to this file")

@@ -1,0 +1,110 @@
+"""FedALA: before it trains, a device mixes the global head into its own, number by number, as its samples say.
+
+Source: Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023, Algorithm 1,
+p = 1: the base is the global one, the head is l + (g - l) W with W in [0, 1] learned by SGD at rate 1 on 80 % of the
+samples: in the first round until the last ten losses have a standard deviation below 0.1 (at most 100 passes), later in
+one pass. Then all of it trains, and the server averages. W and the head stay on the device; what is sent is shaped by
+them, so both learn from D_L alone. Departure: the first round has no own head yet, W begins in the second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+
+from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.train import Train
+from fedge.tensors import HEAD, Layout, Model, Selector, TensorInfo, Tensors
+
+if TYPE_CHECKING:
+    from edge_agent.device import Device
+    from fedge.step import Result
+
+OWN, MIX = "own", "mix"
+SHARE, RATE, SPREAD, LAST, MOST = 0.8, 1.0, 0.1, 10, 100
+FRESH: Final = -1.0
+"""In place of W before there is one."""
+
+
+class TrainAla(Train, frozen=True, kw_only=True):
+    """The contract: as `Train`; head and W are kept."""
+
+    STEP: ClassVar = "train_ala"
+    DEVICE: ClassVar = __name__
+
+    @staticmethod
+    def kept(personal: Selector, layout: Layout) -> Layout:
+        """Both as vectors, as long as the head."""
+        del personal
+        shape = (layout.select(HEAD).n_params,)
+        return Layout(tensors=(TensorInfo(name=MIX, shape=shape), TensorInfo(name=OWN, shape=shape)))
+
+
+class FedAla(PersonalLayers[PersonalState]):
+    """The server half: FedAvg."""
+
+    name = "fedala"
+    steps = (TrainAla,)
+    needs_head = True
+
+    def step(self, state: PersonalState, **common: Any) -> TrainAla:  # noqa: ARG002 - the same in all rounds
+        """What a device does in a round."""
+        return TrainAla(**common)
+
+
+def run(device: Device, action: TrainAla) -> Result:
+    """The device half, in the frame that all training steps share."""
+    from edge_agent.steps import train
+
+    return train.train(device, action, lambda w, mine: learn(device, action, w, mine))
+
+
+def learn(device: Device, action: TrainAla, w: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+    """The trained model, and its head with W."""
+    from fedge.models.training import Trainer
+
+    network, (x, y), sgd = device.network, device.data.shared, action.sgd
+    head = network.slice_of("head")
+    mix = np.full_like(w.params[head], FRESH) if mine is None else mixture(device, action, w, mine)
+    network.load(w if mine is None else overlay(w, {OWN: mine[OWN], MIX: mix}, network.layout))
+    Trainer(network, x, y, sgd, device.rng()).run(sgd.steps_for(len(y)), device.stop)
+    trained = network.dump()
+    return trained, {OWN: trained.params[head].copy(), MIX: mix}
+
+
+def mixture(device: Device, action: TrainAla, w: Model, mine: Tensors) -> np.ndarray:
+    """W, learned from where it was, at first from ones."""
+    import torch
+
+    from fedge.models.training import cross_entropy, tensor
+
+    network, (x, y), rng = device.network, device.data.shared, device.rng(1)
+    head = network.slice_of("head")
+    own = mine[OWN]
+    first = bool((mine[MIX] == FRESH).all())
+    mix = np.ones_like(own) if first else mine[MIX].copy()
+    chosen = rng.permutation(len(y))[: max(1, round(SHARE * len(y)))]
+    losses: list[float] = []
+    for _ in range(MOST if first else 1):
+        for batch in np.array_split(chosen, max(1, len(chosen) // action.sgd.batch_size)):
+            network.load(overlay(w, {OWN: own, MIX: mix}, network.layout))
+            network.gradient.zero_()
+            inputs, labels = (tensor(each[batch], network.processor) for each in (x, y))
+            network.backward(cross_entropy, inputs, labels)
+            gradient = network.gradient[head].cpu().numpy()
+            mix = np.clip(mix - RATE * gradient * (w.params[head] - own), 0, 1)
+        with torch.no_grad():
+            losses.append(cross_entropy(network.module, inputs, labels).item())
+        if len(losses) > LAST and np.std(losses[-LAST:]) < SPREAD:
+            break
+    return np.asarray(mix, np.float32)
+
+
+def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+    """The global model whose head is own + (global - own) W; its own head as it is before there is a W."""
+    params = model.params.copy()
+    head = slice(len(params) - layout.select(HEAD).n_params, None)
+    mix = np.maximum(kept[MIX], 0)
+    params[head] = kept[OWN] + (params[head] - kept[OWN]) * mix
+    return Model(params, model.buffers, model.counters)
