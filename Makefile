@@ -9,7 +9,7 @@ TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
 TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all coverage chaos fuzz tuf-conformance lint
+.PHONY: help demo day docs test test-all coverage chaos fuzz tuf-conformance lint
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -22,6 +22,9 @@ $(BIN)/fedge: pyproject.toml constraints.txt
 
 demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT broker on this machine, about two minutes
 	$(BIN)/fedge demo
+
+day: $(BIN)/fedge  ## a day of a fleet: a device falls ill, a backup is restored, a rollout is stopped from the page; one minute
+	$(BIN)/python -m tests.day
 
 docs: $(BIN)/fedge  ## the documents as a site, into build/site
 	mkdir -p build/pages
