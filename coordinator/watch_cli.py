@@ -270,6 +270,13 @@ class UiSettings(Struct, frozen=True, kw_only=True):
     ] = ""
     http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
     http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
+    home_assistant: (
+        Annotated[
+            Secret,
+            Meta(description="mqtt://USER:PASSWORD@HOST:PORT of Home Assistant's broker: the devices show up there."),
+        ]
+        | None
+    ) = None
     members: (
         Annotated[
             Path,
@@ -338,4 +345,5 @@ def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
         tls=tls,
         rollouts=Overview([Path(repo.strip()) for repo in settings.rollouts.split(",") if repo.strip()], config),
         certificates=None if members is None else Certificates(members, federation),
+        home_assistant=settings.home_assistant,
     )

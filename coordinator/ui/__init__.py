@@ -31,6 +31,7 @@ from coordinator.control import ACTIONS, act
 from coordinator.rollout.overview import Overview
 from coordinator.store import Store
 from coordinator.ui.certificates import Certificates, Login
+from coordinator.ui.home_assistant import broker_of, tell
 from coordinator.ui.metrics import metrics
 from coordinator.watch import Watch, told
 from fedge.errors import ConfigError, StoreError, TransportError
@@ -105,6 +106,7 @@ class Page:
         tls: for HTTPS.
         rollouts: that are shown, and may be acted on.
         certificates: by which members of the federation log in.
+        home_assistant: address of the broker that is told of the devices.
     """
 
     def __init__(
@@ -118,18 +120,22 @@ class Page:
         tls: ssl.SSLContext | None = None,
         rollouts: Overview | None = None,
         certificates: Certificates | None = None,
+        home_assistant: str | None = None,
     ) -> None:
         self._home, self._opened = home, opened
         self._host, self._port, self._tls = host, port, tls
         self._token = token
         self._certificates = certificates
+        self._home_assistant = home_assistant
+        if home_assistant is not None:
+            broker_of(home_assistant)
         self._rollouts = rollouts or Overview([], None)
         self._reading_is_free = _is_local(host)
         self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> word against forged requests, until when
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
         self._logins = asyncio.Lock()
         self._streams: set[asyncio.Queue[dict[str, Any] | None]] = set()
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -165,14 +171,19 @@ class Page:
             self._thread.shutdown()
             raise TransportError(f"cannot listen on {self._host}:{self._port}: {error}") from error
         self._port = self._runner.addresses[0][1]
-        self._looking = asyncio.create_task(self._look())
+        self._tasks = [asyncio.create_task(self._look())]
+        if self._home_assistant is not None:
+            state = await self._read(self._watch.state)
+            told = tell(lambda: self._read(self._watch.state), self._home_assistant, state["federation"])
+            self._tasks.append(asyncio.create_task(told))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._looking is not None
-        self._looking.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for queue in self._streams:
             queue.put_nowait(None)
         await self._runner.cleanup()
