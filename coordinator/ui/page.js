@@ -338,6 +338,16 @@ function heading() {
   $("actions").replaceChildren(...actions.filter(Boolean));
 }
 
+function mark(tab) {  // the tabs stay as they are, so that a phone does not lose where they were scrolled to
+  const bar = $("tabs");
+  if (!bar.children.length) bar.append(...TABS.map(([id, words]) => h("a", { href: `#${id}`, "data-key": `t:${id}` }, words)));
+  for (const link of bar.children) {
+    const current = link.hash === `#${tab}`;
+    if (current && !link.hasAttribute("aria-current")) bar.scrollLeft = link.offsetLeft - bar.clientWidth / 2 + link.clientWidth / 2;
+    if (current) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
+}
+
 function render() {
   if (!state) return;
   const [view, name] = location.hash.slice(1).split("/").map(decodeURIComponent);
@@ -345,7 +355,7 @@ function render() {
   const at = document.activeElement?.selectionStart;
   heading();
   const tab = { device: "fleet", round: "rounds" }[view] ?? (view || "fleet");
-  $("tabs").replaceChildren(...TABS.map(([id, words]) => h("a", { href: `#${id}`, "aria-current": tab === id ? "page" : null, "data-key": `t:${id}` }, words)));
+  mark(tab);
   const made = { clusters, rounds, accuracy, samples, rollouts, events: eventsView, device: () => device(name), round: () => round(name) }[view] ?? fleet;
   $("main").replaceChildren(...[made()].flat(3).filter(Boolean));
   if (key) {

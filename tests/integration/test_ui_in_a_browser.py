@@ -130,6 +130,8 @@ def test_a_phone_in_the_dark_needs_no_sideways_scrolling(browser: Any, url: str)
             browser.refresh()
             see(browser, "cam12" if view in {"fleet", "clusters", "samples", "events"} else "round")
             assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, view
+            tab = browser.find_element("css selector", "[aria-current=page]")
+            assert 0 <= tab.rect["x"] - browser.execute_script("return scrollX") <= 390 - tab.rect["width"], view
         assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(16, 20, 28)"
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
