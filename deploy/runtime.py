@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from deploy.sessions import CPU, chains
 from fedge.bundle import Bundle, Manifest, read
 from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.files import require_utf8
+from fedge.files import reading, require_utf8
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 
@@ -211,7 +213,11 @@ def load_as(folder: Path, how: How) -> Runtime:
     if not folder.is_dir():
         raise ConfigError(f"no bundle at {folder}: name the folder that holds manifest.json")
     require_utf8(folder)
-    return Runtime(read(folder), how)
+    with contextlib.ExitStack() as held:
+        held.enter_context(reading(folder))  # an agent that prunes its bundles leaves it, for the next start
+        runtime = Runtime(read(folder), how)
+        weakref.finalize(runtime, held.pop_all().close)
+    return runtime
 
 
 def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:

@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -31,7 +31,16 @@ from msgspec import Struct
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
 from fedge.errors import MALFORMED, StoreError, UpdateRejected
-from fedge.files import BlobFolder, InUseError, copy_durably, make_folder, require_utf8, whole_folder, write_atomically
+from fedge.files import (
+    BlobFolder,
+    InUseError,
+    copy_durably,
+    make_folder,
+    reading,
+    require_utf8,
+    whole_folder,
+    write_atomically,
+)
 from fedge.messages import Count, Digest
 
 log = logging.getLogger("fedge.deploy")
@@ -362,7 +371,7 @@ class Slots:
         target = self._folder(slot)
         parsed = decode(manifest)
         try:
-            with whole_folder(target) as unfinished:
+            with nullcontext() if folder is None else reading(folder), whole_folder(target) as unfinished:
                 write_atomically(unfinished / MANIFEST, manifest)
                 for name, part in parsed.files.items():
                     _copy(self._sources(name, part, folder), part, unfinished / name)

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -23,8 +23,9 @@ import numpy as np
 from msgspec import Struct
 
 from fedge import weights
+from fedge.bundle import digest_in
 from fedge.errors import FedgeError, ProtocolError, StoreError, TransportError
-from fedge.files import highest_release, write_atomically
+from fedge.files import highest_release, remove_unread, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.step import Failed, Steps, device_half
 from fedge.stopping import Stop, never
@@ -42,6 +43,8 @@ log = logging.getLogger("fedge.agent")
 
 CACHED_MODELS: Final = 8
 """Models that a device keeps beyond its open orders, those used last: the next order often names the same ones."""
+KEPT_BUNDLES: Final = 3
+"""Bundles of the device's own that stay in HOME/bundles."""
 PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
 Fetch = Callable[[BlobRef], bytes]
@@ -124,7 +127,7 @@ class Files:
         write_atomically(folder / str(self._round), data)
         for torn in folder.glob(".tmp-*"):  # of a write that kill -9 cut off
             torn.unlink(missing_ok=True)
-        earlier = sorted(number for number in _rounds(folder) if number < self._round)
+        earlier = sorted(number for number in _numbers(folder) if number < self._round)
         for number in earlier[:-1]:
             (folder / str(number)).unlink(missing_ok=True)
         for run in set(self._folder.parent.glob("*/")) - {self._folder}:
@@ -137,7 +140,7 @@ def newest(folder: Path, limit: int | None = None) -> bytes | None:
     Raises:
         StoreError: it cannot be read.
     """
-    rounds = [number for number in _rounds(folder) if limit is None or number <= limit]
+    rounds = [number for number in _numbers(folder) if limit is None or number <= limit]
     if not rounds:
         return None
     try:
@@ -146,7 +149,7 @@ def newest(folder: Path, limit: int | None = None) -> bytes | None:
         raise StoreError(f"{folder / str(max(rounds))} cannot be read: {error}") from error
 
 
-def _rounds(folder: Path) -> list[int]:
+def _numbers(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
 
 
@@ -313,7 +316,7 @@ class Device:
         from export import write_bundle
 
         release = self.release()
-        return write_bundle(
+        info = write_bundle(
             self.host.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
@@ -323,6 +326,8 @@ class Device:
             method=method,
             metrics=dict(metrics),
         )
+        prune_bundles(self.host.home)
+        return info
 
     def release(self) -> int:
         """The release of this order's bundle: the next one; that of the first attempt where the order is repeated."""
@@ -334,6 +339,22 @@ class Device:
         number = highest_release(self.host.home) + 1
         self.files.write("release", msgspec.msgpack.encode((self.order.id, number)))
         return number
+
+
+def prune_bundles(home: Path) -> None:
+    """Delete the bundles in HOME/bundles but for the `KEPT_BUNDLES` of the highest releases.
+
+    What answers, what could be gone back to (HOME/slot-a, slot-b: `deploy.slots`) and what somebody reads stays, too.
+    """
+    slots = set()
+    for slot in home.glob("slot-?"):
+        with suppress(OSError):
+            slots.add(digest_in(slot))
+    for number in sorted(_numbers(home / "bundles"))[:-KEPT_BUNDLES]:
+        folder = home / "bundles" / str(number)
+        with suppress(OSError):  # it is read, or was damaged, and whoever looks after the disk may want to see it
+            if digest_in(folder) not in slots:
+                remove_unread(folder)
 
 
 def overlay(steps: Steps, step: str, model: Model, kept: Tensors, layout: Layout) -> Model:

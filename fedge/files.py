@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final
@@ -223,6 +223,33 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         replace_folder(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _flocked(folder: Path, how: int) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)
+
+
+def reading(folder: Path) -> AbstractContextManager[None]:
+    """`remove_unread` leaves the folder meanwhile; entering raises OSError where there is none."""
+    return _flocked(folder, fcntl.LOCK_SH)
+
+
+def remove_unread(folder: Path) -> None:
+    """Remove a folder: at once for whoever looks for it, whenever we are killed.
+
+    Raises:
+        OSError: somebody is `reading` it (BlockingIOError), or the disk is broken.
+    """
+    with _flocked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
+        folder.rename(old / "bundle")
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class _Slots(msgspec.Struct, frozen=True):

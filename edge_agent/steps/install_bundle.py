@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from edge_agent.device import Device, FailedError
+from edge_agent.device import Device, FailedError, prune_bundles
 from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
 from fedge.errors import StoreError
 from fedge.files import whole_folder, write_atomically
@@ -39,6 +39,7 @@ def run(device: Device, action: InstallBundle) -> Installed:
             _check(bundle, action, device.task)
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
+    prune_bundles(device.host.home)
     return Installed(release=bundle.manifest.release)
 
 

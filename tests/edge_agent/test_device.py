@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
 from deploy import load
-from edge_agent.device import PERSONAL, FailedError, Files, kept_of, newest, overlay, remembering
+from deploy.install_cli import install_in
+from deploy.slots import owned
+from edge_agent.device import PERSONAL, FailedError, Files, kept_of, newest, overlay, prune_bundles, remembering
 from fedge import codec, models
+from fedge.bundle import read
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.files import highest_release
 from fedge.sgd import Sgd
@@ -23,6 +29,8 @@ from fedge.step import Failed, installed_steps
 from fedge.steps.install import Install, Installed
 from fedge.steps.train import Start, Train
 from fedge.tensors import BASE, HEAD, flatten, unflatten
+from tests.deploy.bundles import source, variant
+from tests.deploy.serve_process import ask, process
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, order, part_of, worker
 
 INSTALL = Install(model=Blobs().model(1), method="fedavg")
@@ -281,3 +289,60 @@ def test_a_step_finds_the_task_and_the_data(tmp_path: Path) -> None:
 def test_a_selector_that_means_nothing_is_the_orders_fault(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         device(tmp_path, INSTALL).layout.select(("conv",))
+
+
+# ------------------------------------------------------------------------------------------------------- retention
+
+
+def released(home: Path) -> list[int]:
+    return sorted(int(path.name) for path in (home / "bundles").glob("[0-9]*"))
+
+
+def test_of_its_bundles_the_last_three_stay_and_what_answers_and_the_one_before(tmp_path: Path) -> None:
+    for release in range(1, 8):
+        variant(tmp_path / "bundles" / str(release), release=release)
+    with owned(tmp_path) as slots:
+        install_in(tmp_path, slots, read(tmp_path / "bundles" / "1"))
+        slots.stage(*source(tmp_path / "bundles" / "3"))
+        slots.switch()  # on trial
+    prune_bundles(tmp_path)
+    assert released(tmp_path) == [1, 3, 5, 6, 7]
+    assert highest_release(tmp_path) == 7
+    with owned(tmp_path) as slots:
+        slots.confirm()
+        slots.stage(*source(tmp_path / "bundles" / "7"))
+    prune_bundles(tmp_path)
+    assert released(tmp_path) == [3, 5, 6, 7]
+
+
+def test_each_bundle_that_is_written_sends_an_old_one_away(tmp_path: Path) -> None:
+    blobs, mine = Blobs(), worker(tmp_path)
+    model = blobs.model(1)
+    for number in range(1, 6):
+        made = order(msgspec.structs.replace(INSTALL, model=model), number)
+        assert mine.execute(made, blobs).result == Installed(release=number)
+    assert released(tmp_path) == [3, 4, 5]
+
+
+def test_killed_while_it_prunes_it_leaves_no_half_of_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for release in range(1, 5):
+        variant(tmp_path / "bundles" / str(release), release=release)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prune_bundles(tmp_path)
+    assert released(tmp_path) == [2, 3, 4]
+    prune_bundles(tmp_path)
+    assert all(read(tmp_path / "bundles" / str(release)) for release in released(tmp_path))
+
+
+@pytest.mark.process
+async def test_a_bundle_that_is_served_by_its_folder_stays(tmp_path: Path) -> None:
+    for release in range(1, 6):
+        variant(tmp_path / "bundles" / str(release), release=release)
+    async with process(f"golden={tmp_path / 'bundles' / '1'}") as (_, _, session):
+        prune_bundles(tmp_path)
+        assert released(tmp_path) == [1, 3, 4, 5]
+        assert (await ask(session, "golden"))[0] == 200
+    prune_bundles(tmp_path)
+    assert released(tmp_path) == [3, 4, 5]
