@@ -26,6 +26,14 @@ REASONS = {
     "tests": "runs the tests themselves",
 }
 
+EXAMPLES = dict.fromkeys(
+    ["examples/methods/fedasync.py", "examples/methods/fedbn.py", "examples/methods/pfedme.py"], "minutes"
+)
+EXAMPLES |= dict.fromkeys(
+    ["examples/custom_task.py", "examples/edge_server.toml", "examples/raspberry_pi.toml"], "fleet"
+)
+"""Why the commands in the first lines of an example are not run; tests/examples runs its code."""
+
 BLOCK = re.compile(r"(?m:^<!-- not run: (?P<reason>\w+) -->\n)?(?ms:^```(?P<kind>\w*)\n(?P<text>.*?)^```$)")
 COMMAND = re.compile(r"^(?:sudo |\S*/)?(?:fedge|python3?|make|pip|curl|docker|systemctl|apt) ", re.MULTILINE)
 NOT_HERE = re.compile(r"\b(?:sudo|apt|pip3?|docker|systemctl) ")
@@ -60,6 +68,12 @@ def blocks() -> Iterator[Block]:
                 yield Block(name, section, line, found["text"], found["reason"])
             elif not found["kind"] and COMMAND.search(found["text"]):
                 raise ValueError(f"{name}:{line}: begin a block of commands with ```console")
+    for file in sorted(ROOT.glob("examples/**/*.*")):
+        name = str(file.relative_to(ROOT))
+        if file.suffix in {".py", ".toml"} and (
+            found := re.findall(r"^#? {4,}(fedge .*)$", file.read_text(), re.MULTILINE)
+        ):
+            yield Block(name, "", 1, "\n".join(found), EXAMPLES[name])
 
 
 def script(text: str, port: int, http: int) -> str:
