@@ -50,6 +50,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.checks import first_model
 from coordinator.fleet.orders import OrderStatus
 from coordinator.store import Store
 from edge_agent import session
@@ -59,7 +60,6 @@ from fedge.broker import LocalBroker
 from fedge.codec import encode as encode_tensors
 from fedge.errors import ProtocolError
 from fedge.files import BlobFolder
-from fedge.initial import initial_in_subprocess
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -446,7 +446,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     task = task_spec("digits")
-    layout, _ = initial_in_subprocess(task, 0)
+    layout, _ = first_model(task, 0)
     rows = []
     for n in sorted(args.devices):
         with tempfile.TemporaryDirectory() as home:

@@ -16,10 +16,12 @@ from typing import Annotated, Any, Final
 import click
 from msgspec import Meta
 
+from coordinator import runs
 from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, happened, help_out, serve
 from coordinator.store import Store
+from coordinator.tracking import tracking
 from coordinator.watch import headline, read_summary
 from coordinator.watch_cli import UiSettings, ago, page
 from fedge.background import INTERRUPTED, until_stopped
@@ -82,7 +84,8 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
         with contextlib.closing(opened) as store:
             asyncio.run(until_stopped(help_out(settings, task, store)))
         return INTERRUPTED
-    with contextlib.closing(opened) as store, _observer(as_json) as observe:
+    runs.note(settings.home, "coordinator", settings, own)
+    with contextlib.closing(opened) as store, _observer(as_json) as show, _tracked(settings, store, show) as observe:
         summary = asyncio.run(
             until_stopped(_served(settings, config, lambda: serve(settings, task, store, observe, own)))
         )
@@ -130,6 +133,23 @@ def _logged(event: str, fields: dict[str, Any]) -> None:
     told = happened(event, fields, fields.get("round", 0))
     about = {"round": told.round or None, "device": told.device or None}
     note(log, event, {name: value for name, value in about.items() if value} | told.fields)
+
+
+@contextlib.contextmanager
+def _tracked(settings: CoordinatorSettings, store: Store, show: Observer) -> Iterator[Observer]:
+    """An observer that also tells TensorBoard and MLflow the figures of each round, where they are wanted."""
+    run = store.remember("tracked", uuid.uuid4().hex)
+    with tracking(settings.tensorboard, settings.mlflow, settings.federation, run) as track:
+
+        def observe(event: str, fields: dict[str, Any]) -> None:
+            show(event, fields)
+            if event == "round_done":
+                last = fields["history"][-1] if fields["history"] else {}
+                figures = {name: fields[name] for name in ("bytes_up", "bytes_down", "wall_s")}
+                figures |= {name: last.get(name) for name in ("accuracy", "asked", "answered")}
+                track(fields["round"], {n: float(value) for n, value in figures.items() if value is not None})
+
+        yield observe
 
 
 class Progress:

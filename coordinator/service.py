@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from coordinator.checks import first_model, without_profile
 from coordinator.control import Wishes, at_round, wishes_in
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import STEPS, RelayFleet
@@ -56,13 +57,13 @@ from coordinator.protection import (
 )
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import ISSUE, RECALLED_ROUNDS, Event, Store
+from coordinator.tracking import MLflow, TensorBoard
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import Name, Secret
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.files import write_atomically
-from fedge.initial import initial_in_subprocess
 from fedge.logs import bind
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
@@ -184,6 +185,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     masking: Masking = False
     min_cohort: MinCohort = MIN_COHORT
     ui: Annotated[str, Meta(description="Show the federation in a browser at HOST:PORT (`fedge ui`).")] | None = None
+    tensorboard: TensorBoard = None
+    mlflow: MLflow = None
     train_on: Annotated[
         Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
     ] = Processor.CPU
@@ -218,7 +221,7 @@ def start(
             store.blobs.put(weights.read(frozen.digest))
     known = store.recall("start")
     if known is None:
-        layout, model = initial_in_subprocess(task, settings.seed)
+        layout, model = first_model(task, settings.seed, without_profile(settings.method, options))
         data = encode(unflatten(model, layout), Codec.FLOAT32)
         ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
         known = store.remember("start", msgspec.json.encode((layout, ref)).decode())

@@ -34,9 +34,10 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "backup", "broker", "compare", "coordinator", "demo", "devices", "egress", "enrol", "events", "export"),
-    *("infer", "install", "method", "pause", "provision", "readmit", "relay", "release", "restore", "resume", "retire"),
-    *("rollout", "rounds", "sample", "serve", "simulate", "status", "tune", "ui", "why"),
+    *("agent", "backup", "broker", "check", "compare", "coordinator", "demo", "devices", "egress", "enrol"),
+    *("events", "export", "infer", "install", "method", "new", "pause", "provision", "readmit", "relay", "release"),
+    *("report", "restore", "resume", "retire", "rollout", "rounds", "sample", "serve", "simulate", "status"),
+    *("tune", "ui", "why"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from coordinator import runs
 from coordinator.demo.outcome import METHODS, Outcome, megabytes
 from coordinator.demo.progress import Watch
 from coordinator.demo.run import run
@@ -53,31 +54,19 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
-    from coordinator.simulation.report import demo_page, write_results  # what they need is missed at once
+    from coordinator.simulation.report import of_demo, write_results  # what they need is missed at once
 
     folder = new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)
+    runs.note(folder, "demo", settings, own)
     console = Console(stderr=True)
     with Watch(console) as watch:
         outcome, background = asyncio.run(run(settings, watch, own))
         watch.phase("drawing the report")
-        write_results(folder, demo_page(outcome, background), outcome, rows_of(outcome), json_file)
+        background.write(folder)
+        write_results(folder, of_demo(outcome, background), json_file)
     Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
-
-
-def rows_of(outcome: Outcome) -> list[dict[str, object]]:
-    """A row of the CSV file for each device."""
-    return [
-        {
-            "device": device.id,
-            "n_train": device.n_train,
-            "n_test": device.n_test,
-            "rounds": outcome.selection[device.id],
-        }
-        | {name: device.accuracy[name] for name in METHODS}
-        for device in outcome.devices
-    ]
 
 
 HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+tuned", "expert", "personal"), strict=True))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from fedge.files import write_atomically
+
+BACKGROUND: Final = "background.json"
 METHODS = {
     "local_only": "Local only",
     "fedavg": "FedAvg",
@@ -64,6 +70,16 @@ class Background:
     ids: tuple[str, ...]
     places: NDArray[np.float64] | None
     groups: dict[str, int]
+
+    def write(self, folder: Path) -> None:
+        """Keep it, so that the report can be made again."""
+        write_atomically(folder / BACKGROUND, msgspec.json.encode(self, enc_hook=lambda array: array.tolist()))
+
+    @classmethod
+    def read(cls, folder: Path) -> Background:
+        """What `write` kept."""
+        content = (folder / BACKGROUND).read_bytes()
+        return msgspec.json.decode(content, type=cls, dec_hook=lambda _, rows: np.array(rows))
 
 
 def mean_accuracy(devices: Sequence[DeviceOutcome]) -> dict[str, float]:

@@ -12,10 +12,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from coordinator import runs
 from coordinator.options import check, method_and_options, method_options, resolve_options
 from coordinator.simulation.folder import named_by_time, new_folder
 from coordinator.simulation.outcome import RunOutcome, cost_of
 from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_partitioning
+from coordinator.tracking import tracking
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
@@ -53,15 +55,24 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
         require_writable(json_file)
     one_thread()
     from coordinator.simulation.compare import scenario_of
-    from coordinator.simulation.report import FILES, lines_of, run_page, write_results
+    from coordinator.simulation.report import FILES, lines_of, of_run, write_results
     from coordinator.simulation.run import simulate as run
 
     scenario = scenario_of(settings)
-    with _folder(settings.out) as home:
-        outcome = run(scenario, name, own, settings.seed, home, _progress(name), settings.method, settings)
+    with (
+        _folder(settings.out) as home,
+        tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
+    ):
+        if settings.out is not None:
+            runs.note(settings.out, "simulate", settings, own)
+        told = _progress(name)
+        outcome = run(
+            *(scenario, name, own, settings.seed, home, told, settings.method, settings),
+            track=lambda point: track(point.round, point.figures),
+        )
     reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
     lines = lines_of(outcome, reached, settings.target)
-    write_results(settings.out, run_page(outcome, scenario, lines), outcome, outcome.rows(), json_file)
+    write_results(settings.out, of_run(outcome, scenario, settings.target), json_file)
     table = Table.grid(padding=(0, 2))
     for line in lines:
         table.add_row(*line)
@@ -97,14 +108,15 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     one_thread()
     from coordinator.simulation.compare import compare as run
     from coordinator.simulation.compare import told
-    from coordinator.simulation.report import FILES, comparison_page, legend_of, table_of, write_results
+    from coordinator.simulation.report import FILES, legend_of, of_comparison, table_of, write_results
 
     def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
         click.echo(told(done, wanted, outcome), err=True)
 
     out = settings.out or named_by_time("compare")
     comparison = run(settings, out, watch)
-    write_results(out, comparison_page(comparison), comparison, comparison.rows(), json_file)
+    runs.note(out, "compare", settings)
+    write_results(out, of_comparison(comparison), json_file)
     Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"in {out}: {', '.join(FILES)}")
 

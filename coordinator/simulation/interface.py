@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from coordinator import runs
 from coordinator.methods import Option
 from coordinator.options import check, method_and_options
 from coordinator.simulation import compare as comparing
@@ -26,8 +27,9 @@ from coordinator.simulation import run as running
 from coordinator.simulation.compare import Comparison, scenario_of
 from coordinator.simulation.folder import new_folder
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
-from coordinator.simulation.report import comparison_page, lines_of, run_in_a_notebook, run_page, write_results
+from coordinator.simulation.report import of_comparison, of_run, run_in_a_notebook, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_partitioning
+from coordinator.tracking import tracking
 from fedge.config import describe, given
 from fedge.loading import hold
 from fedge.tasks import Task
@@ -119,16 +121,20 @@ def simulate(
     scenario, tell = scenario_of(found), progress or (lambda _: None)
     home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if found.out is None else new_folder(found.out, "simulate")
     try:
-        with _one_thread():
-            outcome = running.simulate(scenario, name, own, found.seed, home, tell, found.method, found)
+        if found.out is not None:
+            runs.note(found.out, "simulate", found, own)
+        with _one_thread(), tracking(found.tensorboard, found.mlflow, f"{found.method}-{found.seed}") as track:
+            outcome = running.simulate(
+                *(scenario, name, own, found.seed, home, tell, found.method, found),
+                track=lambda point: track(point.round, point.figures),
+            )
     except BaseException:
         if found.out is None:
             shutil.rmtree(home, ignore_errors=True)
         raise
     cost = None if found.target is None else cost_of(outcome.curve, found.target)
     if found.out is not None:
-        lines = lines_of(outcome, cost, found.target)
-        write_results(found.out, run_page(outcome, scenario, lines), outcome, outcome.rows())
+        write_results(found.out, of_run(outcome, scenario, found.target))
     fields = {name: getattr(outcome, name) for name in RunOutcome.__struct_fields__}
     result = Simulation(**fields, scenario=scenario, home=home, target=found.target, cost=cost)
     if found.out is None:
@@ -169,7 +175,8 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
     with _one_thread():
         if found.out is not None:
             comparison = comparing.compare(found, found.out, watch)
-            write_results(found.out, comparison_page(comparison), comparison, comparison.rows())
+            runs.note(found.out, "compare", found)
+            write_results(found.out, of_comparison(comparison))
             return comparison
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
             return comparing.compare(found, Path(folder), watch)

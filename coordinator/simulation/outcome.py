@@ -59,6 +59,12 @@ class Point(Struct, frozen=True, kw_only=True):
     bytes_down: int
     seconds: float
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """Those of it that are there, by name."""
+        found = {name: getattr(self, name) for name in self.__struct_fields__ if name != "round"}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
 
 class Cost(Struct, frozen=True, kw_only=True):
     """What a method needed to reach an accuracy: rounds, bytes up and down together, simulated seconds."""

@@ -232,6 +232,12 @@ def light_colours() -> dict[str, str]:
     return dict(re.findall(r"(--[\w-]+): (#\w+)", style.partition("@media")[0]))
 
 
+def as_file(svg: str) -> str:
+    """An SVG element of `figure` as a file of its own."""
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return without_a_page(svg).replace("<svg", f"<svg {names}", 1)
+
+
 def without_a_page(svg: str) -> str:
     """An SVG element of `figure` in fixed colours, for a notebook."""
     light = light_colours()

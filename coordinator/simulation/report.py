@@ -5,12 +5,12 @@ A page is made of sections, each with a plot or a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -20,7 +20,7 @@ from rich.table import Table
 from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome, megabytes
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
-from coordinator.simulation.outcome import Cost, RunOutcome, as_csv
+from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of
 from coordinator.simulation.settings import Partition, Scenario
 from fedge.files import write_atomically
 
@@ -28,24 +28,32 @@ if TYPE_CHECKING:
     from coordinator.simulation.interface import Simulation
 
 NOTHING: Final = "–"
-FILES: Final = ("report.html", "figures.json", "figures.csv")
+FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
 
 
 # --------------------------------------------------------------------------------------------------------- the pages
 
 
-def write_results(
-    folder: Path | None, page: str, outcome: Struct, rows: Sequence[dict[str, Any]], json_file: Path | None = None
-) -> None:
-    """What a demo, a run or a comparison leaves for people and programs: `FILES` in the folder, and the JSON file.
+class Report(NamedTuple):
+    """What a demo, a run, a comparison or a federation leaves: a page, its figures, rows of them, and a plot (SVG)."""
+
+    page: str
+    outcome: Struct | dict[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    plot: str
+
+
+def write_results(folder: Path | None, report: Report, json_file: Path | None = None) -> None:
+    """`FILES` in the folder, for people and programs, and the JSON file.
 
     Raises:
         StoreError: a file cannot be written.
     """
-    figures = msgspec.json.format(msgspec.json.encode(outcome, enc_hook=str), indent=1)
+    figures = msgspec.json.format(msgspec.json.encode(report.outcome, enc_hook=str), indent=1)
     if folder is not None:
-        for name, content in zip(FILES, (page.encode(), figures, as_csv(rows).encode()), strict=True):
-            write_atomically(folder / name, content)
+        texts = report.page, figures.decode(), as_csv(report.rows), plots.as_file(report.plot)
+        for name, text in zip(FILES, texts, strict=True):
+            write_atomically(folder / name, text.encode())
     if json_file is not None:
         write_atomically(json_file, figures)
 
@@ -117,6 +125,11 @@ def curves(runs: Sequence[RunOutcome]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ a comparison
+
+
+def of_comparison(comparison: Comparison) -> Report:
+    """What `fedge compare` leaves."""
+    return Report(comparison_page(comparison), comparison, comparison.rows(), plots.by_round(comparison.runs))
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -345,6 +358,12 @@ def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
     )
 
 
+def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None) -> Report:
+    """What `fedge simulate` leaves."""
+    lines = lines_of(outcome, None if target is None else cost_of(outcome.curve, target), target)
+    return Report(run_page(outcome, scenario, lines), outcome, outcome.rows(), plots.by_round([outcome]))
+
+
 def run_page(outcome: RunOutcome, scenario: Scenario, lines: Sequence[tuple[str, str]]) -> str:
     """The report of one run as HTML; `lines`: as `lines_of` gives them."""
     rows = [
@@ -373,6 +392,16 @@ def run_in_a_notebook(found: Simulation) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ a demo
+
+
+def of_demo(outcome: Outcome, background: Background) -> Report:
+    """What `fedge demo` leaves."""
+    rows = [
+        {"device": d.id, "n_train": d.n_train, "n_test": d.n_test, "rounds": outcome.selection[d.id]}
+        | {name: d.accuracy[name] for name in METHODS}
+        for d in outcome.devices
+    ]
+    return Report(demo_page(outcome, background), outcome, rows, plots.accuracy_by_round(background))
 
 
 def demo_page(outcome: Outcome, background: Background) -> str:
@@ -468,3 +497,43 @@ def _demo_row(device: DeviceOutcome) -> tuple[str, ...]:
         *(f"{100 * device.accuracy[name]:.1f}" for name in METHODS),
         f"{device.max_abs_diff_torch_onnx:.0e}",
     )
+
+
+# ------------------------------------------------------------------------------------------------------ a federation
+
+
+def of_federation(summary: dict[str, Any]) -> Report:
+    """What a coordinator's home tells: as `fedge status` has it, as a page."""
+    curve = [(line["round"], line["accuracy"]) for line in summary["history"] if line["accuracy"] is not None]
+    background = Background(summary["method"], {"personalised": curve}, (), None, {})
+    rows = [
+        {
+            "device": device,
+            "presence": summary["devices"].get(device, "not seen"),
+            "trained": summary["selection"].get(device, 0),
+            "bundle": device in summary["installed"],
+            "problem": summary["problems"].get(device, {}).get("reason", ""),
+        }
+        for device in sorted({*summary["devices"], *summary["selection"], *summary["problems"]})
+    ]
+    plot = plots.accuracy_by_round(background)
+    figures = [
+        (f"{summary['round']} of {summary['rounds']}", "rounds"),
+        (f"{100 * curve[-1][1]:.1f} %" if curve else NOTHING, "validation accuracy, last cohort"),
+        (f"{len(summary['installed'])} of {len(rows)}", "devices have a bundle"),
+        (f"{megabytes(summary['bytes_up'])} ↑", f"{megabytes(summary['bytes_down'])} ↓"),
+    ]
+    shown = page(
+        f"fedge coordinator: {summary['federation']}, {summary['method']}",
+        f"Seed {summary['seed']}. Accuracies are on validation samples of the devices that were asked in a round.",
+        tiles(figures),
+        section("Accuracy by round", "The shared model each device received, before it trained.", plot),
+        section(
+            "Device by device", "", table(("Device", "Now", "Trained", "Bundle", "Last problem"), map(_told, rows))
+        ),
+    )
+    return Report(shown, summary, rows or [dict.fromkeys(("device", "presence"), "")], plot)
+
+
+def _told(row: Mapping[str, Any]) -> list[str]:
+    return ["yes" if cell is True else "no" if cell is False else str(cell) for cell in row.values()]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from coordinator.checks import Finding, classes_without_samples, examine, require_sound, without_profile
 from coordinator.fleet.simulated import Execute
 from coordinator.methods import Method, Option, Server, State, make
 from coordinator.simulation import rounds
@@ -41,6 +42,7 @@ def simulate(
     watch: Watch,
     label: str,
     on: Running | None = None,
+    track: Callable[[Point], None] | None = None,
 ) -> RunOutcome:
     """Run a method to its end and measure it; equal arguments give equal figures, times apart.
 
@@ -53,16 +55,29 @@ def simulate(
         watch: see above.
         label: the run's name for the method.
         on: what carries the orders out; None: this process.
+        track: is given each point of the curve as it comes.
 
     Raises:
-        ConfigError: the data, the partition, the method or its options cannot be had as asked for; or Ray.
+        ConfigError: the data, the partition, the method or its options cannot be had as asked for; or Ray; or nothing
+            would come of the network.
         FedgeError: Ray does not get on.
     """
     began = time.perf_counter()
     federation = deal(scenario, seed)
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
+    examined = examine(federation.task, federation.layout, without_profile(method, options))
+    require_sound(examined.findings)
+    for finding in (*examined.findings, *_missing(federation)):
+        watch(f"note: {finding}")
     with _engine(on, scenario, federation, made, home) as execute:
-        return run_to_end(_run(scenario, made, seed, home, watch, label, federation, began, execute))
+        return run_to_end(_run(scenario, made, seed, home, watch, label, federation, began, execute, track))
+
+
+def _missing(federation: Federation) -> list[Finding]:
+    """Classes that no device has; devices made by number are not asked."""
+    if not isinstance(federation.shares, dict):
+        return []
+    return classes_without_samples(federation.task, np.concatenate([s.y_train for s in federation.shares.values()]))
 
 
 def validate(
@@ -170,6 +185,7 @@ async def _run(
     federation: Federation,
     began: float,
     execute: Execute,
+    track: Callable[[Point], None] | None,
 ) -> RunOutcome:
     fleet, first, workers = gather(federation, scenario, seed, home, execute)
     measured = federation.measured(scenario.measured, seed)
@@ -186,6 +202,8 @@ async def _run(
             seconds=fleet.seconds,
         )
         curve.append(point)
+        if track is not None:
+            track(point)
 
     def on_round(state: State) -> None:
         """A method may have rounds after the last one of training: they have no number of their own."""

@@ -33,6 +33,7 @@ from coordinator.protection import (
     Masking,
     MinCohort,
 )
+from coordinator.tracking import MLflow, TensorBoard
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
@@ -260,6 +261,8 @@ class SimulationSettings(Running, frozen=True, kw_only=True):
         None
     )
     out: Annotated[Path | None, Meta(description="Keep the devices' folders, with their bundles, here.")] = None
+    tensorboard: TensorBoard = None
+    mlflow: MLflow = None
 
 
 class CompareSettings(Running, frozen=True, kw_only=True):

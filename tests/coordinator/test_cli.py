@@ -308,7 +308,7 @@ def test_a_store_that_cannot_be_read_ends_with_4(tmp_path: Path) -> None:
 def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """A coordinator that waits for a broker which is not there. Its first model is made here, without torch."""
     first = LAYOUT, Model(np.zeros(6, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
-    monkeypatch.setattr(service, "initial_in_subprocess", lambda *_: first)
+    monkeypatch.setattr(service, "first_model", lambda *_: first)
     settings = CoordinatorSettings(
         broker="unused", federation="f", home=tmp_path / "home", task="digits", method="fedavg"
     )

@@ -48,8 +48,8 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first model without the seconds that its child needs for torch; `fedge.initial` has its own tests."""
-    monkeypatch.setattr(service, "initial_in_subprocess", first_model)
+    """The first model without the seconds that its child needs for torch; `coordinator.checks` has its own tests."""
+    monkeypatch.setattr(service, "first_model", first_model)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_the_first_model_is_made_once(tmp_path: Path, store: Store, monkeypatch:
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(service, "initial_in_subprocess", never)
+    monkeypatch.setattr(service, "first_model", never)
     assert start(settings(None, tmp_path), TASK, store) == (layout, ref)
 
 

@@ -28,7 +28,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "initial_in_subprocess", first_model)
+    monkeypatch.setattr(service, "first_model", first_model)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import TOPICS, Device
+from coordinator.checks import first_model
 from coordinator.methods import load
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.store import Store
 from fedge.broker import LocalBroker
-from fedge.initial import initial_in_subprocess
 from fedge.messages import Order, Report
 from fedge.tasks import task_spec
 from tests.support.broker import settings
@@ -65,7 +65,7 @@ class Fleet:
 
     async def start_devices(self) -> None:
         task = task_spec("digits")
-        layout, _ = initial_in_subprocess(task, 0)
+        layout, _ = first_model(task, 0)
         for i in range(N):
             device = Slow(f"d{i:02}", self._broker, task.fingerprint(), layout, self.folder / "devices")
             await device.start()

@@ -58,7 +58,7 @@ def raising(error: BaseException) -> click.Command:
         *(
             f"import fedge.{module}"
             for module in (
-                "broker", "codec", "config", "errors", "files", "initial", "loading", "messages", "preprocess", "task",
+                "broker", "codec", "config", "errors", "files", "loading", "messages", "preprocess", "task",
                 "tensors", "topics", "transfer", "transport",
             )
         ),

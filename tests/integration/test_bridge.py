@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from benchmarks.load import TOPICS, Device
+from coordinator.checks import first_model
 from fedge.broker import LocalBroker
-from fedge.initial import initial_in_subprocess
 from fedge.tasks import task_spec
 from tests.support.broker import settings
 from tests.support.federation import Running, until, words
@@ -33,7 +33,7 @@ class Edge(LocalBroker):
 
 async def test_devices_on_either_side_of_a_bridge_take_part(mosquitto_program: str, tmp_path: Path) -> None:
     task = task_spec("digits")
-    layout, _ = initial_in_subprocess(task, 0)
+    layout, _ = first_model(task, 0)
     async with contextlib.AsyncExitStack() as stack:
         centre = await stack.enter_async_context(LocalBroker("mosquitto", home=tmp_path / "centre"))
         edge = await stack.enter_async_context(Edge(centre, tmp_path / "edge"))

@@ -23,8 +23,8 @@ from tests.support.peer import action_of
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 
 
-def first_model(_task: TaskSpec, seed: int) -> tuple[Layout, Model]:
-    """In place of `fedge.initial`, without the seconds that its child needs for torch."""
+def first_model(_task: TaskSpec, seed: int, *_: object) -> tuple[Layout, Model]:
+    """In place of `coordinator.checks.first_model`, without the seconds that its child needs for torch."""
     return LAYOUT, Model(np.full(3, seed, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
 
 

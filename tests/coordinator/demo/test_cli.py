@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from coordinator.demo.cli import demo, rows_of, summary_of, table_of
+from coordinator.demo.cli import demo, summary_of, table_of
 from coordinator.demo.outcome import METHODS
+from coordinator.simulation.report import of_demo
 from fedge.cli import main
-from tests.support.demo import an_outcome
+from tests.support.demo import a_background, an_outcome
 
 
 def test_help_shows_examples_and_exit_codes() -> None:
@@ -100,5 +101,5 @@ def test_the_table_fits_a_narrow_terminal_and_ends_with_the_mean() -> None:
 
 
 def test_the_csv_has_a_row_for_each_device() -> None:
-    first, *_ = rows_of(an_outcome())
+    first, *_ = of_demo(an_outcome(), a_background()).rows
     assert first == {"device": "camera-00", "n_train": 80, "n_test": 30, "rounds": 6} | an_outcome().devices[0].accuracy

@@ -17,7 +17,7 @@ import pytest
 from coordinator.simulation import compare as module
 from coordinator.simulation.compare import Comparison, compare, methods_of, seeds_of, spread, together
 from coordinator.simulation.outcome import Cost, RunOutcome
-from coordinator.simulation.report import write_results
+from coordinator.simulation.report import of_comparison, write_results
 from coordinator.simulation.settings import CompareSettings, Marks, Scenario
 from fedge.errors import ConfigError, StoreError
 from tests.support.comparison import a_comparison, a_run
@@ -119,7 +119,7 @@ def test_finished_runs_are_kept_and_others_done(tmp_path: Path) -> None:
 )
 def test_a_report_is_not_lost_to_another_comparison(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     first, _ = run_again(tmp_path, rounds=0)
-    write_results(tmp_path, "", first, first.rows())
+    write_results(tmp_path, of_comparison(first))
     run_again(tmp_path, rounds=0, methods="fedavg,local,fedavg+ft", seeds="0,1")  # more is welcome
     with pytest.raises(ConfigError, match=words):
         run_again(tmp_path, **{"rounds": 0, **changes})

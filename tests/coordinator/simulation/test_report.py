@@ -20,6 +20,7 @@ from coordinator.simulation.report import (
     lead,
     legend_of,
     lines_of,
+    of_comparison,
     own_rows,
     row,
     run_page,
@@ -102,7 +103,7 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     comparison = a_comparison(3)
-    write_results(tmp_path, comparison_page(comparison), comparison, comparison.rows(), tmp_path / "too.json")
+    write_results(tmp_path, of_comparison(comparison), tmp_path / "too.json")
     assert (tmp_path / "too.json").read_bytes() == (tmp_path / "figures.json").read_bytes()
     text = (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "figures.json").read_bytes())["baseline"] == "m0"

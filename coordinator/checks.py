@@ -1,0 +1,218 @@
+"""What would not work, found before the first round: in seconds, on the network and a few samples alone.
+
+`examine` needs torch. The coordinator has it done in the short-lived child that makes the first model (`first_model`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from msgspec import Struct
+
+from coordinator.fleet.devices import CLASSES
+from coordinator.methods import Option, method_class, options_of
+from fedge import child
+from fedge.bundle import slot
+from fedge.errors import ConfigError
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, to_bytes, unflatten
+from fedge.weights import tell_fresh_head
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("fedge.coordinator")
+
+AGENT_GB: Final = 0.27
+"""An agent with torch that has trained a small network, resident."""
+COPIES: Final = 9
+"""Of a model's weights at the peak of an order: those that came, private ones, gradient, momentum, what is sent, ..."""
+BATCH: Final = 32
+TOLERANCE: Final = 1e-3
+"""Of a logit by ONNX Runtime to torch's."""
+
+
+class Finding(Struct, frozen=True):
+    """`what` is so, and what to `do` about it; `stops`: nothing would come of a run."""
+
+    what: str
+    do: str
+    stops: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.do}"
+
+
+class Examined(Struct, frozen=True, kw_only=True):
+    """A task's network: its trained weights, its size where it travels whole, and the memory that a device needs."""
+
+    parameters: int
+    size_bytes: int
+    ram_gb: float
+    findings: tuple[Finding, ...]
+
+
+def examine(task: TaskSpec, layout: Layout, without_profile: str = "") -> Examined:
+    """Try the task's network.
+
+    Args:
+        task: what is learned; its network has been built once (`fedge.models.initial`), which finds wrong input shapes.
+        layout: of the network.
+        without_profile: what becomes of the method where the network has no ReLU; empty: it needs none.
+
+    Raises:
+        ConfigError: as `fedge.models.build`.
+    """
+    import torch
+
+    from fedge.models import build
+
+    with torch.random.fork_rng(devices=[]):
+        module = build(task).eval()
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((16, *task.input_shape), np.float32))
+    numbers = _numbers(module, x)
+    ram_gb = AGENT_GB + 4 * (COPIES * sum(t.numel() for t in module.state_dict().values()) + 3 * BATCH * numbers) / 1e9
+    with torch.inference_mode():
+        found = [*_shape(module, x, task), *_profile(module, x, without_profile)]
+    found += [] if any(f.stops for f in found) else _graph(task, layout, module, x)
+    return Examined(
+        parameters=layout.n_params,
+        size_bytes=4 * sum(math.prod(info.shape) for info in layout.tensors),
+        ram_gb=round(ram_gb, 2),
+        findings=(*found, *_memory(ram_gb)),
+    )
+
+
+def _numbers(module: torch.nn.Module, x: torch.Tensor) -> int:
+    """How many numbers the layers give out for one sample."""
+    import torch
+
+    seen: list[int] = []
+    leaves = [layer for layer in module.modules() if not [*layer.children()]]
+    hooks = [leaf.register_forward_hook(lambda _, __, y: seen.append(getattr(y, "numel", int)())) for leaf in leaves]
+    with torch.inference_mode():
+        module(x)
+    for hook in hooks:
+        hook.remove()
+    return sum(seen) // len(x)
+
+
+def _shape(module: torch.nn.Module, x: torch.Tensor, task: TaskSpec) -> list[Finding]:
+    shape = tuple(getattr(module(x), "shape", ()))
+    if shape == (len(x), task.n_classes):
+        return []
+    return [
+        Finding(
+            f"the network turns {len(x)} samples into numbers of the shape {shape}, and there are {task.n_classes} "
+            f"classes ({', '.join(task.classes[:8])}{', ...' * (task.n_classes > 8)})",
+            f"let it end with torch.nn.Linear(..., task.n_classes), so that the shape is (n, {task.n_classes})",
+            stops=True,
+        )
+    ]
+
+
+def _profile(module: torch.nn.Module, x: torch.Tensor, without_profile: str) -> list[Finding]:
+    if not without_profile:
+        return []
+    from edge_agent.sparsity import sparsity_profile
+
+    try:
+        sparsity_profile(module, x.numpy())
+    except ConfigError as error:
+        return [Finding(f"devices cannot be told apart by a ReLU profile ({error})", without_profile)]
+    return []
+
+
+def _graph(task: TaskSpec, layout: Layout, module: torch.nn.Module, x: torch.Tensor) -> list[Finding]:
+    """Whether the exported graph gives what torch gives: one that decides by the values of its input does not."""
+    import torch
+
+    from export.graph import single
+    from export.parity import run
+    from fedge.models import dump
+
+    do = "leave out what ONNX has no operator for, and what decides by the values of its input"
+    part = to_bytes(unflatten(dump(module, layout), layout))
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, torch.inference_mode():
+            (Path(folder) / slot(0)).write_bytes(part)
+            found = run(single(task, part), Path(folder), x.numpy())[0]
+            difference = float(np.abs(found - module(x).numpy()).max())
+    except ConfigError as error:
+        return [Finding(str(error), do, stops=True)]
+    if difference <= TOLERANCE:
+        return []
+    return [Finding(f"exported to ONNX the network gives other numbers, by up to {difference:.3g}", do, stops=True)]
+
+
+def _memory(ram_gb: float) -> list[Finding]:
+    small = [f"{board.name} ({board.free_ram_gb} GB free)" for board in CLASSES if (board.free_ram_gb or 0) < ram_gb]
+    if not small:
+        return []
+    do = "take a smaller network, train a part of it (--adapt lora), or let these only predict"
+    return [Finding(f"training takes about {ram_gb:.2f} GB of memory, too much for {', '.join(small)}", do)]
+
+
+def classes_without_samples(task: TaskSpec, y: np.ndarray[Any, Any]) -> list[Finding]:
+    """The classes that no sample is of."""
+    counts = np.bincount(y, minlength=task.n_classes)
+    if not (missing := [name for name, n in zip(task.classes, counts, strict=True) if n == 0]):
+        return []
+    do = "nobody can learn them: add samples, or leave the classes out"
+    return [Finding(f"no sample is of {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}", do)]
+
+
+def without_profile(method: str, options: Mapping[str, Option]) -> str:
+    """What becomes of a method where the network has no ReLU for a profile; empty: it asks for none."""
+    chosen, _ = options_of(kind := method_class(method), options)
+    if kind.name == "fedge" and not getattr(chosen, "buffer", 0):
+        return "all form one group when it is chosen who trains; experts come from their updates, as always"
+    if getattr(chosen, "clustering", "labels") in {"labels", "mctc"}:
+        return ""
+    return "all will share one model: end the hidden layers with torch.nn.ReLU(), or take --option clustering=mctc"
+
+
+def first_model(task: TaskSpec, seed: int, without_profile: str = "") -> tuple[Layout, Model]:
+    """Layout and first weights of the task's network, equal to those of `fedge.models.initial`, by a child.
+
+    What a person should know of the network before the first round is logged.
+
+    Raises:
+        ConfigError: the network cannot be built, or nothing would come of it; the text says why.
+    """
+    try:
+        begun = child.call(
+            "coordinator.checks:_begin", task, seed, without_profile, returns=tuple[Layout, Model, Examined]
+        )
+    except ConfigError as error:
+        raise ConfigError(f"the network of task {task.name} cannot be built: {error}") from error
+    layout, model, examined = begun
+    tell_fresh_head(task, layout)
+    require_sound(examined.findings)
+    log.info("event=network parameters=%d bytes=%d ram_gb=%.2f", layout.n_params, examined.size_bytes, examined.ram_gb)
+    for finding in examined.findings:
+        log.warning("event=check detail=%r", str(finding))
+    return layout, model
+
+
+def _begin(task: TaskSpec, seed: int, without_profile: str) -> tuple[Layout, Model, Examined]:
+    from fedge.models import initial
+
+    layout, model = initial(task, seed)
+    return layout, model, examine(task, layout, without_profile)
+
+
+def require_sound(findings: tuple[Finding, ...]) -> None:
+    """Stop where nothing would come of a run.
+
+    Raises:
+        ConfigError: it would not; all reasons.
+    """
+    if stops := [str(finding) for finding in findings if finding.stops]:
+        raise ConfigError("; ".join(stops))

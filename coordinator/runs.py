@@ -1,0 +1,95 @@
+"""RUN/run.json: what a run was, beside its figures: command, settings, versions, seed and commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+import fedge
+from coordinator.methods import Option
+from fedge.config import Secret
+from fedge.errors import MALFORMED, ConfigError
+from fedge.files import write_atomically
+
+FILE: Final = "run.json"
+PACKAGES: Final = ("numpy", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "scikit-learn", "msgspec")
+
+Command = Literal["simulate", "compare", "demo", "coordinator"]
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """`settings`: as they were resolved, secrets masked. `commit`: of the folder in which it began, if it has one."""
+
+    command: Command
+    began: str
+    seed: int | None
+    settings: dict[str, Any]
+    options: dict[str, Option]
+    versions: dict[str, str]
+    commit: str | None
+
+
+def note(folder: Path, command: Command, settings: Struct, options: Mapping[str, Option] | None = None) -> None:
+    """Write RUN/run.json.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    given = {
+        name: "***" if isinstance(value, Secret) else value for name, value in msgspec.structs.asdict(settings).items()
+    }
+    run = Run(
+        command=command,
+        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=getattr(settings, "seed", None),
+        settings=msgspec.to_builtins(given, enc_hook=str),
+        options=dict(options or {}),
+        versions=versions(),
+        commit=commit(),
+    )
+    write_atomically(folder / FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+
+
+def read(folder: Path) -> Run:
+    """What a run was.
+
+    Raises:
+        ConfigError: the folder is none of a run, or of one before run.json.
+    """
+    try:
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Run)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} has no {FILE}: name the folder of a simulation, a comparison, a demo or a coordinator"
+        ) from error
+    except (OSError, *MALFORMED) as error:
+        raise ConfigError(f"{folder / FILE} cannot be read: {error}") from error
+
+
+def versions() -> dict[str, str]:
+    """Of fedge, Python and what figures depend on; what is not installed is left out."""
+    found = {"fedge": fedge.__version__, "python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Of the working folder, with "-dirty" where files differ from it; None: there is no repository, or no git."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout.strip() or None

@@ -1,0 +1,95 @@
+"""`fedge report`: the report of a run, made again from its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from coordinator import runs
+from coordinator.demo.outcome import Background, Outcome
+from coordinator.simulation.compare import Comparison
+from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.report import (
+    FILES,
+    Report,
+    of_comparison,
+    of_demo,
+    of_federation,
+    of_run,
+    write_results,
+)
+from coordinator.simulation.settings import Scenario
+from coordinator.watch import read_summary
+from fedge.config import given
+from fedge.errors import MALFORMED, StoreError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="What the run was, and its figures, as JSON.")
+def report(folder: Path, *, as_json: bool) -> None:
+    """Make the report of a run again from its folder, and say what the run was.
+
+    RUN is what --out named for `simulate`, `compare` or `demo`, or the home of a coordinator, which may be running. Its
+    report.html, figures.json, figures.csv and accuracy.svg are written anew; run.json has the configuration, versions,
+    seed and commit.
+
+    \b
+    Examples:
+      fedge report run-1
+      fedge report shop
+      fedge report run-1 --json
+
+    \b
+    Exit codes: 0 done, 2 no such folder, or it is none of a run, 4 its figures cannot be read, or a file not written.
+    """  # noqa: D301 - click wants the backspace character itself
+    run = runs.read(folder)
+    try:
+        made = remade(folder, run)
+    except (OSError, KeyError, TypeError, *MALFORMED) as error:
+        raise StoreError(f"the figures in {folder} cannot be read: {error!r}; has the run come to its end?") from error
+    write_results(folder, made)
+    if as_json:
+        figures = json.loads((folder / "figures.json").read_bytes())
+        click.echo(json.dumps({"run": msgspec.to_builtins(run), "figures": figures}))
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, told in (
+        ("command", f"fedge {run.command}, began {run.began}"),
+        ("seed", str(run.seed)),
+        ("commit", run.commit or "none"),
+        ("versions", ", ".join(f"{package} {version}" for package, version in run.versions.items())),
+        ("settings", ", ".join(f"{setting}={value}" for setting, value in run.settings.items() if value is not None)),
+        *(
+            [("options", ", ".join(f"{option}={value}" for option, value in run.options.items()))]
+            if run.options
+            else []
+        ),
+    ):
+        table.add_row(name, told)
+    Console().print(table, highlight=False, markup=False)
+    click.echo(f"in {folder}: {', '.join(FILES)}")
+
+
+def remade(folder: Path, run: runs.Run) -> Report:
+    """The report from the figures that the run left.
+
+    Raises:
+        OSError, KeyError, TypeError, msgspec.DecodeError: they are not there, or not such figures.
+        ConfigError: nothing is there of a coordinator.
+    """
+    if run.command == "coordinator":
+        return of_federation(read_summary(folder))
+    figures = (folder / "figures.json").read_bytes()
+    if run.command == "simulate":
+        names = Scenario.__struct_fields__
+        scenario = given(Scenario, {name: value for name, value in run.settings.items() if name in names})
+        return of_run(msgspec.json.decode(figures, type=RunOutcome), scenario, run.settings.get("target"))
+    if run.command == "compare":
+        return of_comparison(msgspec.json.decode(figures, type=Comparison, dec_hook=lambda kind, text: kind(text)))
+    return of_demo(msgspec.json.decode(figures, type=Outcome), Background.read(folder))

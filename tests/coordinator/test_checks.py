@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from coordinator import checks
+from fedge import models
+from fedge.errors import ConfigError
+from fedge.loading import hold
+from fedge.task import TaskSpec
+from fedge.tasks import task_spec
+
+TASK = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp")
+
+
+def test_the_child_makes_what_this_process_would_make() -> None:
+    layout, model = checks.first_model(TASK, seed=5)
+    expected_layout, expected = models.initial(TASK, seed=5)
+    assert layout == expected_layout
+    assert layout.n_params == 2410
+    assert np.array_equal(model.params, expected.params)
+
+
+def test_the_users_network_is_found_and_may_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_net.py").write_text(
+        "from torch import nn\n"
+        "def factory(task):\n"
+        "    print('hello')\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    task = msgspec.structs.replace(TASK, model="my_net:factory")
+    layout, model = checks.first_model(task, seed=0)
+    assert layout.n_params == 64 * 10 + 10 + 2 * 10
+    assert model.buffers.tolist() == [0.0] * 10 + [1.0] * 10
+    assert model.counters.tolist() == [0]
+
+
+def test_a_network_that_cannot_be_built_says_why() -> None:
+    with pytest.raises(ConfigError, match="unknown model transformer"):
+        checks.first_model(msgspec.structs.replace(TASK, model="transformer"), seed=0)
+    with pytest.raises(ConfigError, match="no_such_package"):
+        checks.first_model(msgspec.structs.replace(TASK, model="no_such_package:net"), seed=0)
+
+
+def net(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *layers)
+
+
+class ByValue(nn.Module):
+    """Which way it takes depends on what it sees: no graph can hold that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(1)
+        return flat[:, :10] if float(flat.sum()) > 0 else flat[:, 10:20]
+
+
+class NoOperator(nn.Module):
+    """ONNX has none for singular values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svdvals(x.reshape(len(x), 8, 8))
+
+
+def of(module: nn.Module) -> TaskSpec:
+    return msgspec.structs.replace(TASK, model=hold(module), model_options={})
+
+
+def examined(module: nn.Module, without_profile: str = "") -> checks.Examined:
+    """Checked as before a run; `module` lives until then, and so does its name."""
+    task = of(module)
+    return checks.examine(task, models.initial(task, 0)[0], without_profile)
+
+
+def test_nothing_is_said_of_a_network_that_works() -> None:
+    task = task_spec("digits")
+    found = checks.examine(task, models.initial(task, 0)[0], checks.without_profile("fedge", {}))
+    assert found.findings == ()
+    assert (found.parameters, found.size_bytes) == (2410, 9640)
+    assert found.ram_gb == checks.AGENT_GB
+
+
+def test_outputs_must_be_one_number_for_each_class() -> None:
+    (found,) = examined(net(nn.ReLU(), nn.Linear(8, 7))).findings
+    assert found.stops
+    assert "shape (16, 7), and there are 10 classes" in found.what
+    assert "task.n_classes" in found.do
+    with pytest.raises(ConfigError, match="10 classes"):
+        checks.require_sound((found,))
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [("fedge", "form one group"), ("fedge+ft", "form one group"), ("fedepc", "clustering=mctc"), ("fedavg", "")],
+)
+def test_without_relu_it_says_what_becomes_of_the_method(method: str, told: str) -> None:
+    findings = examined(net(nn.GELU(), nn.Linear(8, 10)), checks.without_profile(method, {})).findings
+    assert [told in finding.do for finding in findings] == [True] * bool(told)
+    assert not any(finding.stops for finding in findings)
+
+
+def test_methods_that_ask_for_no_profile_do_not_mind() -> None:
+    assert checks.without_profile("fedepc", {"clustering": "mctc"}) == ""
+    assert checks.without_profile("cfic", {}) == ""
+    assert checks.without_profile("fedge", {"buffer": 4}) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (nn.Sequential(NoOperator(), nn.ReLU(), nn.Linear(8, 10)), "cannot be exported to ONNX"),
+        (nn.Sequential(nn.ReLU(), ByValue()), "gives other numbers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of torch's exporters
+def test_a_network_that_no_graph_can_hold_is_refused(
+    module: nn.Module, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (found,) = examined(module).findings
+    assert found.stops
+    assert told in found.what
+
+
+def test_a_network_that_is_too_large_names_the_boards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_graph", lambda *_: [])
+    (found,) = examined(net(nn.ReLU(), nn.Linear(8, 1_000_000), nn.Linear(1_000_000, 10))).findings
+    assert not found.stops
+    assert "Raspberry Pi Zero 2 W (0.3 GB free)" in found.what
+    assert "Jetson Orin Nano" not in found.what
+
+
+def test_classes_without_samples_are_named() -> None:
+    (found,) = checks.classes_without_samples(TASK, np.array([0, 1, 2, 3, 4, 5, 6, 7]))
+    assert found.what == "no sample is of 8, 9"
+    assert checks.classes_without_samples(TASK, np.arange(10)) == []

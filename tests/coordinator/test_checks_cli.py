@@ -1,0 +1,47 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedge.cli import main
+
+
+def test_it_tells_what_a_task_and_a_network_are_and_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--task", "digits"]) == 0
+    told = capsys.readouterr().out
+    assert "mlp, 2,410 trained weights, 0.01 MB whole" in told
+    assert "1797 read" in told
+    assert "remark" not in told
+
+
+def test_remarks_and_faults_are_told_as_json_and_by_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nets_to_check.py").write_text(
+        "from torch import nn\n"
+        "def gelu(): return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))\n"
+        "def two(): return nn.Linear(4, 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).random((20, 4)), y=np.arange(20) % 2, classes=[*"abc"])
+    words = ["check", "--task", "arrays", "--data", str(tmp_path / "d.npz"), "--json"]
+    assert main([*words, "--model", "nets_to_check:gelu"]) == 0
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [finding["what"].partition(" (")[0] for finding in found] == [
+        "devices cannot be told apart by a ReLU profile",
+        "no sample is of c",
+    ]
+    assert main([*words, "--model", "nets_to_check:two"]) == 2
+    assert json.loads(capsys.readouterr().out)["findings"][0]["stops"]
+
+
+def test_a_devices_own_data_are_checked_against_the_task_of_its_federation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", "--out", str(tmp_path / "s"), "--devices", "2"]) == 0
+    words = ["check", "--task", str(tmp_path / "s/task.json"), "--data"]
+    assert main([*words, str(tmp_path / "s/cam1.npz")]) == 0
+    np.savez(tmp_path / "odd.npz", x=np.zeros((4, 9, 9)), y=np.arange(4))
+    assert main([*words, str(tmp_path / "odd.npz")]) == 2
+    assert "shape" in capsys.readouterr().err
