@@ -80,6 +80,13 @@ def test_every_example_is_a_command_that_there_is() -> None:
     assert seen == {name for name, found in known.items() if not isinstance(found, click.Group)}
 
 
+def test_flags_beside_the_words_of_other_frameworks_are_flags_that_there_are() -> None:
+    known = {flag for _, found in commands() for parameter in found.params for flag in parameter.opts}
+    for page in ("coming-from", "planning"):
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / f"docs/{page}.md").read_text())
+        assert set(flags) <= known, page
+
+
 def test_every_refusal_is_in_the_protocol_and_no_other() -> None:
     sources = [file.read_text() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     raised = {name for source in sources for name in re.findall(r'ProtocolError\(\s*"([a-z-]+)"', source)}
