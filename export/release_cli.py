@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from export.cli import newest
 from export.signing import LIFETIMES, ROLES, Repository
 from fedge.errors import ConfigError
 
@@ -58,15 +59,18 @@ def init(repo: Path, *, as_json: bool) -> None:
 @_repo
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--name", default="manifest", show_default=True, help="Tells bundles of one release apart.")
+@click.option("--number", type=click.IntRange(1), help="Of the release; without: that of the bundle.")
 @_json
-def add(repo: Path, bundle: Path, name: str, *, as_json: bool) -> None:
-    """Release a bundle: sign its manifest, keep its files for the devices to fetch.
+def add(repo: Path, bundle: Path, name: str, number: int | None, *, as_json: bool) -> None:
+    """Release a bundle, or the newest one of an agent's home: sign its manifest, keep its files for devices to fetch.
 
-    The release's number is that of the manifest. A release is never changed: count up.
+    A release is never changed: count up. Devices take none below the highest that they have had, whoever made that.
+    `fedge rollout make` releases what a coordinator has learned.
 
     \b
     Examples:
       fedge release add releases bundle
+      fedge release add releases cam1 --number 8
       fedge release add releases cam1/bundles/7 --name cam1
 
     \b
@@ -75,7 +79,7 @@ def add(repo: Path, bundle: Path, name: str, *, as_json: bool) -> None:
     """  # noqa: D301 - click needs the character itself
     if not bundle.is_dir():
         raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
-    target = Repository(repo).add(bundle, name)
+    target = Repository(repo).add(newest(bundle).folder, name, number=number)
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 
 

@@ -15,12 +15,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from securesystemslib.signer import CryptoSigner, SSlibKey
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
 from fedge.bundle import MANIFEST, read
+from fedge.bundle import encode as encode_manifest
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import MAX_ROOTS, Announcement, Rollout, encode
@@ -74,12 +76,13 @@ class Repository:
 
     # ------------------------------------------------------------------------------------------------- releasing
 
-    def add(self, bundle: Path, name: str = "manifest") -> str:
+    def add(self, bundle: Path, name: str = "manifest", *, number: int | None = None) -> str:
         """Release a bundle: its manifest becomes a target, its files are kept for devices to fetch.
 
         Args:
             bundle: a folder that `write_bundle` wrote.
             name: tells bundles of one release apart.
+            number: of the release; None: that of the manifest.
 
         Returns:
             The path of the target, such as "5/manifest.json".
@@ -91,6 +94,9 @@ class Repository:
         """
         manifest = read(bundle).manifest
         data = (bundle / MANIFEST).read_bytes()
+        if number is not None and number != manifest.release:
+            manifest = msgspec.structs.replace(manifest, release=number)
+            data = encode_manifest(manifest)
         path = f"{manifest.release}/{name}.json"
         targets = self._current(Targets)
         found = TargetFile.from_data(path, data, ["sha256"])
@@ -179,6 +185,10 @@ class Repository:
     def targets(self) -> list[str]:
         """Paths of all releases."""
         return sorted(self._current(Targets).targets)
+
+    def releases(self) -> list[int]:
+        """Numbers of all releases."""
+        return [int(path.partition("/")[0]) for path in self.targets()]
 
     def expiries(self) -> dict[str, datetime]:
         """Until when each role's newest signature is good."""

@@ -219,6 +219,10 @@ class Method(Generic[S]):
         """The shared model that the device would be given now (what it kept for itself comes on top of it)."""
         raise NotImplementedError
 
+    def for_anybody(self, state: S) -> BlobRef:
+        """The shared model for a device that nothing is known of."""
+        return self.serves(state, "")
+
     async def finish(self, state: S, fleet: Fleet) -> S:
         """The last round: leave a bundle on each device."""
         return await install(self, state, fleet)

@@ -518,6 +518,10 @@ class Fedge(Method[FedgeState]):
 
     # ------------------------------------------------------------------------------------------------ what is seen
 
+    def for_anybody(self, state: FedgeState) -> BlobRef:
+        """The global model, which needs no labels to choose by (section 12)."""
+        return state.shared.model
+
     def serves(self, state: FedgeState, device_id: str) -> BlobRef:
         """The device's primary expert, or the global model."""
         if not state.experts:

@@ -16,7 +16,9 @@ from msgspec import Meta
 
 from coordinator.rollout import Plan
 from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.rollout.making import make_release
 from coordinator.rollout.service import Observer, Release, Supervisor, words_of
+from coordinator.watch_cli import HOME, STORE
 from export.signing import Repository
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import Name, resolve, settings_options
@@ -55,6 +57,7 @@ def rollout() -> None:
 
     \b
     Examples:
+      fedge rollout make releases --home shop
       fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
       fedge rollout status releases
       fedge rollout pause releases
@@ -64,6 +67,30 @@ def rollout() -> None:
     Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, or another rollout is under way, 3 the broker refuses
     us, 4 the disk is full or broken, 130 stopped.
     """  # noqa: D301 - click needs the character itself
+
+
+@rollout.command()
+@_repo
+@HOME
+@STORE
+@_json
+def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
+    """Release what a federation has learned, for all devices: its shared model, as a signed bundle of the next number.
+
+    The number is above all releases of REPO and all bundles that the devices have told of. The coordinator may be
+    running. It is the model for any device: what devices keep to themselves, and how much which expert counts where, is
+    in the bundles that they make at the end of a run. Needs the keys of targets, snapshot and timestamp.
+
+    \b
+    Examples:
+      fedge rollout make releases --home shop
+
+    \b
+    Exit codes: 0 done, 2 no repository, no coordinator's folder, nothing learned together yet or a key is missing, 4
+    the store cannot be read or the release not be written.
+    """  # noqa: D301 - click needs the character itself
+    target = make_release(repo, home, store)
+    click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 
 
 @rollout.command()

@@ -2,12 +2,14 @@
 
 import json
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from deploy.trust import Trust, install_root
 from export.release_cli import release
 from export.signing import Repository
+from fedge.bundle import decode, look
 from fedge.errors import ConfigError
 from tests.deploy.bundles import other_gate, variant
 
@@ -43,6 +45,22 @@ def test_bundles_of_one_release_have_names(tmp_path):
 
     assert Repository(repo).targets() == ["1/cam1.json", "1/cam2.json"]
     assert "1/cam1.json" in run("show", repo)[1]
+
+
+def test_the_newest_bundle_of_a_home_under_a_number_of_its_own(tmp_path):
+    repo, home = tmp_path / "repo", tmp_path / "home"
+    for number in (9, 10):
+        variant(home / "bundles" / str(number), release=number)
+    run("init", repo)
+    assert run("add", repo, home)[1] == "10/manifest.json\n"
+    assert run("add", repo, home, "--number", 12)[1] == "12/manifest.json\n"
+    repository = Repository(repo)
+    assert repository.releases() == [10, 12]
+    install_root(tmp_path / "device", repository.root())
+    files = {name: path.read_bytes() for name, path in repository.files("12/manifest.json").items()}
+    trusted = decode(Trust(tmp_path / "device").manifest(files, "12/manifest.json"))
+    before = look(home / "bundles" / "10")[0]
+    assert trusted == msgspec.structs.replace(before, release=12)
 
 
 def test_no_repository_says_what_to_do(tmp_path):

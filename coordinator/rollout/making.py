@@ -1,0 +1,70 @@
+"""A release for a whole fleet: the model of a coordinator, for any device, as a signed bundle of the next number."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from coordinator.assembling import bundle_in_subprocess
+from coordinator.methods import MethodSettings, Server, load, make
+from coordinator.store import Store, undeleted
+from coordinator.watch import read_summary
+from coordinator.watch_cli import opened
+from export.signing import Repository
+from fedge import codec, weights
+from fedge.errors import MALFORMED, ConfigError, StoreError
+from fedge.files import write_atomically
+from fedge.messages import BlobRef
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model
+from fedge.weights import needed_on_devices
+
+
+def make_release(repo: Path, home: Path, store: str | None) -> str:
+    """Sign a bundle of what the federation in a home has learned, for devices that nothing is known of.
+
+    Its number is above those of all releases there, and of all bundles that devices have told of.
+
+    Returns:
+        The path of the target, such as "8/manifest.json".
+
+    Raises:
+        ConfigError: there is no repository or no coordinator's home, nothing was learned together yet, or the method
+            needs more than the home has.
+        StoreError: the disk is full or broken.
+    """
+    repository, summary = Repository(repo), read_summary(home)
+    with closing(opened(home, store)) as tables, undeleted(home):
+        task, layout, model = _learned(tables)
+    known = [*repository.releases(), *(device["release"] or 0 for device in summary["fleet"].values())]
+    files = bundle_in_subprocess(task, layout, model, release=1 + max(known, default=0), method=summary["method"])
+    with tempfile.TemporaryDirectory(prefix="fedge-release-") as folder:
+        for name, data in files.items():
+            write_atomically(Path(folder, name), data)
+        return repository.add(Path(folder))
+
+
+def _learned(store: Store) -> tuple[TaskSpec, Layout, Model]:
+    """The task, and the model for any device after the last round that is done."""
+    identity, start, saved = store.recall("identity"), store.recall("start"), store.state()
+    if identity is None or start is None or saved is None:
+        raise ConfigError(f"no round is done in {store.home} yet")
+    _, name, fingerprint, seed, rounds, options = json.loads(identity)
+    try:
+        task = msgspec.json.decode((store.home / "task.json").read_bytes(), type=TaskSpec)
+    except (OSError, *MALFORMED) as error:
+        raise StoreError(f"{store.home / 'task.json'} cannot be read: {error}") from error
+    if task.fingerprint() != fingerprint:  # it may name code
+        raise ConfigError(f"{store.home / 'task.json'} is not the task of this federation any more")
+    if (frozen := needed_on_devices(task)) is not None:
+        weights.keep(store.blobs.get(frozen.digest))
+    method = make(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task))
+    state = load(saved, type(method.begin(*msgspec.json.decode(start, type=tuple[Layout, BlobRef]))))
+    if not state.history:
+        raise ConfigError(f"the devices in {store.home} have learned nothing together yet")
+    ref = method.for_anybody(state)
+    return task, state.layout, codec.decode(store.blobs.get(ref.digest), ref.codec, state.layout, again=True)

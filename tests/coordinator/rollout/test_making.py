@@ -1,0 +1,70 @@
+"""A release for the whole fleet, of what a coordinator's home holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import deploy
+from coordinator.rollout.making import make_release
+from coordinator.store import Store
+from export.signing import Repository
+from fedge.bundle import look
+from fedge.cli import main
+from fedge.errors import ConfigError
+from tests.homes.make import TASK
+
+FINISHED = Path(__file__).parents[2] / "homes" / "0.2.0" / "finished"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Of a federation that has ended, by an earlier version; its devices' bundles have number 1, but for one's."""
+    home = Path(shutil.copytree(FINISHED / "coordinator", tmp_path / "home"))
+    summary = json.loads((home / "summary.json").read_bytes())
+    fleet = {"cam0": {"release": 1}, "cam1": {"release": 4}, "cam2": {"release": None}}
+    (home / "summary.json").write_text(json.dumps({**summary, "at": 1.0, "fleet": fleet}))
+    Store(home).close()  # its schema is that of this version
+    return home
+
+
+@pytest.mark.process
+def test_it_is_the_model_of_the_coordinator_with_a_number_above_all(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repo = tmp_path / "repo"
+    repository = Repository.create(repo)
+    repository.add(FINISHED / "cam0" / "bundles" / "1")
+    assert make_release(repo, home, None) == "5/manifest.json"
+    assert main(["rollout", "make", str(repo), "--home", str(home)]) == 0
+    assert capsys.readouterr().out == "6/manifest.json\n"
+    manifest = next(
+        path for name, path in repository.files("6/manifest.json").items() if name.endswith("manifest.json")
+    )
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    shutil.copy(manifest, bundle / "manifest.json")
+    assert look(bundle)[0].method == "fedavg"
+    for name, part in look(bundle)[0].files.items():
+        shutil.copy(repository.parts.path(part.digest), bundle / name)
+    x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    assert deploy.load(bundle).predict(x).probabilities.shape == (3, 3)
+
+
+def test_a_home_without_a_round_has_nothing_to_release(home: Path, tmp_path: Path) -> None:
+    Repository.create(tmp_path / "repo")
+    with contextlib.closing(Store(home)) as store:
+        store._change(lambda db: db.execute("DELETE FROM states"))
+    with pytest.raises(ConfigError, match="no round is done"):
+        make_release(tmp_path / "repo", home, None)
+    (home / "task.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(TASK, name="other")))
+    shutil.copy(FINISHED / "coordinator" / "store.db", home / "store.db")
+    Store(home).close()
+    with pytest.raises(ConfigError, match="not the task of this federation"):
+        make_release(tmp_path / "repo", home, None)
