@@ -22,7 +22,6 @@ from fedge.bundle import slot
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, to_bytes, unflatten
-from fedge.weights import tell_fresh_head
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +192,6 @@ def first_model(task: TaskSpec, seed: int, without_profile: str = "") -> tuple[L
     except ConfigError as error:
         raise ConfigError(f"the network of task {task.name} cannot be built: {error}") from error
     layout, model, examined = begun
-    tell_fresh_head(task, layout)
     require_sound(examined.findings)
     log.info("event=network parameters=%d bytes=%d ram_gb=%.2f", layout.n_params, examined.size_bytes, examined.ram_gb)
     for finding in examined.findings:

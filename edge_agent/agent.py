@@ -1,8 +1,8 @@
 """The agent on a device: one asyncio loop that carries out what `edge_agent.session` decides.
 
 The loop does all that must never wait long (keep-alive, orders, acknowledgements, serving chunks); one worker thread
-does the training, so that a busy device never looks dead to its broker. torch is imported in that thread by the first
-order that needs it: an idle agent stays small.
+waits for the work, so that a busy device never looks dead to its broker. The work of `fedge agent` is done in a process
+of its own (`edge_agent.workplace`): an idle agent stays small.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ sent it may be gone, or never was. A coordinator that was restarted is back soon
 
 
 class Works(Protocol):
-    """What carries out orders: `edge_agent.worker.Worker`, or a stand-in in tests and benchmarks."""
+    """What carries out orders: `edge_agent.workplace.Workplace`, or a stand-in, such as a relay's site."""
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action

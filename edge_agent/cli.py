@@ -8,96 +8,21 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import click
-from msgspec import Meta
 
+from edge_agent.settings import AgentSettings
 from fedge.background import INTERRUPTED, STOP_S, on_signal
-from fedge.config import Name, resolve, settings_options
-from fedge.credentials import Credentials
+from fedge.config import resolve, settings_options
 from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
 from fedge.logs import bind
-from fedge.processor import Processor, TrainOn
-from fedge.step import Steps, known_steps
-from fedge.steps.mask_shares import MIN_COHORT
+from fedge.processor import Processor
 
 if TYPE_CHECKING:
-    from edge_agent.agent import Agent, Works
-    from edge_agent.device import Budget
+    from edge_agent.agent import Agent
     from fedge.task import TaskSpec
-
-
-class AgentSettings(Credentials, frozen=True, kw_only=True):
-    """Section [agent] of the configuration."""
-
-    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[Name, Meta(description="Name of the federation to take part in.")]
-    id: Annotated[
-        Name,
-        Meta(description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore."),
-    ]
-    home: Annotated[
-        Path, Meta(description="Folder of this agent: private model, unfinished orders, bundles. One agent each.")
-    ]
-    task: Annotated[
-        str,
-        Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
-            " schema (.toml) or package.module:Class."
-        ),
-    ]
-    data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
-    seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
-    train_on: TrainOn = Processor.CPU
-    inference_only: Annotated[
-        bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
-    ] = False
-    egress: (
-        Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
-    ) = None
-    max_epsilon: (
-        Annotated[
-            float,
-            Meta(
-                gt=0,
-                description="Privacy budget: tell nothing of the samples but with noise, and no more when all of it "
-                "together would exceed this epsilon (docs/privacy.md).",
-            ),
-        ]
-        | None
-    ) = None
-    delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples here.")] = 1e-5
-    min_cohort: Annotated[
-        int,
-        Meta(ge=2, description="Decline masked sums of fewer devices, or that differ by fewer from an earlier one."),
-    ] = MIN_COHORT
-    min_free_ram_gb: (
-        Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
-    ) = None
-    max_temperature_c: (
-        Annotated[float, Meta(description="Decline work when hotter, where there is a sensor.", extra={"unit": "C"})]
-        | None
-    ) = None
-    min_battery: (
-        Annotated[
-            float, Meta(ge=0, le=1, description="Decline work with less charge, on battery.", extra={"unit": "0..1"})
-        ]
-        | None
-    ) = None
-    context_interval_s: Annotated[
-        float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
-    ] = 10.0
-    steps: Annotated[
-        str, Meta(description="Steps of your own, package.module:Class, comma-separated, beside those installed.")
-    ] = ""
-    allow: Annotated[
-        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
-    ] = ""
-    keepalive_s: Annotated[
-        int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
-    ] = 30
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -133,29 +58,26 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
-    """Make the agent that the settings describe; reads its data, without torch unless it is to train on a GPU.
+    """Make the agent that the settings describe; reads its data, without torch.
 
     Raises:
         ConfigError: the task, the data or an address is wrong, or there is no such GPU.
     """
     from edge_agent.agent import Agent, Identity, Limits
-    from fedge.tasks import task_spec
+    from edge_agent.workplace import Workplace
 
-    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
-    trains = not settings.inference_only and find_spec("torch") is not None
-    if settings.train_on is Processor.CUDA and not trains:
+    task, steps = settings.spec(), settings.known_steps()
+    if settings.train_on is Processor.CUDA and not settings.trains:
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
-    if settings.max_epsilon is not None and trains and find_spec("opacus") is None:
+    if settings.max_epsilon is not None and settings.trains and find_spec("opacus") is None:
         raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
-    steps = known_steps(path for path in settings.steps.split(",") if path)
-    n_shared, make_worker = (_training if trains else _inference)(settings, task, steps)
-    identity = Identity(settings.id, settings.federation, task, n_shared, trains, steps)
+    identity = Identity(settings.id, settings.federation, task, _shared_samples(settings, task), settings.trains, steps)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
         settings.at(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
-        make_worker,
+        lambda: Workplace(settings),
         limits=limits,
         context_interval_s=settings.context_interval_s,
         rules=rules,
@@ -163,56 +85,24 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     )
 
 
-def _training(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[int, Callable[[], Works]]:
-    """How many samples there are for updates, and how to make the worker that learns."""
-    from fedge.tasks import device_data
+def _shared_samples(settings: AgentSettings, task: TaskSpec) -> int:
+    """How many samples there are for updates, after a look at all; the runtime gets those for validation.
+
+    Raises:
+        ConfigError: they cannot be read, or there is no such GPU.
+    """
+    from fedge import child
+    from fedge.tasks import device_data, device_inputs
     from fedge.validation import Validation
 
+    if not settings.trains:
+        device_inputs(task, settings.data)
+        return 0
     if settings.train_on is Processor.CUDA:
-        from fedge.models.training import torch_device
-
-        torch_device(settings.train_on)  # what is missing is said at once, not with the first order
+        child.call("edge_agent.workplace:require_processor", settings.train_on, returns=type(None))
     data = device_data(task, settings.data, seed=settings.seed)
     Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)
-
-    def make_worker() -> Works:
-        """Runs in the worker thread: from here on the process holds torch, on one core beside the keep-alive."""
-        import torch
-
-        from edge_agent.worker import Worker
-        from fedge.models.training import torch_device
-
-        torch.set_num_threads(1)
-        processor = torch_device(settings.train_on)
-        return Worker(
-            *(settings.id, task, data, settings.home),
-            budget=_budget(settings),
-            steps=steps,
-            min_cohort=settings.min_cohort,
-            processor=processor,
-        )
-
-    return data.n_shared, make_worker
-
-
-def _inference(settings: AgentSettings, task: TaskSpec, steps: Steps) -> tuple[int, Callable[[], Works]]:
-    """The same for a device that does not learn."""
-    from fedge.tasks import DeviceData, device_inputs
-
-    data = DeviceData.unlabelled(device_inputs(task, settings.data))
-
-    def make_worker() -> Works:
-        from edge_agent.worker import Worker
-
-        return Worker(settings.id, task, data, settings.home, budget=_budget(settings), steps=steps, trains=False)
-
-    return 0, make_worker
-
-
-def _budget(settings: AgentSettings) -> Budget:
-    from edge_agent.device import Budget
-
-    return Budget(settings.max_epsilon, settings.delta)
+    return data.n_shared
 
 
 async def _run(agent: Agent) -> None:

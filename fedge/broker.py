@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import getpass
 import json
 import logging
@@ -270,15 +269,6 @@ def _stamp(identity: Path) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process with the thread that started it (Linux; elsewhere nothing happens)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # sys/prctl.h
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we could ask
-            raise SystemExit(1)
-
-
 async def serve_amqtt(host: str, port: int) -> None:
     """Run amqtt, for everybody and without its logging plugins, until SIGTERM."""
     from amqtt.broker import Broker
@@ -299,10 +289,10 @@ def main(arguments: list[str]) -> None:
     """The child: `--exec PARENT PROGRAM ARGUMENT...` or `--amqtt HOST PORT PARENT`."""
     match arguments:
         case ["--exec", parent, program, *rest]:
-            die_with_parent(int(parent))
+            child.die_with_parent(int(parent))
             os.execv(program, [program, *rest])  # noqa: S606
         case ["--amqtt", host, port, parent]:
-            die_with_parent(int(parent))
+            child.die_with_parent(int(parent))
             logging.basicConfig(level=logging.ERROR)
             asyncio.run(serve_amqtt(host, int(port)))
         case _:

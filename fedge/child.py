@@ -1,25 +1,39 @@
 """Work for a process of its own: what needs torch where none shall be held, or what may bring its process down.
 
-The child is `python -m fedge.child MODULE:FUNCTION`. Arguments go to its standard input and the result comes back on
-its standard output, in MessagePack, each as the function's annotations say. What the work prints goes to standard
-error, whose last line is the reason where it fails.
+The child is `python -m fedge.child MODULE:FUNCTION`. Arguments and results go over a socket, in MessagePack, each as
+the function's annotations say; what the child logs comes the same way, and is logged here. What the work prints goes to
+standard error.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from threading import Lock
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
 
-from fedge.errors import MALFORMED, ConfigError, FedgeError
+from fedge.errors import MALFORMED, ConfigError, FedgeError, StoreError
 from fedge.loading import load_object
+from fedge.stopping import Stop, StoppedError, never
 
 R = TypeVar("R")
+T = TypeVar("T")
+
+FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError}
+LOOK_S: Final = 0.05
+"""How often it is looked whether to stop."""
 
 
 def command(module: str, *words: str) -> list[str]:
@@ -32,51 +46,166 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def call(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
-    """The result of a function in a process of its own.
+class DiedError(ConfigError):
+    """The child ended before it answered. `status`: its exit code, negative for a signal."""
 
-    Args:
-        function: `module:name`; its annotations say what it takes: what msgspec knows, arrays, and paths.
-        arguments: by position.
-        returns: type of the result.
-        timeout_s: when to give up; None: never.
+    def __init__(self, status: int) -> None:
+        super().__init__(f"signal {-status}" if status < 0 else f"exit {status}")
+        self.status = status
 
-    Raises:
-        ConfigError: it failed; the text is the last line of what it said, or the signal that ended it.
-        TimeoutError: it took longer; it has been killed.
+
+class Child:
+    """A function in a process of its own, for one call after the other. Context manager.
+
+    It ends with the thread that starts it, even where that is killed. After a call that raises it has ended.
+
+    function: `module:name`; its annotations say what it takes: what msgspec knows, arrays, and paths.
     """
-    try:
-        done = subprocess.run(
-            command("fedge.child", function),
-            env=environment(),
-            input=msgspec.msgpack.encode(arguments, enc_hook=_plain),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"no answer within {timeout_s:.0f} s") from error
-    if done.returncode < 0:
-        raise ConfigError(f"signal {-done.returncode}")
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(said[-1] if said else f"exit {done.returncode}")
-    try:
-        return msgspec.msgpack.decode(done.stdout, type=returns, dec_hook=_rich)
-    except MALFORMED as error:  # such as a number beyond its range
-        raise ConfigError(f"its result makes no sense: {error}") from error
+
+    def __init__(self, function: str) -> None:
+        self._wire, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                command("fedge.child", function, str(theirs.fileno()), str(os.getpid())),
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._wire.close()
+        self._process.kill()
+        self._process.wait()
+
+    def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
+        """The function's result.
+
+        Args:
+            arguments: by position.
+            returns: type of the result.
+            stop: asked all the time; the child is killed when it says so.
+            timeout_s: when to give up; None: never.
+
+        Raises:
+            DiedError: it ended by itself.
+            ConfigError: the function failed; the text is the last line of the reason.
+            StoreError: so did the function.
+            StoppedError: `stop()` was true.
+            TimeoutError: it took longer.
+        """
+        try:
+            return self._answer(msgspec.msgpack.encode(arguments, enc_hook=_plain), returns, stop, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _answer(self, arguments: bytes, returns: type[R], stop: Stop, timeout_s: float | None) -> R:
+        began = time.monotonic()
+        self._try(lambda: self._wire.send_bytes(arguments))
+        while True:
+            while not self._wire.poll(LOOK_S):
+                if stop():
+                    raise StoppedError
+                if timeout_s is not None and time.monotonic() > began + timeout_s:
+                    raise TimeoutError(f"no answer within {timeout_s:.0f} s")
+            kind, data = self._try(lambda: (self._wire.recv_bytes(), self._wire.recv_bytes()))
+            if kind in FAILURES:
+                raise FAILURES[kind](data.decode())
+            if kind == b"log":
+                name, level, template, values = msgspec.msgpack.decode(data, type=tuple[str, int, str, list[Any]])
+                logging.getLogger(name).log(level, template, *values)
+                continue
+            try:
+                return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
+            except MALFORMED as error:  # such as a number beyond its range
+                raise ConfigError(f"its result makes no sense: {error}") from error
+
+    def _try(self, exchange: Callable[[], T]) -> T:
+        try:
+            return exchange()
+        except (EOFError, OSError) as error:
+            raise DiedError(self._process.wait()) from error
 
 
-def _serve(path: str) -> None:
-    """The child's side."""
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    function = load_object(path)
-    *kinds, _ = get_type_hints(function).values()
-    given = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[msgspec.Raw])
-    arguments = [msgspec.msgpack.decode(g, type=kind, dec_hook=_rich) for g, kind in zip(given, kinds, strict=True)]
-    with answer:
-        answer.write(msgspec.msgpack.encode(function(*arguments), enc_hook=_plain))
+def call(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
+    """The result of a function in a process of its own; raises as `Child.call`."""
+    with Child(function) as child:
+        return child.call(*arguments, returns=returns, timeout_s=timeout_s)
+
+
+# ------------------------------------------------------------------------------------------------------- the child
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process with the thread that started it (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # sys/prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before we could ask
+            raise SystemExit(1)
+
+
+class _Wire(logging.Handler):
+    """What the child tells its parent: log records, and how a call ended."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._telling = Lock()
+
+    def tell(self, kind: bytes, data: bytes) -> None:
+        with self._telling:
+            self._connection.send_bytes(kind)
+            self._connection.send_bytes(data)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Template and values apart, as the lines of this process have them (`fedge.logs`)."""
+        template, values = str(record.msg), record.args if isinstance(record.args, tuple) else ()
+        if record.exc_info:
+            template, values = (
+                f"{template} exception=%s",
+                (*values, logging.Formatter().formatException(record.exc_info)),
+            )
+        plain = [value if isinstance(value, bool | int | float) else str(value) for value in values]
+        self.tell(b"log", msgspec.msgpack.encode((record.name, record.levelno, template, plain)))
+
+
+def _serve(path: str, wire: Connection) -> None:
+    """Answer the parent's calls until it closes the wire."""
+    to_parent = _Wire(wire)
+    logging.basicConfig(handlers=[to_parent])
+    logging.getLogger("fedge").setLevel(logging.INFO)
+    try:
+        function = load_object(path)
+        *kinds, _ = get_type_hints(function).values()
+        while True:
+            given = msgspec.msgpack.decode(wire.recv_bytes(), type=list[msgspec.Raw])
+            arguments = [
+                msgspec.msgpack.decode(g, type=kind, dec_hook=_rich) for g, kind in zip(given, kinds, strict=True)
+            ]
+            to_parent.tell(b"done", msgspec.msgpack.encode(function(*arguments), enc_hook=_plain))
+    except EOFError:
+        return
+    except Exception as error:  # noqa: BLE001 - the parent decides
+        named = isinstance(error, FedgeError | ValueError)
+        reason = str(error) if named else f"{type(error).__name__}: {error}"
+        kind = b"broken" if isinstance(error, StoreError) else b"failed"
+        to_parent.tell(kind, (reason.splitlines() or [""])[-1].encode())
 
 
 def _plain(value: object) -> object:
@@ -97,7 +226,8 @@ def _rich(kind: Any, value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    try:
-        _serve(sys.argv[1])
-    except (FedgeError, ValueError) as error:
-        sys.exit(str(error))
+    function, descriptor, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    for number in (signal.SIGINT, signal.SIGTERM):  # to a whole group: when the child ends, the parent says
+        signal.signal(number, signal.SIG_IGN)
+    _serve(function, Connection(int(descriptor)))

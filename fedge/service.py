@@ -59,6 +59,8 @@ Nice=10
 CPUSchedulingPolicy=batch
 IOSchedulingClass=idle
 OOMScoreAdjust=500
+# Training happens in a process of its own: where the kernel ends that one, the agent goes on and says so.
+OOMPolicy=continue
 MemoryMax=75%
 StateDirectory=fedge
 """

@@ -42,6 +42,7 @@ class Script(NamedTuple):
 
 QUICK = ("--quick", "--jobs", "1", "--out", "out")
 SCRIPTS = {
+    "at_rest.py": Script(("--orders", "1"), ("before its first order", "at rest", "pss_mb", "kept_s", "fresh_s")),
     "clustering.py": Script(("--devices", "60"), ("aidc", "mctc", "rand", "memory_mb")),
     "default_method.py": Script(
         ("--settings", "digits, alpha 0.5", "--methods", "fedge,fedavg", "--seeds", "0", "--jobs", "1", "--out", "out"),

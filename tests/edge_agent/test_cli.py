@@ -13,11 +13,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from edge_agent.agent import silent
-from edge_agent.cli import AgentSettings, agent, build
+from edge_agent.cli import agent, build
+from edge_agent.settings import AgentSettings
+from fedge.background import STOP_S
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.egress import Rules
@@ -222,9 +225,15 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
             await peer.send(order)
             report = await peer.report_of(order)
             assert (report.outcome, report.why) == (outcome, why)
-        maps = await asyncio.to_thread(Path(f"/proc/{running.pid}/maps").read_text)
-        assert "onnxruntime" in maps
-        assert "torch" not in maps
+        (worker,) = psutil.Process(running.pid).children()
+        maps = [await asyncio.to_thread(Path(f"/proc/{pid}/maps").read_text) for pid in (running.pid, worker.pid)]
+        assert ["onnxruntime" in text for text in maps] == [False, True], "the agent itself stays small"
+        assert not any("torch" in text for text in maps)
+        running.terminate()
+        async with asyncio.timeout(STOP_S + 1):
+            assert await running.wait() == 130
+        gone, _ = await asyncio.to_thread(psutil.wait_procs, [worker], WAIT_S)
+        assert gone
 
 
 async def test_a_wrong_configuration_ends_with_2(tmp_path: Path, data: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.cli import AgentSettings
+from edge_agent.settings import AgentSettings
 from fedge.certificates import device_subject, load_certificate, load_key, new_key
 from fedge.cli import main
 from fedge.config import resolve

@@ -1,8 +1,10 @@
 """A child finds what its parent finds, gives what the function gives, and a failure says why."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
@@ -11,7 +13,7 @@ from fedge.errors import ConfigError
 from fedge.tensors import Model
 
 WORK = """
-import os, signal, time
+import logging, os, signal, time
 from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,13 @@ def fails(how: str) -> int:
     if how == "slow":
         time.sleep(60)
     return "no number"
+
+HERE = []
+
+def counts() -> int:
+    logging.getLogger("fedge.theirs").info("event=counting n=%d", len(HERE))
+    HERE.append(1)
+    return len(HERE)
 """
 
 
@@ -70,3 +79,11 @@ def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypa
     (here / "fedge.py").write_text("raise SystemExit('a script of the user')")
     monkeypatch.chdir(here)
     assert 0 <= child.call("fedge.rollout:place", "a", "b", returns=float) < 1
+
+
+def test_a_child_that_stays_serves_one_call_after_the_other_and_logs_here(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fedge")
+    with child.Child("their_work:counts") as staying:
+        assert [staying.call(returns=int) for _ in range(2)] == [1, 2]
+    assert caplog.messages == ["event=counting n=0", "event=counting n=1"]
+    assert not psutil.pid_exists(staying.pid)

@@ -32,8 +32,8 @@ from deploy.server import Server
 from deploy.slots import Slots, state_of
 from deploy.trust import Trust, install_root
 from edge_agent import sparsity
-from edge_agent.cli import AgentSettings
 from edge_agent.outbox import Outbox
+from edge_agent.settings import AgentSettings
 from edge_agent.steps import describe_labels
 from fedge import bundle, codec, messages, onnx_wire
 from fedge.certificates import new_key, read_request

@@ -1,0 +1,124 @@
+"""Settings of `fedge agent`, as its own process and the one that trains both need them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from fedge.config import Name
+from fedge.credentials import Credentials
+from fedge.processor import Processor, TrainOn
+from fedge.step import Steps, known_steps
+from fedge.steps.mask_shares import MIN_COHORT
+
+if TYPE_CHECKING:
+    from fedge.task import TaskSpec
+
+
+class AgentSettings(Credentials, frozen=True, kw_only=True):
+    """Section [agent] of the configuration."""
+
+    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
+    federation: Annotated[Name, Meta(description="Name of the federation to take part in.")]
+    id: Annotated[
+        Name,
+        Meta(description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore."),
+    ]
+    home: Annotated[
+        Path, Meta(description="Folder of this agent: private model, unfinished orders, bundles. One agent each.")
+    ]
+    task: Annotated[
+        str,
+        Meta(
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
+            " schema (.toml) or package.module:Class."
+        ),
+    ]
+    data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
+    seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
+    train_on: TrainOn = Processor.CPU
+    inference_only: Annotated[
+        bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
+    ] = False
+    egress: (
+        Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
+    ) = None
+    max_epsilon: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="Privacy budget: tell nothing of the samples but with noise, and no more when all of it "
+                "together would exceed this epsilon (docs/privacy.md).",
+            ),
+        ]
+        | None
+    ) = None
+    delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples here.")] = 1e-5
+    min_cohort: Annotated[
+        int,
+        Meta(ge=2, description="Decline masked sums of fewer devices, or that differ by fewer from an earlier one."),
+    ] = MIN_COHORT
+    min_free_ram_gb: (
+        Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
+    ) = None
+    max_temperature_c: (
+        Annotated[float, Meta(description="Decline work when hotter, where there is a sensor.", extra={"unit": "C"})]
+        | None
+    ) = None
+    min_battery: (
+        Annotated[
+            float, Meta(ge=0, le=1, description="Decline work with less charge, on battery.", extra={"unit": "0..1"})
+        ]
+        | None
+    ) = None
+    context_interval_s: Annotated[
+        float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
+    ] = 10.0
+    keep_worker_s: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                description="How long the process that trains waits for the next order before it gives its memory "
+                "back; by default 60 s, or not at all with less than 0.5 GB free.",
+                extra={"unit": "s"},
+            ),
+        ]
+        | None
+    ) = None
+    steps: Annotated[
+        str, Meta(description="Steps of your own, package.module:Class, comma-separated, beside those installed.")
+    ] = ""
+    allow: Annotated[
+        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+    ] = ""
+    keepalive_s: Annotated[
+        int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
+    ] = 30
+
+    @property
+    def trains(self) -> bool:
+        """Whether this installation can train, and is to."""
+        return not self.inference_only and find_spec("torch") is not None
+
+    def spec(self) -> TaskSpec:
+        """What is learned.
+
+        Raises:
+            ConfigError: the task is wrong.
+        """
+        from fedge.tasks import task_spec
+
+        return task_spec(self.task, self.data, allow=self.allow.split(","))
+
+    def known_steps(self) -> Steps:
+        """What the device can be asked.
+
+        Raises:
+            ConfigError: a step of the owner's is none.
+        """
+        return known_steps(path for path in self.steps.split(",") if path)

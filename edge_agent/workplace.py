@@ -1,0 +1,171 @@
+"""Where an agent's orders are carried out: a process of its own, which holds torch and the samples.
+
+It ends when no order comes for a while, and the agent is small again. The agent may kill it at any time, as the kernel
+may when memory is short: what it keeps is durable, and an order that is done again gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from signal import SIGKILL
+from typing import Final
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from edge_agent.device import Budget, failed
+from edge_agent.settings import AgentSettings
+from edge_agent.worker import Finished, Worker
+from fedge.child import Child, DiedError
+from fedge.errors import StoreError
+from fedge.files import BlobFolder
+from fedge.messages import BlobRef, Order, Report, Why
+from fedge.processor import Processor
+from fedge.step import Action, Failed, Refusal, read_result, report_of
+from fedge.stopping import Stop
+
+log = logging.getLogger("fedge.agent")
+
+KEEP_S: Final = 60.0
+"""The steps of a round follow each other faster than that."""
+ENOUGH_BYTES: Final = 1 << 29
+"""With less memory free beside it, the process ends with each order."""
+ATTEMPTS: Final = 2
+"""Of an order whose process dies: the kernel may have meant another, a network that brings it down does so again."""
+
+
+class Done(Struct, frozen=True):
+    """What came of an order. `reason`: of a refusal, which a report does not tell."""
+
+    report: Report
+    blobs: dict[str, bytes]
+    untimed_s: float
+    reason: str
+
+
+class Workplace:
+    """Carries out orders (`edge_agent.agent.Works`)."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = msgspec.structs.replace(settings, password=None, inference_only=not settings.trains)
+        self._child: Child | None = None
+        self._in_use = threading.Lock()
+        self._rest: threading.Timer | None = None
+
+    def execute(
+        self,
+        order: Order,
+        fetch: Callable[[BlobRef], bytes],  # noqa: ARG002 - the child reads the agent's own folder
+        *,
+        stop: Stop,
+        action: Action,
+    ) -> Finished:
+        """Carry out an order.
+
+        Raises:
+            StoppedError: `stop()` was true; the process is killed.
+            StoreError: the disk is full or broken.
+        """
+        with self._in_use:
+            if self._rest is not None:
+                self._rest.cancel()
+            try:
+                return self._execute(order, stop, action)
+            finally:
+                self._keep()
+
+    def _execute(self, order: Order, stop: Stop, action: Action) -> Finished:
+        for _ in range(ATTEMPTS):
+            if self._child is None:
+                self._child = Child("edge_agent.workplace:carry_out")
+            child, self._child = self._child, None
+            try:
+                done = child.call(self._settings, order, returns=Done, stop=stop)
+            except DiedError as error:
+                log.warning("event=worker_died order=%s reason=%r", order.id, str(error))
+                died = error
+                continue
+            self._child = child
+            result = read_result(done.report, action)
+            if isinstance(result, Refusal):
+                result = msgspec.structs.replace(result, reason=done.reason)
+            return Finished(result, done.blobs, untimed_s=done.untimed_s)
+        why = Why.MEMORY if died.status == -SIGKILL else Why.ERROR
+        return Finished(Failed(why=why, reason=f"the process that does the work ended {ATTEMPTS} times: {died}"))
+
+    def _keep(self) -> None:
+        """Let the process wait for the next order, or end it."""
+        keep_s = self._settings.keep_worker_s
+        if keep_s is None:
+            keep_s = KEEP_S if psutil.virtual_memory().available >= ENOUGH_BYTES else 0.0
+        self._rest = threading.Timer(keep_s, self.close)
+        self._rest.daemon = True
+        self._rest.start()
+
+    def close(self) -> None:
+        """End the process, if there is one; the next order has another."""
+        with self._in_use:
+            if self._child is not None:
+                self._child.close()
+                self._child = None
+
+
+# ------------------------------------------------------------------------------------------------------- the child
+
+
+def carry_out(settings: AgentSettings, order: Order) -> Done:
+    """An order, by a worker that is made with the first one."""
+    models = BlobFolder(settings.home / "models")
+    try:
+        finished = _worker(settings).execute(order, lambda ref: models.get(ref.digest))
+        report = report_of(order, finished.result, 0.0)
+    except StoreError:
+        raise
+    except Exception as error:
+        log.exception("event=order_failed order=%s", order.id)
+        finished = Finished(failed(error))
+        report = report_of(order, finished.result, 0.0)
+    reason = finished.result.reason if isinstance(finished.result, Refusal) else ""
+    return Done(report, finished.blobs, finished.untimed_s, reason)
+
+
+def require_processor(processor: Processor) -> None:
+    """Look for what the settings train on.
+
+    Raises:
+        ConfigError: it is not here.
+    """
+    from fedge.models.training import torch_device
+
+    torch_device(processor)
+
+
+@lru_cache(1)
+def _worker(settings: AgentSettings) -> Worker:
+    """The worker, on one core beside the agent's keep-alive."""
+    from fedge.tasks import DeviceData, device_data, device_inputs
+
+    task = settings.spec()
+    processor = None
+    if settings.trains:
+        import torch
+
+        from fedge.models.training import torch_device
+
+        torch.set_num_threads(1)
+        processor = torch_device(settings.train_on)
+        data = device_data(task, settings.data, seed=settings.seed)
+    else:
+        data = DeviceData.unlabelled(device_inputs(task, settings.data))
+    return Worker(
+        *(settings.id, task, data, settings.home),
+        budget=Budget(settings.max_epsilon, settings.delta),
+        steps=settings.known_steps(),
+        min_cohort=settings.min_cohort,
+        processor=processor,
+        trains=settings.trains,
+    )

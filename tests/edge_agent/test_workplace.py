@@ -1,0 +1,211 @@
+"""Orders in a process of its own: what comes back is what the worker gives, whatever becomes of the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from edge_agent import workplace
+from edge_agent.settings import AgentSettings
+from edge_agent.worker import Finished, Worker
+from edge_agent.workplace import Workplace
+from fedge.errors import StoreError
+from fedge.files import BlobFolder
+from fedge.messages import Order, Why
+from fedge.sgd import Sgd
+from fedge.step import Action, Failed, known_steps
+from fedge.steps.train import Start, Train, Trained
+from fedge.stopping import StoppedError, never
+from fedge.tasks import device_data
+from tests.support.orders import Blobs, order
+
+pytestmark = pytest.mark.process
+WAIT_S = 30.0
+STEPS = """
+import os, signal, time
+from pathlib import Path
+from typing import ClassVar
+from fedge.errors import StoreError
+from fedge.step import Action, Result
+
+class Drawn(Result, frozen=True, kw_only=True):
+    n: float
+    pid: int
+
+class Draw(Action, frozen=True, kw_only=True):
+    STEP: ClassVar = "draw"
+    RESULT: ClassVar = Drawn
+    DEVICE: ClassVar = "their_steps"
+    TRAINS: ClassVar = False
+    how: str = ""
+
+def run(device, action):
+    marks = device.host.home / "begun"
+    with marks.open("a") as file:
+        file.write("x")
+    times = len(marks.read_text())
+    print("a line of the user's")
+    if action.how == "slow" and times == 1:
+        time.sleep(60)
+    if action.how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action.how == "leaves":
+        os._exit(3)
+    if action.how == "full":
+        raise StoreError("no space left")
+    if action.how == "raises":
+        raise ZeroDivisionError("a network of the user's")
+    return Drawn(n=float(device.rng(1).random()), pid=os.getpid())
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentSettings:
+    (tmp_path / "their_steps.py").write_text(STEPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "d.npz", x=rng.integers(0, 17, (40, 8, 8)).astype(np.float32), y=np.arange(40) % 10)
+    home = tmp_path / "home"
+    home.mkdir()
+    return AgentSettings(
+        broker="-", federation="f", id="d", home=home, task="digits", data=tmp_path / "d.npz", steps="their_steps:Draw",
+        inference_only=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def place(settings: AgentSettings) -> Iterator[Workplace]:
+    place = Workplace(settings)
+    yield place
+    place.close()
+
+
+def draw(settings: AgentSettings, how: str = "", number: int = 1) -> tuple[Order, Action]:
+    action = known_steps(["their_steps:Draw"])["draw"](how=how)  # type: ignore[call-arg]
+    return order(action, number, task=settings.spec()), action
+
+
+def done(place: Workplace, order: Order, action: Action, stop: Callable[[], bool] = never) -> Finished:
+    return place.execute(order, Blobs(), stop=stop, action=action)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_training_gives_the_bytes_that_it_gives_in_this_process(settings: AgentSettings) -> None:
+    settings = msgspec.structs.replace(settings, inference_only=False)
+    place = Workplace(settings)
+    blobs = Blobs(settings.spec())
+    ref = blobs.model(3)
+    BlobFolder(settings.home / "models").put(blobs[ref.digest])
+    action = Train(starts=(Start(model=ref),), sgd=Sgd(steps=3))
+    asked = order(action, task=settings.spec())
+    data = device_data(settings.spec(), settings.data, seed=0)
+    here = Worker("d", settings.spec(), data, settings.home / "other").execute(asked, blobs)
+    there = done(place, asked, action)
+    assert isinstance(here.result, Trained)
+    assert (there.result, there.blobs) == (here.result, here.blobs)
+    assert "torch" in Path(f"/proc/{children()[0].pid}/maps").read_text()
+    place.close()
+
+
+def test_a_process_serves_the_next_order_and_goes_after_a_while(settings: AgentSettings) -> None:
+    place = Workplace(msgspec.structs.replace(settings, keep_worker_s=2.0))
+    first, second = (done(place, *draw(settings, number=n)).result for n in (1, 2))
+    assert first.pid == second.pid == children()[0].pid  # type: ignore[attr-defined]
+    assert first.n != second.n, "each order has its own seed"  # type: ignore[attr-defined]
+    until(lambda: not children())
+    assert done(place, *draw(settings)).result.n == first.n  # type: ignore[attr-defined]
+    place.close()
+
+
+def test_where_memory_is_short_it_goes_at_once(
+    place: Workplace, settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workplace, "ENOUGH_BYTES", 1 << 60)
+    done(place, *draw(settings))
+    until(lambda: not children())
+
+
+def test_what_is_killed_in_the_middle_is_done_again(place: Workplace, settings: AgentSettings) -> None:
+    def kill() -> None:
+        until((settings.home / "begun").exists)
+        children()[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = done(place, *draw(settings, "slow"))
+    killer.join()
+    assert found.result.n == done(place, *draw(settings)).result.n  # type: ignore[attr-defined]
+    children()[0].kill()
+    assert done(place, *draw(settings)).result.n == found.result.n  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "reason"),
+    [
+        ("dies", Why.MEMORY, "ended 2 times: signal 9"),
+        ("leaves", Why.ERROR, "ended 2 times: exit 3"),
+        ("raises", Why.ERROR, "ZeroDivisionError: a network of the user's"),
+    ],
+)
+def test_an_order_that_brings_its_process_down_fails(
+    place: Workplace, settings: AgentSettings, how: str, why: Why, reason: str
+) -> None:
+    result = done(place, *draw(settings, how)).result
+    assert isinstance(result, Failed)
+    assert result.why is why
+    assert reason in result.reason
+
+
+def test_a_broken_disk_ends_the_agent(place: Workplace, settings: AgentSettings) -> None:
+    with pytest.raises(StoreError, match="no space left"):
+        done(place, *draw(settings, "full"))
+
+
+def test_stopping_ends_it_at_once(place: Workplace, settings: AgentSettings) -> None:
+    with pytest.raises(StoppedError):
+        done(place, *draw(settings, "slow"), stop=(settings.home / "begun").exists)
+    assert not children()
+
+
+def test_data_that_cannot_be_read_any_more_fail_the_order(place: Workplace, settings: AgentSettings) -> None:
+    settings.data.unlink()
+    result = done(place, *draw(settings)).result
+    assert isinstance(result, Failed)
+    assert "d.npz" in result.reason
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text("import time\ndef sleep() -> int:\n    time.sleep(60)\n    return 1\n")
+    program = (
+        "import threading\nfrom fedge.child import Child\nchild = Child('sleeper:sleep')\n"
+        "print(child.pid, flush=True)\nchild.call(returns=int)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    gone, _ = psutil.wait_procs([child], timeout=WAIT_S)
+    assert gone
