@@ -6,6 +6,7 @@ be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,8 +19,10 @@ import click
 import fedge
 from fedge.errors import FedgeError
 from fedge.loading import needs
-from fedge.logs import Format, configure
+from fedge.logs import Format, configure, in_json
 from fedge.text import nearest, printable
+
+log = logging.getLogger("fedge")
 
 ENTRY_POINTS: Final = "fedge.commands"
 INTERRUPTED: Final = 130  # what a shell makes of a process that SIGINT ended: 128 + 2
@@ -189,6 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except FedgeError as error:
+        if in_json():
+            log.error("event=ended exit_code=%d reason=%s", error.exit_code, str(error))  # noqa: TRY400 - the text is all
+            return error.exit_code
         click.echo("\n".join(printable(line) for line in f"error: {error}".split("\n")), err=True)
         return error.exit_code
     return result if isinstance(result, int) else 0

@@ -74,7 +74,10 @@ async def test_with_a_token_who_has_none_learns_of_health_alone():
             "Basic x",
             "Bearer ü",
         ):
-            for path, method in ((INFER, "POST"), ("/v2", "GET"), ("/v2/models/digits/ready", "GET"), ("/x", "GET")):
+            for path, method in (
+                *((INFER, "POST"), ("/v2/repository/index", "POST")),
+                *((path, "GET") for path in ("/v2", "/v2/models/digits/ready", "/metrics", "/v2/models/stats", "/x")),
+            ):
                 async with session.request(method, path, headers={"Authorization": shown}) as response:
                     assert response.status == 401
                     assert response.headers["WWW-Authenticate"] == "Bearer"

@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 import signal
@@ -93,6 +94,15 @@ def test_our_errors_are_one_line_and_their_exit_code(
     commands["demo"] = raising(error)
     assert cli.main(["demo"]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_error_of_ours_is_a_line_of_json_where_lines_are(
+    commands: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands["demo"] = raising(errors.StoreError("it is full\x1b"))
+    assert cli.main(["--log-format", "json", "demo"]) == 4
+    line = json.loads(capsys.readouterr().err)
+    assert (line["event"], line["exit_code"], line["reason"]) == ("ended", 4, "it is full\x1b")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
