@@ -129,5 +129,6 @@ def test_the_documentation_lists_all_names() -> None:
     by_the_formatter = {"time", "level", "logger", "exception", "message", "federation"}
     of_a_round_that_is_done = {"accuracy", "bytes_down", "bytes_up", "wall_s"}
     said = names_in_the_code()
-    assert listed == said | by_the_formatter | of_a_round_that_is_done
+    expected = said | by_the_formatter | of_a_round_that_is_done
+    assert listed == expected, "write a row of docs/operating.md, Log lines, for: " + ", ".join(listed ^ expected)
     assert not said & by_the_formatter
