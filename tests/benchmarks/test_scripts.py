@@ -92,6 +92,7 @@ LONG = (
     "attacks.py",
     "deep.py",
     "engines.py",
+    "gate.py",
     "inference.py",
     "marks.py",
     "outlier.py",
