@@ -14,9 +14,11 @@ refused by name, and takes no more memory than that model needs.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import zstandard
@@ -26,6 +28,10 @@ from fedge.errors import ProtocolError
 from fedge.messages import Codec
 from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, to_bytes, to_pieces, unflatten, views_of
 
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+Found = TypeVar("Found")
 Norms = tuple[float, float]
 """L2 norms of a model's parameters and of its buffers, to 1e-5 of them; numbers below 1e-19 may count as 0."""
 
@@ -135,7 +141,7 @@ def moved(base: Tensors, difference: bytes) -> Tensors:
     return summed(base, views_of(_unpack(difference, Codec.INT8, largest)))
 
 
-def summed(base: Tensors, stored: Tensors) -> Tensors:
+def summed(base: Tensors, stored: Tensors, *, threaded: bool = False) -> Tensors:
     """Tensors plus what `rounded` made of a difference in INT8; what it left exact takes the place of what was there.
 
     Raises:
@@ -151,15 +157,40 @@ def summed(base: Tensors, stored: Tensors) -> Tensors:
         elif scale is None or change.dtype != np.int8 or scale.dtype != tensor.dtype or scale.shape:
             raise ProtocolError("layout", f"the difference of {name} is {change.dtype}")
         else:
-            after[name] = _sum(tensor, change, scale)
+            after[name] = _sum(tensor, change, scale, threaded)
     return after
 
 
-@np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
-def _sum(tensor: NDArray[Any], change: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
-    total: NDArray[Any] = np.multiply(change, scale)
-    total += tensor
+def _sum(tensor: NDArray[Any], change: NDArray[Any], scale: NDArray[Any], threaded: bool) -> NDArray[Any]:
+    total = np.empty(tensor.shape, tensor.dtype)
+    sums, numbers, steps = total.reshape(-1), tensor.reshape(-1), change.reshape(-1)
+
+    def add(part: slice) -> None:
+        np.multiply(steps[part], scale, out=sums[part])
+        sums[part] += numbers[part]
+
+    _each(tensor.size, add, threaded)
     return total
+
+
+def difference(name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors) -> Tensors:
+    """A tensor less another one, plus what an earlier difference in INT8 has of it, as `rounded` makes it in INT8.
+
+    All processors take part.
+
+    Raises:
+        NotFiniteError: that holds NaN or infinity.
+    """
+    numbers, others = tensor.reshape(-1), base.reshape(-1)
+    held = carried[name].reshape(-1) if carried else None
+
+    def block_of(part: slice) -> Floats:
+        block = numbers[part] if held is None else np.multiply(held[part], carried[name + _SCALE]) + numbers[part]
+        found: Floats = block - others[part]
+        return found
+
+    scale, stored = _to_int8(tensor.size, block_of, threaded=True)
+    return {name: stored.reshape(tensor.shape), name + _SCALE: scale}
 
 
 def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
@@ -238,8 +269,8 @@ def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
     """The tensors that stand for one trainable tensor."""
     match codec:
         case Codec.INT8:
-            scale, rounded = _to_int8(tensor)
-            return {name: rounded, name + _SCALE: scale}
+            scale, stored = _to_int8(tensor.size, tensor.reshape(-1).__getitem__, threaded=False)
+            return {name: stored.reshape(tensor.shape), name + _SCALE: scale}
         case Codec.TOP:
             numbers = tensor.reshape(-1)
             places = _places_of_largest(numbers, _n_sent(numbers.size))
@@ -263,18 +294,48 @@ def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
     return np.sort(np.concatenate([larger, np.flatnonzero(magnitudes == least)[: k - len(larger)]]))
 
 
-def _to_int8(tensor: Floats) -> tuple[Floats, NDArray[np.int8]]:
-    largest = np.maximum(np.max(tensor, initial=0.0), -np.min(tensor, initial=0.0))
+def _to_int8(size: int, block_of: Callable[[slice], Floats], *, threaded: bool) -> tuple[Floats, NDArray[np.int8]]:
+    """Scale, shape (), and numbers, shape (size,), of a vector of which there are blocks."""
+
+    def largest_of(part: slice) -> np.float32:
+        block = block_of(part)
+        return np.float32(np.maximum(np.max(block), -np.min(block)))
+
+    largest = np.max(_each(size, largest_of, threaded), initial=np.float32(0))
+    if not np.isfinite(largest):
+        raise NotFiniteError("numbers that are to be rounded are not finite")
     scale = np.asarray(np.minimum(largest / np.float32(127), _LARGEST_SCALE), dtype=np.float32)
     if scale == 0:  # all zero, or so small that the scale underflows
-        return scale, np.zeros(tensor.shape, np.int8)
-    numbers, rounded = tensor.reshape(-1), np.empty(tensor.size, np.int8)
-    for start in range(0, tensor.size, _BLOCK):
-        block = numbers[start : start + _BLOCK] / scale
+        return scale, np.zeros(size, np.int8)
+    rounded = np.empty(size, np.int8)
+
+    def fill(part: slice) -> None:
+        block = block_of(part) / scale
         np.rint(block, out=block)
         np.clip(block, -127, 127, out=block)  # a denormal scale is too coarse for the quotient
-        rounded[start : start + _BLOCK] = block
-    return scale, rounded.reshape(tensor.shape)
+        rounded[part] = block
+
+    _each(size, fill, threaded)
+    return scale, rounded
+
+
+def _each(size: int, work: Callable[[slice], Found], threaded: bool) -> list[Found]:
+    """Do something with each block of a vector, in order; if `threaded`, in a thread for each processor."""
+
+    @np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
+    def quietly(part: slice) -> Found:
+        return work(part)
+
+    parts = [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
+    return list((threads().map if threaded and len(parts) > 1 else map)(quietly, parts))
+
+
+@functools.cache
+def threads() -> ThreadPoolExecutor:
+    """For work with long vectors, of which numpy lets several threads do a part each."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="fedge-vectors")
 
 
 def _to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:

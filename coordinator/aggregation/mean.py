@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.codec import threads
 from fedge.tensors import Floats, Layout, Model
 
 BLOCK = 262_144
@@ -69,7 +68,7 @@ class WeightedSums:
                     else:
                         target[...] = scaled
 
-        others = [_threads().submit(add_share, *share) for share in self._shares[1:]]
+        others = [threads().submit(add_share, *share) for share in self._shares[1:]]
         add_share(*self._shares[0])
         for other in others:
             other.result()
@@ -82,11 +81,6 @@ class WeightedSums:
             if total > 0:
                 np.divide(row, total, out=row)
         return tuple(row if total > 0 else None for total, row in zip(self._totals, self._sums, strict=True))
-
-
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="fedge-mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +150,7 @@ def cluster_averages(
             raise ValueError(f"model {i}: {error}") from error
         for k in clusters if size else ():
             np.maximum(counters[k], model.counters, out=counters[k])
-        del model  # before the next one is decoded: one update is in memory at a time
+        del model  # before the next one is asked for
     if waiting:
         raise ValueError(f"there are fewer models than the {len(sizes)} sizes")
     totals = [sum(sizes[i] for i in of_cluster) for of_cluster in members]

@@ -9,15 +9,13 @@ Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, Algor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from fedge import codec
-from fedge.messages import BlobRef, Codec, Difference, back_from
-from fedge.tensors import Layout, Model, to_bytes, unflatten, views_of
+from fedge.messages import BlobRef, Difference, back_from
+from fedge.tensors import Layout, Model, Tensors, to_bytes, unflatten, views_of
 
 if TYPE_CHECKING:
     from coordinator.fleet import Fleet
@@ -39,24 +37,24 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
         return fleet.put(now)
     params = [info.name for info in layout.of_kind("param")]
     before, known = views_of(fleet.get_bytes(base)), fleet.descents.get(base.digest)
+    carried = views_of(fleet.get_bytes(known.carried)) if known and known.carried else {}
     try:
-        with np.errstate(over="ignore"):
-            wanted: dict[str, NDArray[Any]] = {name: now[name] for name in params}
-            if known and known.carried:
-                wanted = codec.summed(wanted, views_of(fleet.get_bytes(known.carried)))
-            change = now | {name: wanted[name] - before[name] for name in params}
-        stored = codec.rounded(change, Codec.INT8, {info.name for info in layout.of_kind("buffer")})
-        after: dict[str, NDArray[Any]] = codec.summed(before, stored)
-        ref = fleet.put(after)
+        stored = dict(now)
+        for name in params:
+            stored |= codec.difference(name, now[name], before[name], carried)
+        after = codec.summed(before, stored, threaded=True)
+        writing = codec.threads().submit(fleet.put, after)
+        data, left = codec.packed(stored), Tensors()
+        for name in params:
+            left |= codec.difference(name, now[name], after[name], carried)
+        ref = writing.result()
     except codec.NotFiniteError:  # such large numbers have no difference, or none that can be rounded
         return fleet.put(now)
-    data = codec.packed(stored)
     if len(data) >= ref.size_bytes:
         return fleet.put(now)
     if ref != base:
-        left = codec.rounded({name: wanted[name] - after[name] for name in params}, Codec.INT8)
-        carried = fleet.put_bytes(to_bytes(left))
-        fleet.descents[ref.digest] = Descent(base=base.digest, blob=fleet.put_bytes(data), carried=carried)
+        lacking = fleet.put_bytes(to_bytes(left))
+        fleet.descents[ref.digest] = Descent(base=base.digest, blob=fleet.put_bytes(data), carried=lacking)
     return ref
 
 

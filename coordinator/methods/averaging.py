@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -11,7 +12,7 @@ import numpy as np
 
 from coordinator.aggregation import Average
 from coordinator.aggregation.guarded import believed, guarded_averages, shortened
-from coordinator.aggregation.mean import Factors, cluster_averages
+from coordinator.aggregation.mean import BLOCK, Factors, cluster_averages
 from coordinator.clustering import mctc
 from coordinator.fleet import Fleet
 from coordinator.fleet.relayed import RelayFleet, StandIn
@@ -75,8 +76,7 @@ async def averages(
     positions = [[p for p, i in enumerate(ids) if i in own] for own in members]
 
     def changes(of: Collection[str]) -> Iterator[Model]:
-        for i in of:
-            change = fleet.get(updates[i].update, layout)
+        for i, change in zip(of, _read((updates[i].update for i in of), fleet, layout), strict=True):
             if i in whose and (direction := mctc.direction(change.params)) is not None:
                 note(i, direction)
             s = np.float32(discounts.get(i, 1.0))
@@ -92,6 +92,21 @@ async def averages(
     factors = shortened(norms, list(weights.values()), positions) if clipped else {}
     near = changes([i for i in ids if i not in far])
     return await _over_sites(fleet.sites, far, near, weights, positions, factors, layout, note, whose)
+
+
+def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Model]:
+    """Updates, one after the other; where they are large the next one is decoded while one is summed."""
+    if layout.n_params < BLOCK:
+        yield from (fleet.get(ref, layout) for ref in refs)
+        return
+    with ThreadPoolExecutor(1, "fedge-next") as thread:
+        following = (thread.submit(fleet.get, ref, layout) for ref in refs)
+        coming = next(following, None)
+        while coming is not None:
+            update = coming.result()
+            coming = next(following, None)
+            yield update
+            del update
 
 
 async def _over_sites(

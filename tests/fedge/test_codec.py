@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedge.codec import check, decode, encode, norms_of, pieces
+from fedge.codec import NotFiniteError, check, decode, difference, encode, norms_of, pieces, rounded
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
 from fedge.tensors import Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
@@ -365,3 +365,17 @@ def test_a_changed_byte_is_refused_or_gives_a_finite_model(codec: Codec, place: 
     assert np.isfinite(model.params).all()
     assert np.isfinite(model.buffers).all()
     assert (model.params.shape, model.buffers.shape, model.counters.shape) == ((7,), (2,), (1,))
+
+
+def test_long_vectors_which_several_threads_share_are_rounded_as_whole_ones() -> None:
+    rng = np.random.default_rng(0)
+    now, base, held = (rng.standard_normal((3, 100_001), np.float32) for _ in range(3))
+    carried = rounded({"w": held}, Codec.INT8)
+    wanted = {"w": np.multiply(carried["w"], carried["w.scale"]) + now - base}
+    largest = np.float32(np.abs(wanted["w"]).max() / np.float32(127))
+    found = difference("w", now, base, carried)
+    assert found["w.scale"] == largest
+    np.testing.assert_array_equal(found["w"], np.rint(wanted["w"] / largest).astype(np.int8))
+    now[2, 7] = np.nan
+    with pytest.raises(NotFiniteError):
+        difference("w", now, base, carried)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.methods import MethodSettings, make
+from coordinator.methods import MethodSettings, averaging, make
 from coordinator.methods.averaging import averages, lengths
 from coordinator.options import method_and_options
 from coordinator.protection import Protection, Rule
@@ -41,6 +41,24 @@ async def test_the_rule_is_that_of_the_settings_in_every_method(tmp_path: Path, 
         start, now = (fleet.get(ref, layout).params for ref in (first, method.serves(state, "d01")))
         moved[rule] = float(np.linalg.norm(now - start))
     assert all(moved[rule] < 0.5 * moved["mean"] for rule in rules[1:]), moved
+
+
+async def test_large_updates_which_are_read_ahead_give_the_same_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=200)
+    w = fleet.get(first, layout)
+    updates = {
+        i: Trained(update=fleet.put({n: np.float32(k) * t for n, t in unflatten(w, layout).items()}), n_samples=k)
+        for k, i in enumerate("abc", start=1)
+    }
+    method = make("fedavg", MethodSettings())
+    (small,) = await averages(method, fleet, updates, [updates], layout)
+    monkeypatch.setattr(averaging, "BLOCK", 1)
+    (large,) = await averages(method, fleet, updates, [updates], layout)
+    assert small is not None
+    assert large is not None
+    np.testing.assert_array_equal(small.params, large.params)
 
 
 async def test_updates_that_others_weigh_are_shortened_too(tmp_path: Path) -> None:
