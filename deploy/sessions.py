@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.ort import onnxruntime, session_options, wheels
+from fedge.ort import at_work, onnxruntime, session_options, wheels
 
 log = logging.getLogger("fedge.deploy")
 
@@ -101,7 +101,6 @@ class Session:
             parts: names of the files in `folder` that the graph refers to.
         """
         options = session_options(folder, threads)
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         self._held = {  # ONNX Runtime refers to this memory as long as the session lives
             name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
             for name, value in (numbers or {}).items()
@@ -115,19 +114,10 @@ class Session:
                 options.add_external_initializers_from_files_in_memory(list(parts), data, [len(d) for d in data])
             self._session = onnxruntime.InferenceSession(source, options, providers=list(providers))
         self.run = self._session.run
-        self.providers = _at_work(self._session)
+        self.providers = at_work(self._session)
         """The execution providers that run a part of the graph, in order of preference."""
 
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _at_work(session: onnxruntime.InferenceSession) -> tuple[str, ...]:
-    """Providers that were given a node; before ONNX Runtime 1.24, which does not tell, those that the session has."""
-    names = tuple(session.get_providers())
-    if not hasattr(session, "get_provider_graph_assignment_info"):
-        return names
-    used = {part.ep_name for part in session.get_provider_graph_assignment_info()}
-    return tuple(name for name in names if name in used)

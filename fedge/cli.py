@@ -68,6 +68,7 @@ COMMANDS: Final = {
     "readmit": About("Give a retired device orders again.", "coordinator", WATCH),
     "backup": About("Copy a coordinator's home, while it runs.", "coordinator", SERVER),
     "restore": About("Make a coordinator's home of a backup.", "coordinator", SERVER),
+    "doctor": About("Tell what is wrong on this machine, and what to do.", "deploy", SERVER),
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator", SERVER),
     "provision": About("Make the certificates of a federation: who belongs to it, and who not.", "coordinator", SERVER),
     "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", SERVER),

@@ -34,7 +34,7 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "backup", "broker", "check", "compare", "coordinator", "demo", "devices", "egress", "enrol"),
+    *("agent", "backup", "broker", "check", "compare", "coordinator", "demo", "devices", "doctor", "egress", "enrol"),
     *("events", "export", "infer", "install", "method", "new", "pause", "provision", "readmit", "relay", "release"),
     *("report", "restore", "resume", "retire", "rollout", "rounds", "sample", "serve", "simulate", "status"),
     *("tune", "ui", "why"),

@@ -14,7 +14,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime  # noqa: TID251
 
-__all__ = ["onnxruntime", "session_of", "session_options", "wheels"]
+__all__ = ["at_work", "onnxruntime", "session_of", "session_options", "wheels"]
 
 _OTHERS: Final = ("extensions", "genai")
 """What distributions are called that bring another package."""
@@ -33,6 +33,7 @@ def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOption
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return options
 
@@ -40,3 +41,12 @@ def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOption
 def session_of(graph: bytes, folder: Path) -> onnxruntime.InferenceSession:
     """A session on one thread of the processor; `folder` as in `session_options`."""
     return onnxruntime.InferenceSession(graph, session_options(folder), providers=["CPUExecutionProvider"])
+
+
+def at_work(session: onnxruntime.InferenceSession) -> tuple[str, ...]:
+    """Providers that were given a node; before ONNX Runtime 1.24, which does not tell, those that the session has."""
+    names = tuple(session.get_providers())
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return names
+    used = {part.ep_name for part in session.get_provider_graph_assignment_info()}
+    return tuple(name for name in names if name in used)

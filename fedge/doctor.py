@@ -1,0 +1,341 @@
+"""`fedge doctor`: what is wrong on this machine with an agent, a coordinator or a runtime, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import click
+import msgspec
+import psutil
+from msgspec import Meta, Struct
+
+import fedge
+from fedge import child
+from fedge.config import Name, resolve, section_of, settings_options
+from fedge.credentials import CERTIFICATE, Credentials
+from fedge.errors import ConfigError, FedgeError, TransportError
+from fedge.text import printable
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Transport
+
+PATIENCE_S: Final = 10.0
+TORCH_S: Final = 60.0
+"""A board with an SD card needs most of a minute to import it the first time."""
+SMALL_DISK: Final = 200e6
+SMALL_MEMORY: Final = 0.3e9
+"""Of what training a small network takes (docs/operating.md)."""
+SLOW_FSYNC_S: Final = 0.5
+
+State = Literal["ok", "warning", "bad"]
+
+
+class Finding(Struct, frozen=True, omit_defaults=True):
+    """What was found, and what to `do` about it."""
+
+    check: str
+    state: State
+    found: str
+    do: str = ""
+
+
+class DoctorSettings(Credentials, frozen=True, kw_only=True):
+    """Section [doctor] of the configuration."""
+
+    role: Annotated[
+        Literal["agent", "coordinator", "serve"],
+        Meta(description="Whose section of the configuration counts: agent, coordinator or serve."),
+    ] = "agent"
+    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")] | None = None
+    federation: Annotated[Name, Meta(description="Name of the federation.")] | None = None
+    id: Annotated[Name, Meta(description="Name of this device.")] | None = None
+    home: Annotated[Path, Meta(description="Folder of the agent, the coordinator or the runtime.")] | None = None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options(DoctorSettings, "doctor")
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Tell what is wrong on this machine, and what to do.
+
+    Looks at versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker.
+    Nothing is changed, and an agent that runs is not disturbed. What is not given (--broker, --home) is not looked at.
+
+    \b
+    Examples:
+      fedge doctor --config /etc/fedge/agent.toml
+      fedge doctor --role coordinator --config edge_server.toml
+      fedge doctor --broker server:8883 --federation shop --id cam1 --identity /etc/fedge/identity --json
+
+    \b
+    Exit codes: 0 nothing is bad, 1 something is, 2 wrong usage or configuration.
+    """  # noqa: D301 - click wants the backspace character itself
+    own = resolve(DoctorSettings, "doctor", config, flags)
+    told = {k: v for k, v in section_of(config, own.role).items() if k in DoctorSettings.__struct_fields__}
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = resolve(DoctorSettings, "doctor", config, told | given)
+    found = [*of_the_machine(), *of_the_home(settings.home), *of_the_certificates(settings), *of_the_broker(settings)]
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        for finding in found:
+            click.echo(printable(f"{finding.state:<8}{finding.check:<14}{finding.found}"))
+            if finding.do:
+                click.echo(printable(f"{'':<22}-> {finding.do}"))
+    return 1 if any(finding.state == "bad" for finding in found) else 0
+
+
+# -------------------------------------------------------------------------------------------------- the machine
+
+
+def of_the_machine() -> Iterator[Finding]:
+    """Versions, clock, memory, torch and ONNX Runtime."""
+    system = f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} processors"
+    yield Finding("versions", "ok", f"fedge {fedge.__version__}, {system}")
+    yield _clock()
+    free = psutil.virtual_memory().available
+    if free < SMALL_MEMORY:
+        do = "training a small network takes 0.3 GB more: end other programs, or take --inference-only"
+        yield Finding("memory", "warning", f"{free / 1e9:.2f} GB are free", do)
+    else:
+        yield Finding("memory", "ok", f"{free / 1e9:.2f} GB are free")
+    yield _torch()
+    yield from _onnxruntime()
+
+
+def _clock() -> Finding:
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    if shutil.which("timedatectl") is None:
+        return Finding("clock", "ok", f"{now}; nobody here tells whether it is set by the network")
+    asked = subprocess.run(
+        ["timedatectl", "show", "-p", "NTPSynchronized", "--value"], capture_output=True, text=True, check=False
+    )
+    if asked.stdout.strip() == "no":
+        do = "`timedatectl set-ntp true`, and wait: with a wrong clock certificates do not count"
+        return Finding("clock", "warning", f"{now}; not set by the network", do)
+    return Finding("clock", "ok", now)
+
+
+def _torch() -> Finding:
+    if find_spec("torch") is None:
+        return Finding("torch", "ok", "not installed: this device predicts, and does not train")
+    try:
+        return Finding("torch", "ok", child.call("fedge.doctor:torch_here", returns=str, timeout_s=TORCH_S))
+    except (ConfigError, TimeoutError) as error:
+        do = "docs/devices.md tells which torch runs on which board; install with -c constraints.txt"
+        return Finding("torch", "bad", f"cannot be imported: {error}", do)
+
+
+def torch_here() -> str:
+    """Its version, and the GPU that it sees."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{torch.__version__}, {gpu}"
+
+
+def _onnxruntime() -> Iterator[Finding]:
+    if find_spec("onnxruntime") is None:
+        yield Finding("onnxruntime", "bad", "not installed", "pip install 'fedge[deploy]'")
+        return
+    try:
+        works, fails, wheels = child.call(
+            "fedge.doctor:providers_here", returns=tuple[list[str], list[str], list[str]], timeout_s=TORCH_S
+        )
+    except (ConfigError, TimeoutError) as error:
+        yield Finding("onnxruntime", "bad", f"cannot be run: {error}", "reinstall it: pip install 'fedge[deploy]'")
+        return
+    if len(wheels) > 1:
+        do = "keep one: pip uninstall both, install one (docs/devices.md)"
+        yield Finding("onnxruntime", "bad", f"two wheels lie over each other: {', '.join(wheels)}", do)
+    yield Finding("onnxruntime", "ok", f"{', '.join(wheels)}; runs on {', '.join(works)}")
+    if fails:
+        do = "its libraries are missing (CUDA, cuDNN, TensorRT), or there is no such device"
+        yield Finding("onnxruntime", "warning", f"does not run on {', '.join(fails)}, which this build has", do)
+
+
+def providers_here() -> tuple[list[str], list[str], list[str]]:
+    """The execution providers that can run a graph, those that cannot, and the wheels that are installed."""
+    from fedge.ort import at_work, onnxruntime, session_options, wheels
+
+    there = [p for p in onnxruntime.get_available_providers() if p != "AzureExecutionProvider"]  # in each: a service
+    options = session_options(Path())
+    works = [p for p in there if p in at_work(onnxruntime.InferenceSession(_relu(), options, providers=[p]))]
+    return works, [p for p in there if p not in works], list(wheels())
+
+
+def _relu() -> bytes:
+    """The smallest graph, in ONNX's protobuf: y = Relu(x), one number each."""
+
+    def part(number: int, data: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    kind = part(1, b"\x08\x01" + part(2, part(1, b"\x08\x01")))  # float32, shape (1,)
+    ends = [part(1, name) + part(2, kind) for name in (b"x", b"y")]
+    node = part(1, b"x") + part(2, b"y") + part(4, b"Relu")
+    graph = part(1, node) + part(2, b"g") + part(11, ends[0]) + part(12, ends[1])
+    return b"\x08\x08" + part(7, graph) + part(8, b"\x10\x11")
+
+
+# ----------------------------------------------------------------------------------------------------- the home
+
+
+def of_the_home(home: Path | None) -> Iterator[Finding]:
+    """Whether its disk takes what a process keeps there, and how fast."""
+    if home is None:
+        return
+    if not home.is_dir():
+        yield Finding("disk", "bad", f"{home} is no folder", "give the --home that the service has, or start it once")
+        return
+    disk = os.statvfs(home)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_files and disk.f_favail < max(100, disk.f_files // 100):
+        do = "delete small files there: `du --inodes -d1` tells where they are"
+        yield Finding("disk", "bad", f"{home} has room for {disk.f_favail} more files", do)
+    if free < SMALL_DISK:
+        do = "delete what is not needed, or take a larger disk: nothing is accepted that cannot be kept"
+        yield Finding("disk", "bad", f"{free / 1e6:.0f} MB are free in {home}", do)
+    try:
+        with tempfile.TemporaryFile(dir=home) as file:
+            file.write(bytes(100_000))
+            began = time.perf_counter()
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        do = "run the doctor as the user of the service; mount it for writing; a disk that turned read-only is worn out"
+        yield Finding("disk", "bad", f"{home} cannot be written: {error.strerror}", do)
+        return
+    told = f"{free / 1e9:.1f} GB are free in {home}; 0.1 MB are safe after {1e3 * seconds:.0f} ms"
+    slow = "each order and each report waits for it; take another SD card, or an SSD" if seconds > SLOW_FSYNC_S else ""
+    yield Finding("disk", "warning" if slow else "ok", told, slow)
+
+
+# ---------------------------------------------------------------------------------------------- the certificates
+
+
+def of_the_certificates(settings: DoctorSettings) -> Iterator[Finding]:
+    """Dates, authority and name of the own one, and the age of the list of those revoked."""
+    if settings.identity is None and settings.cert_file is None:
+        return
+    try:
+        files = settings.by_files()
+        files.check()
+        assert files.ca_file is not None
+        assert files.cert_file is not None
+        yield from _certificates(settings, Path(files.ca_file), Path(files.cert_file))
+    except ConfigError as error:
+        do = f"{CERTIFICATE} and the others come from `fedge enrol` or `fedge provision`"
+        yield Finding("certificates", "bad", str(error), do)
+
+
+def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> Iterator[Finding]:
+    from fedge.certificates import is_issued_by, life_of, load_certificate, now, warnings_of
+    from fedge.identity import subject_of
+
+    own, at = load_certificate(cert_file), now()
+    begin, end = life_of(own)
+    if not is_issued_by(own, load_certificate(ca_file)):
+        yield Finding(
+            "certificates", "bad", f"{cert_file} is not of the authority in {ca_file}", "enrol this machine anew"
+        )
+    if at < begin:
+        do = "set the clock of this machine: it is behind that of the authority"
+        yield Finding(
+            "clock", "bad", f"the certificate counts from {begin:%Y-%m-%d %H:%M} UTC on, which is to come", do
+        )
+    subject = subject_of(own)
+    if subject is not None and settings.federation not in {None, subject.federation}:
+        do = f"set federation = {subject.federation!r}, or enrol this machine in the other one"
+        yield Finding("certificates", "bad", f"{cert_file} is of {subject}, not of {settings.federation}", do)
+    if subject is not None and settings.role == "agent" and settings.id not in {None, subject.name}:
+        yield Finding(
+            "certificates", "bad", f"{cert_file} names {subject.name}, not {settings.id}", f"set id = {subject.name!r}"
+        )
+    for text in warnings_of(ca_file, cert_file, at):
+        told, _, do = text.rpartition(": ")
+        yield Finding("certificates", "bad" if "expired on" in told else "warning", told, do)
+    yield Finding("certificates", "ok", f"{cert_file}: {subject or 'somebody'}, until {end:%Y-%m-%d}")
+
+
+# ---------------------------------------------------------------------------------------------------- the broker
+
+
+def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
+    """Whether it can be reached, is who it should be, lets us in, and lets us speak and listen."""
+    if settings.broker is None:
+        return
+    try:
+        broker = settings.at(settings.broker)
+    except ConfigError as error:
+        yield Finding("broker", "bad", str(error))
+        return
+    where = f"{broker.host}:{broker.port}"
+    try:
+        _knock(broker)
+    except ssl.SSLCertVerificationError as error:
+        dos = {
+            10: "its certificate is out of date, or this clock is wrong: `fedge provision renew` on the server",
+            62: "call the broker by a name that its certificate has, or provision it with this one (--host)",
+        }
+        dos[64] = dos[62]  # of an address
+        do = dos.get(error.verify_code, "give --ca-file the authority that made the broker's certificate")
+        yield Finding("broker", "bad", f"{where} is not who it should be: {error.verify_message}", do)
+        return
+    except ssl.SSLError as error:
+        do = "is it the port for TLS (8883)? Without certificates take 1883, and no --identity"
+        yield Finding("broker", "bad", f"{where} does not speak TLS with us: {error.reason or error}", do)
+        return
+    except OSError as error:
+        do = "is it started, is the address right, does a firewall stand between?"
+        yield Finding("broker", "bad", f"{where} cannot be reached: {error.strerror or error}", do)
+        return
+    yield asyncio.run(_speak(settings, broker, where))
+
+
+def _knock(broker: BrokerSettings) -> None:
+    """A TCP connection, and TLS where it is asked for."""
+    with socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S) as tcp:
+        if broker.ca_file is not None:
+            context = ssl.create_default_context(cafile=broker.ca_file)
+            if broker.cert_file is not None:
+                context.load_cert_chain(broker.cert_file, broker.key_file)
+            context.wrap_socket(tcp, server_hostname=broker.host).close()
+
+
+async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> Finding:
+    """Log in, listen and say something that nobody listens to, under a name that throws nobody off."""
+    topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
+    listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
+    do = "see user name and password, or the certificate; is it revoked? The broker's log says more"
+    transport = Transport(broker, topics.client_id("status", f"doctor-{me}"), session_expiry_s=0)
+    try:
+        async with asyncio.timeout(PATIENCE_S), transport:
+            do = "see the access list of the broker: docs/security-setup.md has what each role needs"
+            if settings.federation is not None:
+                await transport.subscribe(topics.agent(me, listen), _ignore)
+                await transport.publish(topics.agent(me, speak), b"")
+    except TimeoutError:
+        return Finding("broker", "bad", f"{where} does not answer in MQTT", "is it a broker, and this its port?")
+    except (FedgeError, BaseExceptionGroup) as error:
+        first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(first, TransportError):
+            raise
+        return Finding("broker", "bad", str(first), do)
+    rights = ", and our topics are open to us" if settings.federation is not None else ""
+    return Finding("broker", "ok", f"{where} lets us in, MQTT {transport.protocol}{rights}")
+
+
+async def _ignore(_: object) -> None:
+    """Nobody needs it."""

@@ -1,0 +1,149 @@
+"""`fedge doctor` on real faults: each is named, with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from fedge.broker import LocalBroker, mosquitto_path
+from fedge.doctor import (
+    DoctorSettings,
+    Finding,
+    doctor,
+    of_the_broker,
+    of_the_certificates,
+    of_the_home,
+    providers_here,
+)
+from tests.support.tls import Authority, TlsBroker
+
+needs_mosquitto = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
+
+
+def bad(findings: Iterator[Finding]) -> list[str]:
+    found = [finding for finding in findings if finding.state != "ok"]
+    assert all(finding.do for finding in found)
+    return [finding.found for finding in found]
+
+
+@pytest.mark.process
+def test_a_healthy_machine(tmp_path: Path) -> None:
+    done = CliRunner().invoke(doctor, ["--home", str(tmp_path), "--json"])
+    found = msgspec.json.decode(done.output, type=list[Finding])
+    assert {finding.check for finding in found} == {"versions", "clock", "memory", "torch", "onnxruntime", "disk"}
+    assert done.exit_code == 0, done.output
+
+
+def test_the_processor_runs_a_graph() -> None:
+    works, _, wheels = providers_here()
+    assert "CPUExecutionProvider" in works
+    assert wheels
+
+
+@pytest.mark.process
+def test_settings_come_from_the_section_of_the_role(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f'[agent]\nhome = "{tmp_path}/gone"\ntask = "digits"\nbroker = "nobody:x"\n')
+    done = CliRunner().invoke(doctor, ["--config", str(config)])
+    assert f"{tmp_path}/gone is no folder" in done.output
+    assert "HOST:PORT" in done.output
+
+
+# ------------------------------------------------------------------------------------------------------------ disk
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k,nr_inodes=50", "x", tmp_path], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (tmp_path / "full").write_bytes(bytes(120_000))
+        found = bad(of_the_home(tmp_path))
+        assert [text for text in found if "more files" in text]
+        assert [text for text in found if "MB are free" in text]
+        assert found[-1] == f"{tmp_path} cannot be written: No space left on device"
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        assert bad(of_the_home(tmp_path))[-1] == f"{tmp_path} cannot be written: Read-only file system"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------- certificates
+
+
+def test_certificates(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "a")
+
+    def settings(name: str, **more: object) -> DoctorSettings:
+        files = {key: str(path) for key, path in authority.client(name).items()}
+        return DoctorSettings(**{"federation": "f", "id": name} | files | more)  # type: ignore[arg-type]
+
+    assert bad(of_the_certificates(settings("cam1"))) == []
+    (wrong,) = bad(of_the_certificates(settings("cam1", id="cam2")))
+    assert wrong.endswith("names cam1, not cam2")
+    (other,) = bad(of_the_certificates(settings("cam1", federation="g")))
+    assert other.endswith("is of device cam1 of f, not of g")
+    own = Path(authority.client("cam1")["ca_file"])  # type: ignore[arg-type]
+    stranger = Authority(tmp_path / "b")
+    own.write_bytes(Path(stranger.client("x")["ca_file"]).read_bytes())  # type: ignore[arg-type]
+    assert "is not of the authority" in bad(of_the_certificates(settings("cam1")))[0]
+    authority.ago = dt.timedelta(days=400)
+    assert "expired on" in bad(of_the_certificates(settings("cam3")))[0]
+    authority.ago = dt.timedelta(days=-2)
+    assert "which is to come" in bad(of_the_certificates(settings("cam4")))[0]
+    assert "holds no certificates" in bad(of_the_certificates(settings("cam1", ca_file="nowhere")))[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- broker
+
+
+def said(running: LocalBroker, **more: object) -> Finding:
+    where = {"broker": f"{running.host}:{running.port}", "federation": "f", "id": "cam1"}
+    (finding,) = of_the_broker(DoctorSettings(**where | more))  # type: ignore[arg-type]
+    return finding
+
+
+def test_nobody_or_nobody_of_ours_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent = f"127.0.0.1:{server.getsockname()[1]}"
+    (gone,) = bad(of_the_broker(DoctorSettings(broker=silent)))
+    assert gone == f"{silent} cannot be reached: Connection refused"
+
+
+@needs_mosquitto
+@pytest.mark.broker
+async def test_a_broker_for_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedge.doctor.PATIENCE_S", 2.0)
+    authority = Authority(tmp_path / "authority")
+    async with TlsBroker(authority, tmp_path / "broker") as broker:
+        files = {key: str(path) for key, path in authority.client("cam1").items()}
+        well = await asyncio.to_thread(said, broker, **files)
+        assert (well.state, well.found.partition(" ")[2]) == ("ok", "lets us in, MQTT 5, and our topics are open to us")
+        assert "Not authorized" in (await asyncio.to_thread(said, broker, id="cam2", **files)).found
+        plain = await asyncio.to_thread(said, broker)
+        assert plain.state == "bad"
+        elsewhere = await asyncio.to_thread(said, broker, broker=f"127.1:{broker.port}", **files)
+        assert "Hostname mismatch" in elsewhere.found
+        assert "a name that its certificate has" in elsewhere.do
+        stranger = Authority(tmp_path / "stranger").client("cam1")
+        other = await asyncio.to_thread(said, broker, **{key: str(path) for key, path in stranger.items()})
+        assert "is not who it should be" in other.found
+        assert "authority" in other.do
+        authority.ago = dt.timedelta(days=400)
+        expired = {key: str(path) for key, path in authority.client("cam3").items()}
+        assert (await asyncio.to_thread(said, broker, **expired)).state == "bad"
+
+
+@pytest.mark.broker
+async def test_a_broker_for_everybody(one_broker: LocalBroker) -> None:
+    assert (await asyncio.to_thread(said, one_broker)).state == "ok"
+    assert (await asyncio.to_thread(said, one_broker, role="coordinator")).state == "ok"
