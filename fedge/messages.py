@@ -99,7 +99,6 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     """What a device can do, told at birth."""
 
     trains: bool  # False: an inference-only device, without torch
-    codecs: tuple[Codec, ...] = tuple(Codec)
     fedge_version: Text = ""
     python_version: Text = ""
     machine: Text = ""  # such as "aarch64"

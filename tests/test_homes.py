@@ -14,11 +14,14 @@ import pytest
 
 import deploy
 from coordinator.fleet.orders import OrderStatus
+from coordinator.methods import load
+from coordinator.methods.fedavg import FedAvgState
 from coordinator.store import Store
 from edge_agent.outbox import Outbox
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError
 from fedge.files import highest_release
+from fedge.messages import BlobRef, blobs_of
 from fedge.step import installed_steps, read_action
 from fedge.steps.train import Train
 from tests.deploy.serve_process import process
@@ -124,6 +127,28 @@ def test_a_home_holds_what_it_is_said_to_hold(copied: Path) -> None:
         with Outbox(copied / "mid_round" / device / "outbox") as outbox:
             assert [order.id for order in outbox.orders()] == [orders[device].id]
             assert len(outbox.reports()) == n_reports
+
+
+@pytest.mark.parametrize("copied", GOES_ON, indirect=True)
+@pytest.mark.parametrize("name", ["finished", "mid_round"])
+def test_a_store_is_migrated_to_that_of_a_new_home_and_holds_what_it_held(
+    copied: Path, name: str, tmp_path: Path
+) -> None:
+    home = copied / name / "coordinator"
+    made = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    tables = "SELECT name FROM sqlite_master WHERE type = 'table'"
+    with contextlib.closing(sqlite3.connect(home / "store.db")) as db:
+        held = {name: db.execute(f"SELECT * FROM {name}").fetchall() for (name,) in db.execute(tables)}
+    for _ in "again", "and again":
+        with contextlib.closing(Store(home)) as store, contextlib.closing(Store(tmp_path / "new")) as new:
+            assert store._read(made) == new._read(made)
+            assert {table: store._read(f"SELECT * FROM {table}") for table in held} == held
+            state = store.state()
+            assert (state is None) == (name == "mid_round")
+            known = (
+                blobs_of(load(state, FedAvgState)) if state else [BlobRef(digest=i, size_bytes=1) for i in store.blobs]
+            )
+            store.require({ref.digest for ref in known})
 
 
 @pytest.mark.process

@@ -1,5 +1,7 @@
 """Make the homes of this version: python -m tests.homes.make. Those of earlier versions stay as they were left.
 
+0.2.0-schema-3 is of commit 438a3f0, between the beginning of 0.2.0 and its end.
+
     tests/homes/VERSION/finished/{coordinator,cam0}        a federation that has ended
     tests/homes/VERSION/mid_round/{coordinator,cam0,cam1}  killed in a round; the coordinator has not heard that cam0 is
                                                            done, cam1 has not begun
@@ -93,8 +95,7 @@ async def federation(folder: Path, broker: LocalBroker) -> None:
 
 def keep(home: Path, place: Path) -> None:
     """Copy what counts: no logs of the database, no locks."""
-    database = home / "store.db"
-    if database.exists():
+    for database in home.glob("*.db"):
         with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as db:
             for command in (
                 "PRAGMA journal_mode = DELETE",
