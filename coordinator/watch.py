@@ -59,6 +59,7 @@ class Watch:
         self._accuracy: defaultdict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=POINTS))
         self._rounds: dict[int, dict[str, Any]] = {}
         self._now: dict[str, str] = {}  # outcome of the round under way
+        self._answered: dict[str, int] = {}  # round of the last answer with a result
         self._passed: dict[str, str] = {}  # who was not chosen for it, and why
         self._bytes: tuple[int, int] | None = None  # up and down until the last round
 
@@ -92,6 +93,8 @@ class Watch:
                 done = fields["result"] == Outcome.DONE
                 self._row(event)["answered" if done else "failed"] += 1
                 self._now[event.device] = "answered" if done else fields["result"]
+                if done:
+                    self._answered[event.device] = event.round
                 if (share := fields.get("accuracy")) is not None:
                     self._accuracy[event.device].append((event.round, share))
             case "closed":
@@ -142,8 +145,12 @@ class Watch:
             "clusters": clusters,
             "accuracy": list(self._accuracy.get(i, ())),
             "now": self._now.get(i, ""),
-            "why": trouble_of(i, summary) or (self._passed.get(i, "") if self._now.get(i) == "not asked" else ""),
+            "why": self._trouble(i, summary) or (self._passed.get(i, "") if self._now.get(i) == "not asked" else ""),
         }
+
+    def _trouble(self, i: str, summary: Mapping[str, Any]) -> str:
+        """As `trouble_of`, without what went wrong before it last answered."""
+        return trouble_of(i, summary, self._answered.get(i, 0))
 
     # ---------------------------------------------------------------------------------------------------------- why
 
@@ -193,10 +200,10 @@ class Watch:
         summary = read_summary(self._home)
         known = summary["fleet"].get(i)
         events = self._store.events(device=i, last=1)
-        if known is None and not events and not trouble_of(i, summary) and i not in summary["selection"]:
+        if known is None and not events and not self._trouble(i, summary) and i not in summary["selection"]:
             raise ConfigError(f"no device {i} was ever heard of in {self._home}; fedge devices lists them")
         lines = [
-            f"{i} is {known['presence'] if known else 'away'}" + (f": {t}" if (t := trouble_of(i, summary)) else "")
+            f"{i} is {known['presence'] if known else 'away'}" + (f": {t}" if (t := self._trouble(i, summary)) else "")
         ]
         rounds = [number] if number is not None else list(reversed(list(self._rounds)[-ROUNDS:]))
         for r in rounds:
@@ -264,8 +271,8 @@ def headline(summary: Mapping[str, Any]) -> str:
     return f"round {number + 1} of {rounds} is under way"
 
 
-def trouble_of(i: str, summary: Mapping[str, Any]) -> str:
-    """Why a device takes no part, or what last went wrong with it; empty: nothing."""
+def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
+    """Why a device takes no part, or what last went wrong with it, from round `since` on; empty: nothing."""
     known = summary["fleet"].get(i)
     if i in summary["retired"]:
         return "retired: it gets no more orders"
@@ -274,7 +281,7 @@ def trouble_of(i: str, summary: Mapping[str, Any]) -> str:
         return f"in quarantine until round {out['until']}: {names}"
     if known is not None and known["presence"] != Presence.ONLINE:
         return f"it is {known['presence']}"
-    if problem := summary["problems"].get(i):
+    if (problem := summary["problems"].get(i)) and problem["round"] >= since:
         return f"round {problem['round']}: {problem['reason']}"
     if i in summary["clocks"]:
         return "its clock differs from ours"

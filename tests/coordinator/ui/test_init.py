@@ -76,6 +76,28 @@ async def test_the_state_tells_devices_clusters_and_rounds(http: ClientSession) 
     assert (await http.get("api/events?last=zwei")).status == 400
 
 
+async def test_what_went_wrong_before_the_last_answer_is_no_trouble_any_more(http: ClientSession, store: Store) -> None:
+    async def why() -> str:
+        devices = (await (await http.get("api/state")).json())["devices"]
+        return str(next(d["why"] for d in devices if d["id"] == "cam12"))
+
+    assert (await why()).startswith("round 3: <img")
+    done = Event(at=NOW, round=4, name="answer", device="cam12", fields={"label": "train", "result": "done"})
+    store.note(done).result()
+    assert not await why()
+
+
+async def test_why_a_device_is_not_chosen_shows_in_the_fleet(http: ClientSession, store: Store) -> None:
+    fields = {"ids": ["cam1"], "overdue": [], "seconds": {"cam1": 1.0, "cam4": 9.0}, "deadline_s": 5.0}
+    store.note(
+        Event(at=NOW, round=4, name="round_begun"), Event(at=NOW, round=4, name="chosen", fields=fields)
+    ).result()
+    devices = {d["id"]: d for d in (await (await http.get("api/state")).json())["devices"]}
+    assert (devices["cam1"]["now"], devices["cam1"]["why"]) == ("asked", "")
+    told = "not chosen: it would take about 9.0 s, and the deadline is 5.0 s"
+    assert (devices["cam4"]["now"], devices["cam4"]["why"]) == ("not asked", told)
+
+
 async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: ClientSession, store: Store) -> None:
     forged = await http.post("api/actions/pause", json={})
     assert forged.status == 401
