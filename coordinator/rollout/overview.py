@@ -24,7 +24,7 @@ from fedge.messages import RolloutState
 BEGIN_S: Final = 60.0
 """A supervisor has begun after so long, or something is wrong."""
 LOOK_S: Final = 0.5
-STOPPABLE: Final = {
+STOPPABLE: Final[dict[RolloutState | None, tuple[str, ...]]] = {
     RolloutState.RUNNING: ("pause", "abort"),
     RolloutState.PAUSED: ("resume", "abort"),
     RolloutState.DONE: ("abort",),
@@ -66,17 +66,18 @@ class Overview:
 
     def _shown(self, name: str, repo: Path) -> dict[str, Any]:
         folder = Folder(repo)
-        record, supervised = folder.read(), folder.is_supervised()
-        found = {"rollout": name, "targets": Repository(repo).targets(), "supervised": supervised, "actions": []}
-        if record is not None:
-            found |= msgspec.to_builtins(record)
-            state = record.progress.state
-        if supervised and record is not None:
-            found["actions"] = list(STOPPABLE.get(state, ()))
-        elif self._config is not None:
-            unfinished = record is not None and state in {RolloutState.RUNNING, RolloutState.PAUSED}
-            found["actions"] = ["go-on"] if unfinished else ["start"]
-        return found
+        record = folder.read()
+        state = None if record is None else record.progress.state
+        supervised = record is not None and folder.is_supervised()
+        if supervised:
+            actions = STOPPABLE.get(state, ())
+        elif self._config is None:
+            actions = ()
+        else:
+            actions = ("go-on",) if state in {RolloutState.RUNNING, RolloutState.PAUSED} else ("start",)
+        kept = {} if record is None else msgspec.to_builtins(record)
+        targets = Repository(repo).targets()
+        return {**kept, "rollout": name, "targets": targets, "supervised": supervised, "actions": list(actions)}
 
     def ask(self, name: str, action: str, target: str = "", stages: str = "", canary: str = "") -> str:
         """Have a rollout paused, resumed, aborted, started, or supervised again; what to say to who asked.

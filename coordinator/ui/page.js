@@ -225,7 +225,7 @@ function rollout(r) {
   const part = section(`Rollout of ${r.rollout}`, plan ? null : "No rollout was started from this repository yet.",
     plan && h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     buttons?.length > 0 && h("div", { class: "bar" }, buttons), session.may_act && r.actions.includes("start") && starter(r),
-    plan && h("h3", {}, "Devices"), plan && table([["device", ([id]) => link(id)], ["phase", ([, d]) => [pill(d.phase), ` release ${d.release}`], "s"], ["takes part", ([, d]) => d.takes_part ? "yes" : "not yet", "s"],
+    plan && h("h3", {}, "Devices"), plan && table([["device", ([id]) => link(id)], ["phase", ([, d]) => h("span", {}, pill(d.phase), ` release ${d.release}`), "s"], ["takes part", ([, d]) => d.takes_part ? "yes" : "not yet", "s"],
       ["why", ([, d]) => d.reason ?? "", "why"], ["accuracy", ([id, d]) => change(id, d, "accuracy", (x) => (100 * x).toFixed(1), " %"), "n"],
       ["latency", ([id, d]) => change(id, d, "latency_ms", (x) => number(x, 1), " ms", "load"), "n"],
       ["free energy", ([id, d]) => change(id, d, "free_energy", (x) => number(x, 2)), "n"], ["°C", ([id, d]) => untold(id, "load", d.temperature_c, number(d.temperature_c)), "n"],
@@ -365,7 +365,12 @@ function render() {
   }
 }
 
-const get = async (path) => { const answer = await fetch(path); if (!answer.ok) throw new Error(String(answer.status)); return answer.json(); };
+async function get(path) {
+  const answer = await fetch(path);
+  const told = await answer.json();
+  if (!answer.ok) throw Object.assign(new Error(told.error), { status: answer.status });
+  return told;
+}
 
 async function refresh() {
   const [view, name] = location.hash.slice(1).split("/");
@@ -376,8 +381,8 @@ async function refresh() {
     if (view === "device" || view === "round") detail = await get(`api/${view}s/${name}`);
     render();
   } catch (error) {
-    notice(error.message === "401" ? "Log in to see the fleet." : "The coordinator's page does not answer; trying again.");
-    if (error.message === "401") login();
+    notice(error.status === 401 ? "Log in to see the fleet." : error.status ? error.message : "The coordinator's page does not answer; trying again.");
+    if (error.status === 401) login();
   }
 }
 
