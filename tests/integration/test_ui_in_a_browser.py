@@ -95,11 +95,18 @@ def log_in(browser: Any, url: str) -> None:
     WebDriverWait(browser, WAIT_S).until(lambda b: "Pause" in b.find_element("id", "actions").text)
 
 
+def begin(browser: Any) -> None:
+    """Leave the page of the test before, whose server has ended, and what the browser said of that."""
+    browser.get("about:blank")
+    browser.get_log("browser")
+
+
 def complaints(browser: Any) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def test_every_view_shows_what_there_is_and_what_devices_say_stays_text(browser: Any, url: str) -> None:
+    begin(browser)
     for view, text in (
         ("fleet", "not told by its owner"),
         ("clusters", "expert 1, 5 devices"),
@@ -186,6 +193,7 @@ RECORD = Record(
 
 def test_what_devices_say_of_a_rollout_stays_text(browser: Any, store: Store, repo: Path) -> None:
     Folder(repo).write(RECORD)
+    begin(browser)
     with shown(store.home, Overview([repo], None)) as url:
         browser.get(f"{url}#rollouts")
         see(browser, "cam1 refused: <img")
