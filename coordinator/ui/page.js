@@ -29,7 +29,7 @@ function h(tag, attributes = {}, ...children) {
 
 const number = (x, digits = 0) => x === null || x === undefined ? "–" : x.toLocaleString("en", { maximumFractionDigits: digits });
 const percent = (x) => x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`;
-const bytes = (x) => x == null ? "–" : x >= 1e9 ? `${(x / 1e9).toFixed(2)} GB` : x >= 1e6 ? `${(x / 1e6).toFixed(2)} MB` : `${(x / 1e3).toFixed(1)} kB`;
+const bytes = (x) => x == null ? "–" : x < 1000 ? `${x} B` : x >= 1e9 ? `${(x / 1e9).toFixed(2)} GB` : x >= 1e6 ? `${(x / 1e6).toFixed(2)} MB` : `${(x / 1e3).toFixed(1)} kB`;
 function span(s) {
   if (s === null || s === undefined) return "–";
   if (s < 0) s = 0;
