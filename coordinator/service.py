@@ -67,6 +67,7 @@ from fedge.files import write_atomically
 from fedge.logs import bind
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
+from fedge.notify import ready
 from fedge.processor import Processor
 from fedge.step import installed_steps
 from fedge.steps.mask_shares import MIN_COHORT
@@ -401,6 +402,7 @@ async def serve(
     write_summary(settings, method, state, store, fleet)
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
     async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warning_daily(settings):
+        ready()
         while not method.done(state):
             bind(round=(number := state.round + 1))
             wishes = await permitted(number, store, fleet, told)

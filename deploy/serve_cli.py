@@ -36,6 +36,7 @@ from fedge.egress import Door, Rules, rules_of, without_figures
 from fedge.errors import ConfigError, StoreError
 from fedge.https import server_tls
 from fedge.logs import bind
+from fedge.notify import ready
 from fedge.renewal import Renewal
 from fedge.step import Reveals
 from fedge.topics import Topics
@@ -224,6 +225,7 @@ async def _run(
         )
         async with server:
             _say(server.url, served, as_json)
+            ready()
             beside: list[Coroutine[None, None, None]] = []
             if broker is not None:
                 beside.append(_on_broker(settings, broker, served[0], models[0], rules))

@@ -190,7 +190,7 @@ def start(folder: Path) -> bool:
     service.write_public(service.UNITS / "fedge-agent.service", unit)
     service.run("systemctl", "daemon-reload")
     service.run("systemctl", "enable", "fedge-agent")
-    service.restart("fedge-agent")
+    service.run("systemctl", "restart", "--no-block", "fedge-agent")  # it is ready when the broker has let it in
     return True
 
 

@@ -20,6 +20,10 @@ RUNNING: Final = Path("/run/systemd/system")
 
 _TOGETHER: Final = """\
 User={user}
+# Ready is who serves, or has been let in by the broker, which may be away for long. A stuck loop is started anew.
+Type=notify
+TimeoutStartSec=infinity
+WatchdogSec=120
 # SIGTERM ends it within 5 s; what is not done by then is done again.
 TimeoutStopSec=10
 StateDirectoryMode=0700

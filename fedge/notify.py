@@ -1,0 +1,31 @@
+"""What systemd hears of a service: that it is ready, and again and again that its loop still turns (sd_notify(3))."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+
+
+def ready() -> None:
+    """Tell systemd that we are at work, and feed its watchdog from this event loop from now on.
+
+    Without systemd, or a second time, it does nothing.
+    """
+    address = os.environ.pop("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    told.setblocking(False)
+    told.connect("\0" + address[1:] if address.startswith("@") else address)
+    told.send(b"READY=1")
+    limit_us = int(os.environ.get("WATCHDOG_USEC", "0"))
+    if limit_us:
+        _feed(told, asyncio.get_running_loop(), limit_us / 3e6)
+
+
+def _feed(told: socket.socket, loop: asyncio.AbstractEventLoop, pause_s: float) -> None:
+    with suppress(OSError):  # systemd itself is being restarted
+        told.send(b"WATCHDOG=1")
+    loop.call_later(pause_s, _feed, told, loop, pause_s)
