@@ -30,8 +30,12 @@ log = logging.getLogger("fedge.coordinator")
 
 AGENT_GB: Final = 0.27
 """An agent with torch that has trained a small network, resident."""
-COPIES: Final = 9
-"""Of a model's weights at the peak of an order: those that came, private ones, gradient, momentum, what is sent, ..."""
+COPIES: Final = 16
+"""Of a model's weights at the peak of an order of `fedge`: those that came, private ones, gradient, momentum, ...
+
+Measured on x86-64 with MNIST: peaks of 0.57 GB for mobilenet-v3-small, where this says 0.48, and 1.19 GB for resnet-18,
+where it says 1.17.
+"""
 BATCH: Final = 32
 TOLERANCE: Final = 1e-3
 """Of a logit by ONNX Runtime to torch's."""
