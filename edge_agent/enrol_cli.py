@@ -179,7 +179,7 @@ def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Pa
 
 
 def start(folder: Path) -> bool:
-    """Make the agent a service and start it.
+    """Make agent and runtime services and start the agent; the runtime has nothing to answer with yet.
 
     Raises:
         ConfigError, StoreError: it cannot be set up.
@@ -188,6 +188,8 @@ def start(folder: Path) -> bool:
     service.give(identity, service.make_user())
     unit = service.unit("agent", service.AGENT, f"agent --config {folder / CONFIG}", "agent", identity)
     service.write_public(service.UNITS / "fedge-agent.service", unit)
+    runtime = service.unit("runtime", service.RUNTIME, f"serve --home {HOME}", "serve")
+    service.write_public(service.UNITS / "fedge-serve.service", runtime)
     service.run("systemctl", "daemon-reload")
     service.run("systemctl", "enable", "fedge-agent")
     service.run("systemctl", "restart", "--no-block", "fedge-agent")  # it is ready when the broker has let it in

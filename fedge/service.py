@@ -69,6 +69,15 @@ MemoryMax=75%
 StateDirectory=fedge
 """
 
+RUNTIME: Final = """\
+# It answers whoever asks, so it has the processor before the agent; without a bundle it ends, and looks again for one.
+SuccessExitStatus=130
+Restart=always
+RestartSec=30
+MemoryMax=50%
+StateDirectory=fedge
+"""
+
 COORDINATOR: Final = """\
 # It ends with 0 when all rounds are done, and with 130 when it was stopped: both are final. Killed or failed, it goes
 # on from its last durable step. A wrong configuration (2) or a broken disk (4) needs somebody to look.
@@ -86,7 +95,7 @@ def unit(what: str, role: str, arguments: str, name: str, writes: Path | None = 
 
     Args:
         what: it is, in words.
-        role: `AGENT` or `COORDINATOR`.
+        role: `AGENT`, `RUNTIME` or `COORDINATOR`.
         arguments: of the command.
         name: of the service; FEDGE_... settings may stand in /etc/fedge/NAME.env, which only root need be able to read.
         writes: a folder that it may write beside its state: the identity of an agent, which renews it.

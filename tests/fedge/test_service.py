@@ -11,10 +11,10 @@ import pytest
 
 from fedge import service
 from fedge.errors import ConfigError, StoreError
-from fedge.service import AGENT, COORDINATOR, daily, give, make_user, run, unit, write_public
+from fedge.service import AGENT, COORDINATOR, RUNTIME, daily, give, make_user, run, unit, write_public
 
 
-@pytest.mark.parametrize("role", [AGENT, COORDINATOR])
+@pytest.mark.parametrize("role", [AGENT, COORDINATOR, RUNTIME])
 def test_systemd_has_nothing_to_say_against_a_unit(role: str, tmp_path: Path) -> None:
     text = unit("agent", role, "agent --config /etc/fedge/agent.toml", "agent", tmp_path)
     assert "ReadWritePaths" not in unit("agent", role, "agent", "agent")
