@@ -96,6 +96,7 @@ def test_outputs_must_be_one_number_for_each_class() -> None:
     ("method", "told"),
     [("fedge", "form one group"), ("fedge+ft", "form one group"), ("fedepc", "clustering=mctc"), ("fedavg", "")],
 )
+@pytest.mark.process  # for its seconds
 def test_without_relu_it_says_what_becomes_of_the_method(method: str, told: str) -> None:
     findings = examined(net(nn.GELU(), nn.Linear(8, 10)), checks.without_profile(method, {})).findings
     assert [told in finding.do for finding in findings] == [True] * bool(told)
@@ -115,6 +116,7 @@ def test_methods_that_ask_for_no_profile_do_not_mind() -> None:
         (nn.Sequential(nn.ReLU(), ByValue()), "gives other numbers"),
     ],
 )
+@pytest.mark.process  # for its seconds
 @pytest.mark.filterwarnings("ignore")  # of torch's exporters
 def test_a_network_that_no_graph_can_hold_is_refused(
     module: nn.Module, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
