@@ -444,8 +444,11 @@ class MqttFleet:
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
-        stored = await asyncio.to_thread(self._store.streamed, self._round)
-        closed = [entry.order.id for entry in stored if entry.status is not OrderStatus.OPEN]
+        closed = []
+        for stored in self._store.streamed(self._round):
+            if stored.status is not OrderStatus.OPEN:
+                self._take_note(stored)  # an intake may have closed it a moment ago
+                closed.append(stored.order.id)
         self._arrived = dict.fromkeys(order_id for order_id in closed if order_id in self._streamed)
         guard = OneByOne(self._layout, self.norms, seen)
         for _, answer in sorted(refused.items()):
@@ -594,12 +597,15 @@ class MqttFleet:
         self._looked_at = now
         for entry in await asyncio.to_thread(self._store.closed_since, self._arrival):
             self._arrival = entry.arrival
-            order_id = entry.order.id
-            if order_id in self._closing:
-                self._closing.discard(order_id)
-            elif (book := self._book_of(order_id)) is not None and book.status(order_id) not in CLOSED:
-                self._closed_by_intake(entry)
-                self._feed(Closed(order_id, accepted=entry.report is not None))
+            self._take_note(entry)
+            self._closing.discard(entry.order.id)
+
+    def _take_note(self, entry: Entry) -> None:
+        order_id = entry.order.id
+        book = self._book_of(order_id)
+        if order_id not in self._closing and book is not None and book.status(order_id) not in CLOSED:
+            self._closed_by_intake(entry)
+            self._feed(Closed(order_id, accepted=entry.report is not None))
 
     def _closed_by_intake(self, entry: Entry) -> None:
         if (check := self._checks.pop(entry.order.id, None)) is not None:
@@ -798,7 +804,7 @@ class MqttFleet:
         match event:
             case ReportReceived(report):
                 book = self._book_of(report.order_id)
-            case Checked(order_id):
+            case Checked(order_id) | Closed(order_id):
                 book = self._book_of(order_id)
             case _:
                 return self._books

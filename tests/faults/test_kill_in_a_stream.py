@@ -1,4 +1,4 @@
-"""Asynchronous rounds over MQTT: killed in mid-round they end as recorded."""
+"""Asynchronous rounds over MQTT: killed in mid-round, or with a device that sleeps, they end as recorded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from coordinator.methods import State
 from coordinator.methods.fedbuff import FedBuffState
 from coordinator.methods.fedge import FedgeState
 from fedge.broker import LocalBroker
-from tests.support.federation import Federation, same, settings
+from tests.support.federation import Federation, same, settings, until
 from tests.support.streams import record_of, replay_of, stand_still_in_mid_round
 
 DEVICES = ("cam0", "cam1", "cam2")
 SIZE = 3
+HAS_ORDER = "SELECT count(*) FROM orders WHERE device_id = 'cam2' AND status = 'open'"
 
 
 async def ends_as_recorded(federation: Federation, method: str, rounds: int, kind: type[State]) -> None:
@@ -54,3 +55,43 @@ async def test_killed_between_two_answers(
             sorted({*range(1, rounds + 1)} - together), SIZE
         )
         await ends_as_recorded(federation, method, rounds, kind)
+
+
+async def test_a_device_that_sleeps_for_rounds(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    """Nobody waits for it. When it wakes it gets its order, and its answer counts what it is worth."""
+    rounds = 7  # of more the store forgets the first
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        agents = await federation.agents()
+        coordinator = await federation.coordinator(method="fedbuff", rounds=rounds, option=f"buffer={SIZE}")
+        await coordinator.said("round_done", round=1)
+        sleeper = agents.pop("cam2")
+
+        def others(number: signal.Signals) -> None:
+            for agent in agents.values():
+                agent.send(number)
+
+        others(signal.SIGSTOP)
+        while True:  # until it has an order to sleep on
+            sleeper.send(signal.SIGSTOP)
+            await until(lambda: federation.rows(HAS_ORDER) == [(1,)])
+            sleeper.send(signal.SIGTERM)
+            sleeper.send(signal.SIGCONT)
+            await sleeper.ended()
+            if federation.rows(HAS_ORDER) == [(1,)]:
+                break
+            sleeper = await federation.agent("cam2")
+        (fell_asleep,) = federation.rows("SELECT max(round) FROM rounds")[0]
+        others(signal.SIGCONT)
+        await coordinator.said("round_done", round=fell_asleep + 1)
+        others(signal.SIGSTOP)  # or they would be through before it is up
+
+        def late() -> int:
+            record = record_of(federation).items()
+            own = [handed - written for handed, answers in record for written, i in answers if i == "cam2"]
+            return max(own, default=0)
+
+        await federation.agent("cam2")
+        await until(lambda: late() >= 2)
+        others(signal.SIGCONT)
+        assert await coordinator.ended() == 0
+        await ends_as_recorded(federation, "fedbuff", rounds, FedBuffState)

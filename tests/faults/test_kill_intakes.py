@@ -15,6 +15,7 @@ from benchmarks.load import TOPICS, Device
 from coordinator.checks import first_model
 from coordinator.methods import load
 from coordinator.methods.fedavg import FedAvgState
+from coordinator.methods.fedbuff import FedBuffState
 from coordinator.store import Store
 from fedge.broker import LocalBroker
 from fedge.messages import Order, Report
@@ -127,3 +128,29 @@ async def test_intakes_that_are_killed_lose_nothing_and_accept_nothing_twice(fle
     assert state is not None
     assert [one.answered for one in load(state, FedAvgState).history] == [N] * ROUNDS
     assert sum(event["event"] == "answer" for event in coordinator.events) == len(told)
+
+
+@pytest.mark.parametrize("fleet", ["one machine"], indirect=True)
+async def test_intakes_that_are_killed_under_a_stream_lose_no_answer_and_bring_none_twice(fleet: Fleet) -> None:
+    buffer, rounds = 8, 10
+    flags = {"method": "fedbuff", "option": f"buffer={buffer}", "rounds": rounds, "keep_rounds": 1000}
+    coordinator = await fleet.process("coordinator", **flags)
+    await until((fleet.home / "summary.json").exists)
+    intake = await fleet.process("intake", role="intake", **flags)
+    await intake.logged("event=connected")
+    await fleet.start_devices()
+    for number in range(1, rounds, 3):
+        await coordinator.said("round_done", round=number)
+        await intake.kill()
+        intake = await fleet.process("intake", role="intake", **flags)
+    assert await coordinator.ended() == 0
+    with contextlib.closing(fleet.store()) as store:
+        state = store.state()
+        entries = [entry for number in range(1, rounds + 2) for entry in store.entries(number)]
+    assert state is not None
+    assert [one.answered for one in load(state, FedBuffState).history] == [buffer] * rounds
+    told = [order for device in fleet.devices for order in device.accepted]
+    assert len(told) == len(set(told))
+    assert set(told) <= {entry.order.id for entry in entries if entry.status == "accepted"}
+    answers = [(event["device"], event["label"]) for event in coordinator.events if event["event"] == "answer"]
+    assert len(answers) >= buffer * rounds
