@@ -1,7 +1,7 @@
 """What both sides of a federation share: the wire contract, tasks, models, configuration, the `fedge` command.
 
-And, for a script or a notebook, `fedge.Task`, `fedge.simulate`, `fedge.compare` and `fedge.load`. They are parts of the
-roles, found when they are asked for: `import fedge` loads neither a role nor torch.
+And, for a script or a notebook, `fedge.Task`, `simulate`, `compare`, `tune` and `load`. They are parts of the roles,
+found when they are asked for: `import fedge` loads neither a role nor torch.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coordinator.simulation.interface import compare, simulate
+    from coordinator.simulation.interface import compare, simulate, tune
     from deploy import load
     from fedge.tasks import Task
 
 __version__ = "0.2.0"
 
-__all__ = ["Task", "compare", "load", "simulate"]
+__all__ = ["Task", "compare", "load", "simulate", "tune"]
 
 _INTERFACE = {
     "Task": ("fedge.tasks", "agent"),
     "compare": ("coordinator.simulation.interface", "coordinator"),
     "load": ("deploy", "deploy"),
     "simulate": ("coordinator.simulation.interface", "coordinator"),
+    "tune": ("coordinator.simulation.interface", "coordinator"),
 }
 """Name -> the module that has it, and the installation that it needs."""
 

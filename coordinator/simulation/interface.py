@@ -1,4 +1,4 @@
-"""`fedge.simulate` and `fedge.compare`: the two commands as functions, in a script and in a notebook.
+"""`fedge.simulate`, `fedge.compare` and `fedge.tune`: the commands as functions, in a script and in a notebook.
 
 Arguments are the settings of the commands under the same names, with the same defaults and checks
 (`coordinator.simulation.settings`). Beside text, `task` may be a `fedge.Task`, `model` anything that a task takes, and
@@ -12,10 +12,10 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
@@ -28,12 +28,21 @@ from coordinator.simulation.compare import Comparison, scenario_of
 from coordinator.simulation.folder import new_folder
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.report import of_comparison, of_run, run_in_a_notebook, write_results
-from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, check_partitioning
+from coordinator.simulation.settings import (
+    CompareSettings,
+    Scenario,
+    SimulationSettings,
+    TuneSettings,
+    check_partitioning,
+)
 from coordinator.tracking import tracking
 from fedge.config import describe, given
-from fedge.loading import hold
+from fedge.loading import hold, load_role
 from fedge.tasks import Task
 from fedge.tasks.own import name_of
+
+if TYPE_CHECKING:
+    from coordinator.simulation.tune import Tuning
 
 S = TypeVar("S", bound=Scenario)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,6 +189,34 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
             return comparison
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
             return comparing.compare(found, Path(folder), watch)
+
+
+@_takes(TuneSettings)
+def tune(*, search: Iterable[str] = (), progress: Progress | None = to_standard_error, **settings: Any) -> Tuning:
+    """Search a method's options and the settings of local training on validation samples, with Ray Tune.
+
+        found = fedge.tune(method="fedprox", task="digits", search=["learning_rate", "proximal_mu=0.001..1"], trials=20)
+        found.best.values, found.best.accuracy
+
+    Trials run side by side in processes of their own. With `out` they are kept, and a search goes on where it was.
+
+    Args:
+        search: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range, as `--search` of the command.
+        progress: is told of every trial; None: nobody.
+        **settings: those of `fedge tune`, under the same names.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, there are no such data or method, the task or the network is
+            this process's alone, Ray is not installed, or `out` holds another search.
+        FedgeError: Ray does not get on, or every trial failed.
+    """
+    found = _settings(TuneSettings, settings)
+    check(*method_and_options(found.method))
+    check_partitioning(found)
+    tuning = load_role("coordinator.simulation.tune", "fedge.tune", "ray")
+    with _one_thread(), tempfile.TemporaryDirectory(prefix="fedge-tune-") as folder:
+        result: Tuning = tuning.tune(found, search, found.out or Path(folder), progress or (lambda _: None))
+        return result
 
 
 def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:

@@ -21,7 +21,7 @@ from torch import nn
 
 import fedge
 from coordinator.simulation.run import LOOK_S, run_to_end
-from coordinator.simulation.settings import CompareSettings, SimulationSettings
+from coordinator.simulation.settings import CompareSettings, SimulationSettings, TuneSettings
 from fedge.errors import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -39,7 +39,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("function", "settings"), [("simulate", SimulationSettings), ("compare", CompareSettings)])
+@pytest.mark.parametrize(
+    ("function", "settings"), [("simulate", SimulationSettings), ("compare", CompareSettings), ("tune", TuneSettings)]
+)
 def test_names_and_defaults_are_those_of_the_command(function: str, settings: type[msgspec.Struct]) -> None:
     parameters = inspect.signature(getattr(fedge, function)).parameters
     for field in msgspec.structs.fields(settings):
@@ -129,6 +131,16 @@ print("begun")
 found = fedge.compare(methods=["local", "fedavg"], seeds=[0], devices=3, samples=200, rounds=1, jobs=2, progress=None)
 print(len(found.runs))
 """
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_search_finds_the_best_of_its_trials() -> None:
+    found = fedge.tune(
+        method="fedavg", task="digits", devices=2, samples=200, rounds=2, search=["learning_rate=0.001,0.1"], trials=2
+    )
+    assert found.best.accuracy == max(one.accuracy for one in found.trials if one.rounds == 2)
+    assert {one.values["learning_rate"] for one in found.trials} <= {0.05, 0.001, 0.1}
 
 
 @pytest.mark.process
