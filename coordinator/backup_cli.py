@@ -7,6 +7,7 @@ the tables, and nobody deletes one meanwhile: none that the tables name is missi
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -76,12 +77,18 @@ def restore_to(folder: Path, home: Path, store: str | None) -> int:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which is there when it is whole."""
+    """A new folder to fill, which is there when it is whole; made by root it belongs to the owner of the one above."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already: name a new folder")
     try:
         with whole_folder(folder) as made:
             yield made
+            if os.geteuid() == 0:
+                owner = folder.parent.stat()
+                for _, _, files, at in os.fwalk(made, topdown=False):
+                    for name in files:
+                        os.chown(name, owner.st_uid, owner.st_gid, dir_fd=at, follow_symlinks=False)
+                    os.fchown(at, owner.st_uid, owner.st_gid)
     except failures() as error:
         raise StoreError(f"cannot make {folder}: {error}") from error
 

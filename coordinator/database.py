@@ -17,7 +17,9 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from fedge.config import NAME
 from fedge.errors import ConfigError
+from fedge.files import give_to_owner
 
 WAIT_S: Final = 5.0
 """For another process that writes at this moment, or was just killed and is not gone yet."""
@@ -82,6 +84,7 @@ class _Sqlite:
         self._log = Path(f"{file}-wal")
         self._users = (file.parent / "store.users").open("a")
         try:
+            give_to_owner(self._users.fileno(), file.parent)
             fcntl.flock(self._users, fcntl.LOCK_SH)
             _require_log(file, self._log)
             self._db = sqlite3.connect(file, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
@@ -254,7 +257,8 @@ def database(home: Path, url: str | None, federation: str) -> Callable[[], Datab
     """What connects to the tables: those of HOME/store.db, or where `url` says. The connection makes what is missing.
 
     Raises:
-        ConfigError: the URL is none of PostgreSQL's, the home has tables of its own, or asyncpg is not installed.
+        ConfigError: the URL is none of PostgreSQL's, the federation's name is none, the home has tables of its own, or
+            asyncpg is not installed.
     """
     file, elsewhere = home / "store.db", home / "store.elsewhere"
     if url is None:
@@ -263,6 +267,8 @@ def database(home: Path, url: str | None, federation: str) -> Callable[[], Datab
         return lambda: _Sqlite(file)
     if not url.startswith(SCHEMES):
         raise ConfigError("the store's address must begin with postgresql://; without one it is HOME/store.db")
+    if re.match(NAME, str(federation)) is None:
+        raise ConfigError(f"{federation!r} is no name of a federation")
     if file.exists():
         raise ConfigError(f"the federation in {home} was begun with {file}: leave --store out, or use another --home")
     home.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,13 @@ LEFT_S: Final = 24 * 3600.0
 _durable = ContextVar("durable", default=True)
 
 
+def give_to_owner(made: int | Path, folder: Path) -> None:
+    """Where we are root, let what was made, an open file or a path, belong to the folder's owner, such as a service."""
+    if os.geteuid() == 0:
+        owner = folder.stat()
+        os.chown(made, owner.st_uid, owner.st_gid)
+
+
 @contextmanager
 def volatile() -> Iterator[None]:
     """Within it nothing is forced to the disk: for a simulation, which is started again if the power goes."""
@@ -58,9 +65,7 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
         try:
             with os.fdopen(handle, "wb") as file:
-                if os.geteuid() == 0:
-                    folder = path.parent.stat()
-                    os.fchown(handle, folder.st_uid, folder.st_gid)
+                give_to_owner(handle, path.parent)
                 if public:
                     os.fchmod(handle, 0o644)
                 file.writelines(data)
@@ -122,13 +127,16 @@ def require_writable(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, or see that it is there.
+    """Make a folder and those above it, or see that it is there. Owners of new ones are as of `write_atomically`.
 
     Raises:
         StoreError: it cannot be made, or is a file.
     """
     try:
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        for made in reversed(missing):
+            give_to_owner(made, made.parent)
     except OSError as error:
         raise StoreError(f"cannot make folder {folder}: {error}") from error
 
@@ -140,6 +148,8 @@ class InUseError(ConfigError):
 @contextmanager
 def locked(folder: Path, taken: str | None) -> Iterator[None]:
     """FOLDER/lock for this process alone; the kernel gives it back when the process ends, however it ends.
+
+    The file's owner is as of `write_atomically`.
 
     Args:
         folder: is made if need be.
@@ -153,6 +163,7 @@ def locked(folder: Path, taken: str | None) -> Iterator[None]:
     try:
         # no other user opens it: a lock can be held on a file that can only be read
         file = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
+        give_to_owner(file.fileno(), folder)
     except OSError as error:
         raise StoreError(f"cannot open {folder}: {error}") from error
     with file:

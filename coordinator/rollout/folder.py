@@ -8,18 +8,23 @@ lock           held by the supervisor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
 from coordinator.rollout import Plan, Progress
-from fedge.errors import MALFORMED, ConfigError, StoreError
-from fedge.files import locked, write_atomically
+from fedge.errors import MALFORMED, StoreError
+from fedge.files import InUseError, locked, write_atomically
 from fedge.messages import Count, Id, Phase, Quality, RolloutState, Text
+
+LOOKED_AT_S: Final = 1.0
+"""Nobody who only looks whether there is a supervisor has the lock so long."""
 
 
 class Request(StrEnum):
@@ -147,13 +152,25 @@ class Folder:
         Raises:
             ConfigError: another process supervises the rollout.
         """
-        with locked(self.path, f"another process supervises the rollout in {self.path}"):
+        until = time.monotonic() + LOOKED_AT_S
+        with ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(self._lock())
+                    break
+                except InUseError:
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.01)
             yield
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return locked(self.path, f"another process supervises the rollout in {self.path}")
 
     def is_supervised(self) -> bool:
         """Whether a process holds the lock."""
         try:
-            with self.supervised():
+            with self._lock():
                 return False
-        except ConfigError:
+        except InUseError:
             return True

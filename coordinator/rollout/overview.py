@@ -7,7 +7,6 @@ machine: whoever asks for one names a release and how far it may go, and sees no
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 
 from coordinator.rollout.folder import Folder, Request
 from export.signing import Repository
+from fedge.child import command
 from fedge.errors import ConfigError
 from fedge.files import version_of
 from fedge.messages import RolloutState
@@ -101,6 +101,8 @@ class Overview:
         if action == "start":
             if target not in Repository(repo).targets():
                 raise ConfigError(f"there is no release {target!r} in {name}")
+            if not (stages + canary).isprintable():
+                raise ConfigError("stages and canary are words without control characters")
             given = {"stages": stages, "canary": canary}
             self._begin(repo, target, *(f"--{key}={value}" for key, value in given.items() if value))
             return f"The rollout of {target} has begun."
@@ -118,24 +120,16 @@ class Overview:
         """Start a supervisor that outlives us, and see it at work."""
         folder = Folder(repo)
         folder.path.mkdir(exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "fedge.cli",
-            "rollout",
-            "start",
-            str(repo),
-            *words,
-            "--config",
-            str(self._config),
-        ]
+        start = command("fedge.cli", "rollout", "start", str(repo), *words, "--config", str(self._config))
         with (folder.path / "log").open("w+b") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             self._begun = [each for each in [*self._begun, process] if each.poll() is None]
             until = time.monotonic() + BEGIN_S
-            while time.monotonic() < until and not folder.is_supervised():
+            while not folder.is_supervised():
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"nothing was seen of the rollout's supervisor in {BEGIN_S:.0f} s: see {folder.path / 'log'}"
+                    )
                 if process.poll() is not None:
                     log.seek(0)
                     *_, last = ["it ended at once", *log.read().decode(errors="replace").strip().splitlines()]

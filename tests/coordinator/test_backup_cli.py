@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,22 @@ def test_the_commands_tell_what_was_copied(home: Path, tmp_path: Path, capsys: p
     told = {"event": "restored", "from": str(folder), "to": str(new), "tensors": 1, "round": 0}
     assert json.loads(capsys.readouterr().out) == told
     assert main(["restore", str(folder), "--home", str(new)]) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_backs_up_and_restores_stays_the_service_s(home: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, home, *home.rglob("*")):
+        os.chown(path, 12345, 12346)
+    (home / "store.users").unlink()
+    back_up(home, None, tmp_path / "backup")
+    restore_to(tmp_path / "backup", tmp_path / "new", None)
+    owners = {path: path.stat().st_uid for path in (tmp_path, *tmp_path.rglob("*"))}
+    assert {path for path, owner in owners.items() if owner != 12345} == set()
+
+
+def test_the_name_in_a_backup_becomes_no_other_sql(home: Path, tmp_path: Path) -> None:
+    back_up(home, None, tmp_path / "backup")
+    evil = {"federation": 'f"; DROP SCHEMA public; --', "round": 0, "at": 1.0}
+    (tmp_path / "backup" / "summary.json").write_text(json.dumps(evil))
+    with pytest.raises(ConfigError, match="is no name of a federation"):
+        restore_to(tmp_path / "backup", tmp_path / "new", "postgresql://fedge@127.0.0.1:1/fedge")

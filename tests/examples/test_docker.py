@@ -46,3 +46,15 @@ def test_the_image_is_made_of_instructions_that_there_are() -> None:
     assert instructions[:2] == ["ARG", "FROM"]
     assert set(instructions) <= {"ARG", "FROM", "RUN", "COPY", "USER", "WORKDIR", "ENTRYPOINT"}
     assert instructions.index("RUN") < instructions.index("USER"), "the rest is installed as root, and run as nobody"
+
+
+def test_nothing_but_the_packages_gets_into_the_image() -> None:
+    lines = (DOCKER / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {name for name in found if "." not in name}
+    assert copied == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    comment, everything, *rules = (ROOT / ".dockerignore").read_text().splitlines()
+    assert (comment[0], everything) == ("#", "*")
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == copied
+    assert {"**/*.key", "**/*.npz"} <= set(rules[len(copied) :])

@@ -187,3 +187,7 @@ def test_what_root_writes_belongs_to_whoever_owns_the_folder(tmp_path: Path) -> 
     write_atomically(tmp_path / "file", b"x")
     found = (tmp_path / "file").stat()
     assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (12345, 12346, 0o600)
+    with locked(tmp_path / "new" / "home", None):
+        pass
+    for made in ("new", "new/home", "new/home/lock"):
+        assert ((tmp_path / made).stat().st_uid, (tmp_path / made).stat().st_gid) == (12345, 12346), made

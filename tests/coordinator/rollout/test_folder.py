@@ -1,3 +1,6 @@
+import threading
+import time
+
 import msgspec
 import pytest
 
@@ -76,3 +79,19 @@ def test_one_process_supervises(tmp_path):
         with pytest.raises(ConfigError, match="another process"), Folder(tmp_path).supervised():
             pass
     assert not Folder(tmp_path).is_supervised()
+
+
+def test_a_supervisor_that_begins_while_somebody_looks_for_one_is_not_refused(tmp_path):
+    folder, looking = Folder(tmp_path), threading.Event()
+
+    def look():
+        with folder._lock():
+            looking.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert looking.wait(10)
+    with folder.supervised():
+        assert folder.is_supervised()
+    thread.join()

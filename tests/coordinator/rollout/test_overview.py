@@ -66,7 +66,21 @@ def test_what_makes_no_sense_is_refused(overview: Overview, repo: Path) -> None:
         overview.ask("repo", "start", "--json")
     with pytest.raises(ConfigError, match="did not begin: stages: could not convert string to float"):
         overview.ask("repo", "start", "2/manifest.json", stages="1,0.5 --json")
+    for text in ("0.5,1\0", "\ud800"):
+        with pytest.raises(ConfigError, match="without control characters"):
+            overview.ask("repo", "start", "2/manifest.json", canary=text)
     assert Folder(repo).read() is None
+
+
+def test_a_supervisor_that_is_not_seen_has_not_begun(
+    overview: Overview, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.rollout.overview.BEGIN_S", 0.0)
+    with pytest.raises(ConfigError, match="nothing was seen of the rollout's supervisor"):
+        overview.ask("repo", "start", "2/manifest.json")
+    (process,) = overview._begun
+    process.kill()
+    process.wait()
 
 
 def test_each_repository_has_a_name_of_its_own(repo: Path, tmp_path: Path) -> None:
