@@ -25,7 +25,7 @@ import psutil
 
 from coordinator.checks import first_model
 from edge_agent.settings import AgentSettings
-from edge_agent.workplace import Workplace
+from edge_agent.workplace import Workplace, samples
 from fedge.broker import LocalBroker
 from fedge.child import command
 from fedge.codec import encode
@@ -98,7 +98,8 @@ def orders(network: str, n_orders: int) -> dict[str, float]:
         ref = BlobRef(digest=BlobFolder(settings.home / "models").put(data), size_bytes=len(data))
         action = Train(starts=(Start(model=ref),), sgd=Sgd(steps=1))
         ways = {"kept_s": None, "fresh_s": 0.0}
-        places = {way: Workplace(msgspec.structs.replace(settings, keep_worker_s=s)) for way, s in ways.items()}
+        digest = samples(settings, spec).digest()
+        places = {way: Workplace(msgspec.structs.replace(settings, keep_worker_s=s), digest) for way, s in ways.items()}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(n_orders + 1):
             order = Order(

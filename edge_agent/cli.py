@@ -72,13 +72,14 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
     if settings.max_epsilon is not None and settings.trains and find_spec("opacus") is None:
         raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
-    identity = Identity(settings.id, settings.federation, task, _shared_samples(settings, task), settings.trains, steps)
+    n_shared, digest = _look_at_samples(settings, task)
+    identity = Identity(settings.id, settings.federation, task, n_shared, settings.trains, steps)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
         settings.at(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
-        lambda: Workplace(settings),
+        lambda: Workplace(settings, digest),
         limits=limits,
         context_interval_s=settings.context_interval_s,
         rules=rules,
@@ -86,24 +87,23 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     )
 
 
-def _shared_samples(settings: AgentSettings, task: TaskSpec) -> int:
-    """How many samples there are for updates, after a look at all; the runtime gets those for validation.
+def _look_at_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]:
+    """How many samples there are for updates, and the digest of all; the runtime gets those for validation.
 
     Raises:
         ConfigError: they cannot be read, or there is no such GPU.
     """
+    from edge_agent.workplace import samples
     from fedge import child
-    from fedge.tasks import device_data, device_inputs
     from fedge.validation import Validation
 
-    if not settings.trains:
-        device_inputs(task, settings.data)
-        return 0
     if settings.train_on is Processor.CUDA:
         child.call("edge_agent.workplace:require_processor", settings.train_on, returns=type(None))
-    data = device_data(task, settings.data, seed=settings.seed)
+    data = samples(settings, task)
+    if not settings.trains:
+        return 0, data.digest()
     Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)
-    return data.n_shared
+    return data.n_shared, data.digest()
 
 
 async def _run(agent: Agent) -> None:

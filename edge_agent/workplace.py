@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from signal import SIGKILL
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import psutil
@@ -21,12 +21,16 @@ from edge_agent.device import Budget, failed
 from edge_agent.settings import AgentSettings
 from edge_agent.worker import Finished, Worker
 from fedge.child import Child, DiedError
-from fedge.errors import StoreError
+from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder
 from fedge.messages import BlobRef, Order, Report, Why
 from fedge.processor import Processor
 from fedge.step import Action, Failed, Refusal, read_result, report_of
 from fedge.stopping import Stop
+from fedge.task import TaskSpec
+
+if TYPE_CHECKING:
+    from fedge.tasks import DeviceData
 
 log = logging.getLogger("fedge.agent")
 
@@ -50,7 +54,9 @@ class Done(Struct, frozen=True):
 class Workplace:
     """Carries out orders (`edge_agent.agent.Works`)."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: AgentSettings, digest: str) -> None:
+        """`digest`: of the `samples` as the agent took them at its start; orders fail once they are others."""
+        self._digest = digest
         self._settings = msgspec.structs.replace(settings, password=None, inference_only=not settings.trains)
         self._child: Child | None = None
         self._in_use = threading.Lock()
@@ -84,7 +90,7 @@ class Workplace:
                 self._child = Child("edge_agent.workplace:carry_out")
             child, self._child = self._child, None
             try:
-                done = child.call(self._settings, order, returns=Done, stop=stop)
+                done = child.call(self._settings, self._digest, order, returns=Done, stop=stop)
             except DiedError as error:
                 log.warning("event=worker_died order=%s reason=%r", order.id, str(error))
                 died = error
@@ -117,11 +123,11 @@ class Workplace:
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-def carry_out(settings: AgentSettings, order: Order) -> Done:
+def carry_out(settings: AgentSettings, digest: str, order: Order) -> Done:
     """An order, by a worker that is made with the first one."""
     models = BlobFolder(settings.home / "models")
     try:
-        finished = _worker(settings).execute(order, lambda ref: models.get(ref.digest))
+        finished = _worker(settings, digest).execute(order, lambda ref: models.get(ref.digest))
         report = report_of(order, finished.result, 0.0)
     except StoreError:
         raise
@@ -144,12 +150,30 @@ def require_processor(processor: Processor) -> None:
     torch_device(processor)
 
 
-@lru_cache(1)
-def _worker(settings: AgentSettings) -> Worker:
-    """The worker, on one core beside the agent's keep-alive."""
+def samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
+    """The samples of the device; without labels where it does not train.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
     from fedge.tasks import DeviceData, device_data, device_inputs
 
+    if settings.trains:
+        return device_data(task, settings.data, seed=settings.seed)
+    return DeviceData.unlabelled(device_inputs(task, settings.data))
+
+
+@lru_cache(1)
+def _worker(settings: AgentSettings, digest: str) -> Worker:
+    """The worker, on one core beside the agent's keep-alive.
+
+    Raises:
+        ConfigError: the samples cannot be read, or are no longer those of the digest.
+    """
     task = settings.spec()
+    data = samples(settings, task)
+    if data.digest() != digest:
+        raise ConfigError(f"{settings.data} has changed since the agent started: start the agent again")
     processor = None
     if settings.trains:
         import torch
@@ -158,9 +182,6 @@ def _worker(settings: AgentSettings) -> Worker:
 
         torch.set_num_threads(1)
         processor = torch_device(settings.train_on)
-        data = device_data(task, settings.data, seed=settings.seed)
-    else:
-        data = DeviceData.unlabelled(device_inputs(task, settings.data))
     return Worker(
         *(settings.id, task, data, settings.home),
         budget=Budget(settings.max_epsilon, settings.delta),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.task import TaskSpec
+from fedge.tensors import digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class DeviceData:
     @property
     def _marks_val(self) -> NDArray[np.bool_]:
         return np.zeros(len(self.x_val), np.bool_) if self.sensitive_val is None else self.sensitive_val
+
+    def digest(self) -> str:
+        """SHA-256 in hex of all samples, labels and marks, in order; the same only for the same data and split."""
+        arrays = (self.x_train, self.y_train, self.sensitive, self.x_val, self.y_val, self._marks_val)
+        return digest_of(*(part for a in arrays for part in (repr(a.shape).encode(), np.ascontiguousarray(a).data)))
 
     @property
     def any_sensitive(self) -> bool:

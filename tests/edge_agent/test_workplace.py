@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from edge_agent import workplace
 from edge_agent.settings import AgentSettings
 from edge_agent.worker import Finished, Worker
-from edge_agent.workplace import Workplace
+from edge_agent.workplace import Workplace, samples
 from fedge.errors import StoreError
 from fedge.files import BlobFolder
 from fedge.messages import Order, Why
@@ -84,9 +85,13 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentSettings:
     )  # fmt: skip
 
 
+def working(settings: AgentSettings) -> Workplace:
+    return Workplace(settings, samples(settings, settings.spec()).digest())
+
+
 @pytest.fixture
 def place(settings: AgentSettings) -> Iterator[Workplace]:
-    place = Workplace(settings)
+    place = working(settings)
     yield place
     place.close()
 
@@ -113,7 +118,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_training_gives_the_bytes_that_it_gives_in_this_process(settings: AgentSettings) -> None:
     settings = msgspec.structs.replace(settings, inference_only=False)
-    place = Workplace(settings)
+    place = working(settings)
     blobs = Blobs(settings.spec())
     ref = blobs.model(3)
     BlobFolder(settings.home / "models").put(blobs[ref.digest])
@@ -129,7 +134,7 @@ def test_training_gives_the_bytes_that_it_gives_in_this_process(settings: AgentS
 
 
 def test_a_process_serves_the_next_order_and_goes_after_a_while(settings: AgentSettings) -> None:
-    place = Workplace(msgspec.structs.replace(settings, keep_worker_s=2.0))
+    place = working(msgspec.structs.replace(settings, keep_worker_s=2.0))
     first, second = (done(place, *draw(settings, number=n)).result for n in (1, 2))
     assert first.pid == second.pid == children()[0].pid  # type: ignore[attr-defined]
     assert first.n != second.n, "each order has its own seed"  # type: ignore[attr-defined]
@@ -193,6 +198,23 @@ def test_data_that_cannot_be_read_any_more_fail_the_order(place: Workplace, sett
     result = done(place, *draw(settings)).result
     assert isinstance(result, Failed)
     assert "d.npz" in result.reason
+
+
+@pytest.mark.parametrize("inference_only", [False, True])
+def test_data_that_have_changed_fail_the_order_until_they_are_back(
+    settings: AgentSettings, caplog: pytest.LogCaptureFixture, inference_only: bool
+) -> None:
+    settings = msgspec.structs.replace(settings, inference_only=inference_only)
+    with contextlib.closing(working(settings)) as place:
+        old = settings.data.read_bytes()
+        with np.load(settings.data) as file:
+            np.savez(settings.data, x=file["x"][::-1], y=file["y"][::-1])
+        result = done(place, *draw(settings)).result
+        assert isinstance(result, Failed)
+        assert "d.npz has changed since the agent started: start the agent again" in result.reason
+        assert "start the agent again" in caplog.text
+        settings.data.write_bytes(old)
+        assert not isinstance(done(place, *draw(settings, number=2)).result, Failed)
 
 
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
