@@ -35,10 +35,13 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
     """Copy a coordinator's home, which may be at work; the number of tensors.
 
     Raises:
-        ConfigError: there is no coordinator's home, its tensors are in a bucket, or the folder is there already.
+        ConfigError: there is no coordinator's home, it has no tables here, its tensors are in a bucket, or the folder
+            is there already.
         StoreError: the store cannot be read or the copy not be written, or a tensor is damaged.
     """
     federation = read_summary(home)["federation"]
+    if store is None and not ((home / "store.db").exists() or (home / "store.elsewhere").exists()):
+        raise ConfigError(f"{home} has no store.db: name the whole home of a coordinator of this version")
     with _made(folder) as made, undeleted(home):
         with closing(database(home, store, federation)()) as source, closing(database(made, None, "")()) as target:
             migrate(source, check=True)
@@ -78,10 +81,11 @@ def restore_to(folder: Path, home: Path, store: str | None) -> int:
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
     """A new folder to fill, which is there when it is whole; made by root it belongs to the owner of the one above."""
+    taken = ConfigError(f"{folder} is there already: name a new folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already: name a new folder")
+        raise taken
     try:
-        with whole_folder(folder) as made:
+        with whole_folder(folder, replace=False) as made:
             yield made
             if os.geteuid() == 0:
                 owner = folder.parent.stat()
@@ -89,6 +93,8 @@ def _made(folder: Path) -> Iterator[Path]:
                     for name in files:
                         os.chown(name, owner.st_uid, owner.st_gid, dir_fd=at, follow_symlinks=False)
                     os.fchown(at, owner.st_uid, owner.st_gid)
+    except FileExistsError as error:  # since we looked
+        raise taken from error
     except failures() as error:
         raise StoreError(f"cannot make {folder}: {error}") from error
 

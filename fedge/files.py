@@ -214,13 +214,29 @@ def replace_folder(folder: Path, finished: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _rename_to_new(folder: Path, finished: Path) -> None:
+    sync_folder(finished)
+    try:
+        finished.rename(folder)
+    except OSError as error:
+        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
+        raise
+    sync_folder(folder.parent)
+
+
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
 
     What processes that were killed have left there is removed a day later.
 
+    Args:
+        folder: to make.
+        replace: what is there by then; otherwise only an empty folder gives way.
+
     Raises:
+        FileExistsError: something is there that is not to be replaced.
         OSError: the disk is full or broken.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +247,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     try:
         yield unfinished
-        replace_folder(folder, unfinished)
+        if replace:
+            replace_folder(folder, unfinished)
+        else:
+            _rename_to_new(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from coordinator.backup_cli import TABLES, back_up, restore_to
+from coordinator import backup_cli
+from coordinator.backup_cli import TABLES, _copy_files, back_up, restore_to
 from coordinator.fleet import Device
 from coordinator.store import ISSUE, Event, Store, undeleted
 from fedge.cli import main
@@ -91,6 +93,35 @@ def test_what_is_there_stays_and_what_is_damaged_is_named(home: Path, tmp_path: 
     (folder / "store.db").unlink()
     with pytest.raises(StoreError, match="cannot make"):
         restore_to(folder, tmp_path / "new", None)
+
+
+def test_what_has_come_to_the_target_meanwhile_stays(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, new = tmp_path / "backup", tmp_path / "new"
+    new.mkdir()  # empty: may be taken
+    back_up(home, None, folder)
+
+    def copied(source: Path, target: Path) -> int:
+        Store(new).close()  # a coordinator begins there
+        return _copy_files(source, target)
+
+    monkeypatch.setattr(backup_cli, "_copy_files", copied)
+    with pytest.raises(ConfigError, match="new is there already: name a new folder"):
+        restore_to(folder, new, None)
+    assert not (new / "task.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["backup", "home", "new"]
+    monkeypatch.undo()
+    shutil.rmtree(new)
+    new.mkdir()
+    assert restore_to(folder, new, None) == 1
+
+
+def test_a_home_without_tables_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"federation": "f", "round": 0, "at": 1.0}))
+    with pytest.raises(ConfigError, match="has no store.db"):
+        back_up(tmp_path, None, tmp_path / "backup")
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_the_commands_tell_what_was_copied(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
