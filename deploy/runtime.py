@@ -214,7 +214,10 @@ def load_as(folder: Path, how: How) -> Runtime:
         raise ConfigError(f"no bundle at {folder}: name the folder that holds manifest.json")
     require_utf8(folder)
     with contextlib.ExitStack() as held:
-        held.enter_context(reading(folder))  # an agent that prunes its bundles leaves it, for the next start
+        try:
+            held.enter_context(reading(folder))  # an agent that prunes its bundles leaves it, for the next start
+        except OSError as error:
+            raise ConfigError(f"cannot open the bundle {folder}: {error}; name one that this user can read") from error
         runtime = Runtime(read(folder), how)
         weakref.finalize(runtime, held.pop_all().close)
     return runtime

@@ -63,15 +63,23 @@ def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> 
         )
     if name == CPU:
         return [(CPU,)]
-    given = (_cached() if provider == "tensorrt" else {}) | dict(options or {})
-    beside = [NAMES["cuda"]] if provider == "tensorrt" and NAMES["cuda"] in available else []
-    return [((name, given), *beside, CPU)]
+    given = dict(options or {})
+    if name != NAMES["tensorrt"]:
+        return [((name, given), CPU)]
+    beside = [NAMES["cuda"]] if NAMES["cuda"] in available else []
+    return [((name, _cached(given)), *beside, CPU)]
 
 
-def _cached() -> dict[str, str]:
+def _cached(options: dict[str, str]) -> dict[str, str]:
     """Options by which TensorRT keeps what it builds for minutes, below the user's folder for such things."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedge" / "tensorrt"
-    return {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedge" / "tensorrt"
+    given = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(cache)} | options
+    try:
+        Path(given["trt_engine_cache_path"]).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("event=no_engine_cache reason=%r detail='TensorRT builds its engine at each start'", str(error))
+        given["trt_engine_cache_enable"] = "0"
+    return given
 
 
 class Session:

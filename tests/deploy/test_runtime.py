@@ -87,6 +87,14 @@ def test_threads_share_a_runtime(runtime, expected):
     assert all(np.array_equal(r.probabilities, results[0].probabilities) for r in results)
 
 
+def test_a_folder_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    monkeypatch.setattr("deploy.runtime.require_utf8", lambda _: folder.rmdir())  # an agent prunes it at this moment
+    with pytest.raises(ConfigError, match=r"cannot open the bundle .*No such file.*name one that this user can read"):
+        deploy.load(folder)
+
+
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ConfigError, match="no bundle at"):
         deploy.load(tmp_path / "nowhere")

@@ -36,12 +36,24 @@ def test_what_is_there_is_tried_in_a_fixed_order(jetson):
     assert chains("cuda", {"device_id": "1"}) == [(("CUDAExecutionProvider", {"device_id": "1"}), CPU)]
 
 
-def test_tensorrt_keeps_its_engines_and_has_cuda_beside_it(jetson, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
-    kept = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/var/cache/fedge/tensorrt"}
-    half = {"trt_fp16_enable": "1", "trt_engine_cache_path": "/x"}
+@pytest.mark.parametrize("name", ["tensorrt", "TensorrtExecutionProvider"])
+def test_tensorrt_keeps_its_engines_and_has_cuda_beside_it(jetson, monkeypatch, tmp_path, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "made"))
+    folder = tmp_path / "not" / "made" / "fedge" / "tensorrt"
+    kept = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
+    half = {"trt_fp16_enable": "1", "trt_engine_cache_path": str(tmp_path / "x")}
     for options, given in (({}, kept), (half, kept | half)):
-        assert chains("tensorrt", options) == [(("TensorrtExecutionProvider", given), "CUDAExecutionProvider", CPU)]
+        assert chains(name, options) == [(("TensorrtExecutionProvider", given), "CUDAExecutionProvider", CPU)]
+    assert folder.is_dir()
+    assert (tmp_path / "x").is_dir()
+
+
+def test_a_cache_that_cannot_be_made_is_done_without(jetson, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    ((_, given), *_) = chains("tensorrt")[0]
+    assert given["trt_engine_cache_enable"] == "0"
+    assert "event=no_engine_cache" in caplog.text
 
 
 def test_a_provider_that_this_build_lacks_is_named_with_what_is_installed():
