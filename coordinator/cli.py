@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final
 import click
 from msgspec import Meta
 
-from coordinator import runs
 from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, happened, help_out, serve
@@ -84,7 +83,6 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
         with contextlib.closing(opened) as store:
             asyncio.run(until_stopped(help_out(settings, task, store)))
         return INTERRUPTED
-    runs.note(settings.home, "coordinator", settings, own)
     with contextlib.closing(opened) as store, _observer(as_json) as show, _tracked(settings, store, show) as observe:
         summary = asyncio.run(
             until_stopped(_served(settings, config, lambda: serve(settings, task, store, observe, own)))

@@ -22,39 +22,51 @@ from fedge.files import write_atomically
 FILE: Final = "run.json"
 PACKAGES: Final = ("numpy", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "scikit-learn", "msgspec")
 
+RESTARTS: Final = 100
+
 Command = Literal["simulate", "compare", "demo", "coordinator"]
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class Start(Struct, frozen=True, kw_only=True):
     """`settings`: as they were resolved, secrets masked. `commit`: of the folder in which it began, if it has one."""
 
-    command: Command
     began: str
-    seed: int | None
     settings: dict[str, Any]
     options: dict[str, Option]
     versions: dict[str, str]
     commit: str | None
 
 
+class Run(Start, frozen=True, kw_only=True):
+    """A run and its first start. `restarts`: of a coordinator, the last `RESTARTS` of them, the oldest first."""
+
+    command: Command
+    seed: int | None
+    restarts: tuple[Start, ...] = ()
+
+
 def note(folder: Path, command: Command, settings: Struct, options: Mapping[str, Option] | None = None) -> None:
-    """Write RUN/run.json.
+    """Write RUN/run.json; of a coordinator that was started before, add this start to it.
 
     Raises:
+        ConfigError: the record of the first start cannot be read.
         StoreError: it cannot be written.
     """
     given = {
         name: "***" if isinstance(value, Secret) else value for name, value in msgspec.structs.asdict(settings).items()
     }
-    run = Run(
-        command=command,
+    now = Start(
         began=datetime.now(UTC).isoformat(timespec="seconds"),
-        seed=getattr(settings, "seed", None),
         settings=msgspec.to_builtins(given, enc_hook=str),
         options=dict(options or {}),
         versions=versions(),
         commit=commit(),
     )
+    if command == "coordinator" and (folder / FILE).exists():
+        run = read(folder)
+        run = msgspec.structs.replace(run, restarts=(*run.restarts, now)[-RESTARTS:])
+    else:
+        run = Run(command=command, seed=getattr(settings, "seed", None), **msgspec.structs.asdict(now))
     write_atomically(folder / FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
 
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from coordinator import runs
 from coordinator.checks import first_model, without_profile
 from coordinator.control import Wishes, at_round, wishes_in
 from coordinator.fleet.mqtt import MqttFleet
@@ -399,6 +400,7 @@ async def serve(
     )
     under_way = set() if method.done(state) else fleet.accepted(state.round + 1)
     store.require({ref.digest for ref in blobs_of(state)} | under_way)
+    runs.note(settings.home, "coordinator", settings, options)
     write_summary(settings, method, state, store, fleet)
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
     async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warning_daily(settings):

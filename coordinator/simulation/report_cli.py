@@ -59,8 +59,9 @@ def report(folder: Path, *, as_json: bool) -> None:
         click.echo(json.dumps({"run": msgspec.to_builtins(run), "figures": figures}))
         return
     table = Table.grid(padding=(0, 2))
+    again = f", started again at {run.restarts[-1].began}" if run.restarts else ""
     for name, told in (
-        ("command", f"fedge {run.command}, began {run.began}"),
+        ("command", f"fedge {run.command}, began {run.began}{again}"),
         ("seed", str(run.seed)),
         ("commit", run.commit or "none"),
         ("versions", ", ".join(f"{package} {version}" for package, version in run.versions.items())),

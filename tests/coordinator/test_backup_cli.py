@@ -119,7 +119,7 @@ def test_what_has_come_to_the_target_meanwhile_stays(
 
 def test_a_home_without_tables_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"federation": "f", "round": 0, "at": 1.0}))
-    with pytest.raises(ConfigError, match="has no store.db"):
+    with pytest.raises(ConfigError, match=r"has no store\.db"):
         back_up(tmp_path, None, tmp_path / "backup")
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from coordinator import cli, service
+from coordinator import cli, runs, service
 from coordinator.cli import Progress, coordinator, look, status
 from coordinator.fleet.mqtt import MqttFleet, Problem
 from coordinator.methods import RoundSummary, make
@@ -327,6 +327,17 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
     yield process
     process.kill()
     process.communicate()
+
+
+def test_a_refused_start_is_not_in_the_record(waiting: subprocess.Popen[str], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    waiting.terminate()
+    waiting.communicate()
+    assert runs.read(home).settings["method"] == "fedavg"
+    before = (home / runs.FILE).read_bytes()
+    with pytest.raises(ConfigError, match="another federation"):
+        coordinator.main([*common(home), "--method", "fedprox"], standalone_mode=False)
+    assert (home / runs.FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(("installed", "code"), [({"cam1": {}}, 0), ({}, 6)])

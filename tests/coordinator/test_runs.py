@@ -1,6 +1,7 @@
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator import runs
@@ -24,6 +25,23 @@ def test_secrets_are_masked(tmp_path: Path) -> None:
     runs.note(tmp_path, "coordinator", settings)
     assert runs.read(tmp_path).settings["store"] == "***"
     assert b"hunter2" not in (tmp_path / runs.FILE).read_bytes()
+
+
+def test_a_coordinator_that_is_started_again_keeps_its_first_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CoordinatorSettings(broker="b:1", federation="f", home=tmp_path, task="digits")
+    runs.note(tmp_path, "coordinator", settings)
+    first = runs.read(tmp_path)
+    monkeypatch.setattr(runs, "versions", lambda: {"fedge": "0.3.0"})
+    for rounds in (300, 400):
+        runs.note(tmp_path, "coordinator", msgspec.structs.replace(settings, rounds=rounds))
+    run = runs.read(tmp_path)
+    assert (run.began, run.versions, run.settings) == (first.began, first.versions, first.settings)
+    assert [(start.settings["rounds"], start.versions["fedge"]) for start in run.restarts] == [
+        (300, "0.3.0"),
+        (400, "0.3.0"),
+    ]
 
 
 def test_the_commit_is_that_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
