@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from signal import SIGKILL
 from typing import TYPE_CHECKING, Final
 
@@ -40,6 +42,26 @@ ENOUGH_BYTES: Final = 1 << 29
 """With less memory free beside it, the process ends with each order."""
 ATTEMPTS: Final = 2
 """Of an order whose process dies: the kernel may have meant another, a network that brings it down does so again."""
+
+
+def free_bytes() -> int:
+    """Memory that may still be taken: of this machine, or of this process's group (systemd's MemoryMax)."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, LookupError):  # no cgroup v2, or no limit
+        (own,) = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        free = min(free, left_in(Path(f"/sys/fs/cgroup{own}")))
+    return free
+
+
+def left_in(cgroup: Path) -> int:
+    """Bytes below the limit of a cgroup; what the kernel has cached of files and does not use counts as free.
+
+    Raises:
+        OSError, ValueError, LookupError: it has no limit, or is none of version 2.
+    """
+    limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    return limit - used + int(stat["inactive_file"])
 
 
 class Done(Struct, frozen=True):
@@ -107,7 +129,7 @@ class Workplace:
         """Let the process wait for the next order, or end it."""
         keep_s = self._settings.keep_worker_s
         if keep_s is None:
-            keep_s = KEEP_S if psutil.virtual_memory().available >= ENOUGH_BYTES else 0.0
+            keep_s = KEEP_S if free_bytes() >= ENOUGH_BYTES else 0.0
         self._rest = threading.Timer(keep_s, self.close)
         self._rest.daemon = True
         self._rest.start()

@@ -7,6 +7,7 @@ standard error.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -34,6 +35,8 @@ T = TypeVar("T")
 FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError}
 LOOK_S: Final = 0.05
 """How often it is looked whether to stop."""
+END_S: Final = 5.0
+"""A child that has broken the connection has ended by then, or is killed."""
 
 
 def command(module: str, *words: str) -> list[str]:
@@ -47,10 +50,13 @@ def environment() -> dict[str, str]:
 
 
 class DiedError(ConfigError):
-    """The child ended before it answered. `status`: its exit code, negative for a signal."""
+    """The child ended before it answered. `status`: its exit code, negative for a signal; None: it had to be killed."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"signal {-status}" if status < 0 else f"exit {status}")
+    def __init__(self, status: int | None) -> None:
+        if status is None:
+            super().__init__("it broke the connection and did not end")
+        else:
+            super().__init__(f"signal {-status}" if status < 0 else f"exit {status}")
         self.status = status
 
 
@@ -119,6 +125,9 @@ class Child:
         self._try(lambda: self._wire.send_bytes(arguments))
         while True:
             while not self._wire.poll(LOOK_S):
+                status = self._process.poll()  # a process of its own may hold the connection
+                if status is not None and not self._wire.poll():
+                    raise DiedError(status)
                 if stop():
                     raise StoppedError
                 if timeout_s is not None and time.monotonic() > began + timeout_s:
@@ -139,7 +148,9 @@ class Child:
         try:
             return exchange()
         except (EOFError, OSError) as error:
-            raise DiedError(self._process.wait()) from error
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+            raise DiedError(self._process.returncode) from error
 
 
 def call(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:

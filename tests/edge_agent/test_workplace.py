@@ -151,6 +151,16 @@ def test_where_memory_is_short_it_goes_at_once(
     until(lambda: not children())
 
 
+def test_memory_is_free_up_to_the_limit_of_the_group(tmp_path: Path) -> None:
+    for name, text in (("current", "300"), ("stat", "anon 200\ninactive_file 80"), ("max", "1000")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert workplace.left_in(tmp_path) == 780
+    (tmp_path / "memory.max").write_text("max\n")
+    with pytest.raises(ValueError, match="max"):
+        workplace.left_in(tmp_path)
+    assert 0 < workplace.free_bytes() <= psutil.virtual_memory().total
+
+
 def test_what_is_killed_in_the_middle_is_done_again(place: Workplace, settings: AgentSettings) -> None:
     def kill() -> None:
         until((settings.home / "begun").exists)

@@ -31,6 +31,14 @@ def fails(how: str) -> int:
         raise ConfigError("first line\\nno such thing")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leaves a process":
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10)
+        os._exit(0)
+    if how == "breaks off":
+        os.closerange(3, 100)
+        time.sleep(60)
     if how == "slow":
         time.sleep(60)
     return "no number"
@@ -66,6 +74,17 @@ def test_arrays_and_models_go_there_and_back_and_the_work_may_print() -> None:
 def test_a_failure_says_why(how: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         child.call("their_work:fails", how, returns=int)
+
+
+def test_a_child_that_died_is_missed_though_a_process_of_its_own_goes_on() -> None:
+    with pytest.raises(child.DiedError, match="signal 9"):
+        child.call("their_work:fails", "leaves a process", returns=int, timeout_s=8.0)
+
+
+def test_a_child_that_breaks_off_and_stays_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "END_S", 0.2)
+    with pytest.raises(child.DiedError, match="broke the connection and did not end"):
+        child.call("their_work:fails", "breaks off", returns=int)
 
 
 def test_a_child_that_takes_too_long_is_killed() -> None:
