@@ -19,6 +19,7 @@ from coordinator.fleet.devices import CLASSES
 from coordinator.methods import Option, method_class, options_of
 from fedge import child
 from fedge.bundle import slot
+from fedge.doctor import AGENT_GB
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, to_bytes, unflatten
@@ -28,13 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedge.coordinator")
 
-AGENT_GB: Final = 0.27
-"""An agent with torch that has trained a small network, resident."""
 COPIES: Final = 16
 """Of a model's weights at the peak of an order of `fedge`: those that came, private ones, gradient, momentum, ...
 
-Measured on x86-64 with MNIST: peaks of 0.57 GB for mobilenet-v3-small, where this says 0.48, and 1.19 GB for resnet-18,
-where it says 1.17.
+Measured on x86-64 with MNIST: peaks of 0.57 GB for mobilenet-v3-small, where this says 0.50, and 1.19 GB for resnet-18,
+where it says 1.19.
 """
 BATCH: Final = 32
 TOLERANCE: Final = 1e-3

@@ -8,6 +8,7 @@ from torch import nn
 
 from coordinator import checks
 from fedge import models
+from fedge.doctor import AGENT_GB
 from fedge.errors import ConfigError
 from fedge.loading import hold
 from fedge.task import TaskSpec
@@ -80,7 +81,7 @@ def test_nothing_is_said_of_a_network_that_works() -> None:
     found = checks.examine(task, models.initial(task, 0)[0], checks.without_profile("fedge", {}))
     assert found.findings == ()
     assert (found.parameters, found.size_bytes) == (2410, 9640)
-    assert found.ram_gb == checks.AGENT_GB
+    assert found.ram_gb == AGENT_GB
 
 
 def test_outputs_must_be_one_number_for_each_class() -> None:
