@@ -2,8 +2,9 @@
 
 Who may act shows the token once and is then known by a cookie, or has a certificate of the federation
 (`coordinator.ui.certificates`); each action also carries a word that only our own page has, so that no other page in
-the same browser can have one done. On another address than this machine's own, reading
-takes the token, too. Reads happen in a thread with a connection of its own: a round never waits for them.
+the same browser can have one done. On another address than this machine's own, or asked for by another name (a website
+can have its own mean 127.0.0.1), reading takes the token, too. Reads happen in a thread with a connection of its own: a
+round never waits for them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import secrets
 import ssl
 import time
@@ -56,6 +58,9 @@ SESSION_S: Final = 12 * 3600.0
 MAX_SESSIONS: Final = 100
 MAX_STREAMS: Final = 50
 """Pages that are told of news at the same time."""
+HEARTBEAT_S: Final = 10.0
+"""A page that listens hears something at least so often."""
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 MAX_BODY_BYTES: Final = 4096
 WRONG_S: Final = 1.0
 """A wrong token is answered so late, one after the other."""
@@ -171,6 +176,9 @@ class Page:
             self._thread.shutdown()
             raise TransportError(f"cannot listen on {self._host}:{self._port}: {error}") from error
         self._port = self._runner.addresses[0][1]
+        if self._tls is None and not self._reading_is_free:
+            reason = "the token goes over the network in clear: give a certificate (http_cert_file)"
+            log.warning("event=page_in_clear url=%s reason=%r", self.url, reason)
         self._tasks = [asyncio.create_task(self._look())]
         if self._home_assistant is not None:
             state = await self._read(self._watch.state)
@@ -210,7 +218,7 @@ class Page:
         """Headers on all, JSON of all errors, and what takes a login."""
         try:
             public = request.path in {"/api/session", "/api/login", *(f"/{name}" for name in FILES)}
-            if not public and not (self._reading_is_free or self._login_of(request) or self._bearer(request)):
+            if not (public or self._may_read(request)):
                 raise web.HTTPUnauthorized(text="log in first")
             answer = await handler(request)
         except web.HTTPException as error:
@@ -220,6 +228,14 @@ class Page:
         if not answer.prepared:
             answer.headers.update(HEADERS)
         return answer
+
+    def _may_read(self, request: web.Request) -> bool:
+        return self._is_free(request) or self._login_of(request) is not None or self._bearer(request)
+
+    def _is_free(self, request: web.Request) -> bool:
+        """Whether reading takes no login: on this machine, asked for by its own name."""
+        name = re.sub(r":\d*\Z", "", request.host.lower()).strip("[]")
+        return self._reading_is_free and name in {*LOOPBACK, self._host.lower()}
 
     def _login_of(self, request: web.Request) -> Login | None:
         """Who asks; None: he has not logged in, or too long ago."""
@@ -235,7 +251,7 @@ class Page:
     async def _session(self, request: web.Request) -> web.Response:
         login = self._login_of(request)
         may_act = login is not None and login.may_act
-        told = {"may_act": may_act, "may_read": self._reading_is_free or login is not None, "login": not may_act}
+        told = {"may_act": may_act, "may_read": self._is_free(request) or login is not None, "login": not may_act}
         return web.json_response(told | {"csrf": login.word if login else ""})
 
     async def _login(self, request: web.Request) -> web.Response:
@@ -309,7 +325,9 @@ class Page:
         """Events as they come."""
         if len(self._streams) >= MAX_STREAMS:
             raise web.HTTPServiceUnavailable(text="too many pages are open")
-        after = int(request.headers.get("Last-Event-ID") or _number(request, "after", 0, 1 << 62))
+        last = request.headers.get("Last-Event-ID", "")
+        known = last.isdecimal() and len(last) < 19
+        after = int(last) if known else _number(request, "after", 0, 1 << 62)
         answer = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -321,9 +339,9 @@ class Page:
             while True:
                 new: dict[str, Any] | None = {}
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(HEARTBEAT_S):
                         new = await queue.get()
-                if new is None:
+                if new is None or not self._may_read(request):  # who was revoked meanwhile, or logged in too long ago
                     return answer
                 if not new:  # of a rollout, or of times
                     await answer.write(b"event: state\ndata: {}\n\n")

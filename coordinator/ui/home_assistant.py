@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -115,7 +116,8 @@ def _word(name: str) -> str:
 async def tell(read: Read, url: str, federation: str) -> None:
     """Tell Home Assistant's broker how the devices are, until cancelled; a broker that refuses us is told of once."""
     available = f"{_root(federation)}/available"
-    transport = Transport(broker_of(url), f"fedge-home:{federation}", will=Will(available, b"offline"))
+    ours = f"fedge-home:{federation}:{secrets.token_hex(4)}"  # others may tell of the same federation
+    transport = Transport(broker_of(url), ours, will=Will(available, b"offline"))
     said: dict[str, bytes] = {}
 
     async def forget() -> None:
@@ -126,13 +128,17 @@ async def tell(read: Read, url: str, federation: str) -> None:
         async with transport:
             try:
                 while True:
-                    await _update(transport, said, {available: b"online"} | dict(messages(await read())))
+                    said.pop(available, None)  # one of the others that has ended has said offline
+                    try:
+                        await _update(transport, said, {available: b"online"} | dict(messages(await read())))
+                    except StoreError as error:
+                        log.warning("event=cannot_read reason=%r", str(error))
                     await asyncio.sleep(LOOK_S)
             finally:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(GOODBYE_S):
                         await transport.publish(available, b"offline", retain=True)
-    except (TransportError, StoreError) as error:
+    except TransportError as error:
         log.error("event=home_assistant_ended reason=%r", str(error))  # noqa: TRY400 - the text is all
 
 

@@ -318,7 +318,7 @@ function login() {
     e.preventDefault();
     const answer = await fetch("api/login", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ token: field.value }) });
     if (answer.ok) { box.close(); await begin(); } else notice("The token is not the right one.");
-  } }, h("h2", {}, "Log in"), h("p", { class: "hint" }, "The token is in the file ui-token of the coordinator's home, or what --ui-token says."), field,
+  } }, h("h2", {}, "Log in"), h("p", { class: "hint" }, "The token is in the file ui-token of the coordinator's home, or what --token of fedge ui or token in [ui] of the configuration says."), field,
   h("div", { class: "bar" }, h("button", {}, "Log in"), h("button", { type: "button", onclick: () => box.close() }, "Cancel"))));
   box.showModal();
 }
@@ -333,7 +333,7 @@ function heading() {
   $("phase").textContent = `${state.text}, as it was ${span(state.age_s)} ago`;
   document.title = `${state.federation} · fedge`;
   const actions = session.may_act
-    ? [state.paused ? act("Resume", "resume") : act("Pause", "pause"), state.paused && act("Run one round", "run-now"), act("Re-cluster", "recluster", {}, true)]
+    ? [state.paused ? act("Resume", "resume") : !state.done && act("Pause", "pause"), state.paused && act("Run one round", "run-now"), !state.done && act("Re-cluster", "recluster", {}, true)]
     : [session.login && h("button", { onclick: login, "data-key": "login" }, "Log in")];
   $("actions").replaceChildren(...actions.filter(Boolean));
 }
@@ -398,7 +398,7 @@ async function begin() {
   stream.onopen = () => notice("");
   stream.onmessage = (message) => { events = [...events, JSON.parse(message.data)].slice(-MAX_EVENTS); soon(); };
   stream.addEventListener("state", soon);
-  stream.onerror = () => notice("The coordinator's page does not answer; trying again.");
+  stream.onerror = soon;  // says why: the page does not answer, or the login has ended
 }
 
 addEventListener("hashchange", () => { refresh(); $("main").focus(); scrollTo(0, 0); });

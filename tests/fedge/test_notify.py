@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fedge.broker import LocalBroker
+from fedge.notify import ready
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
@@ -77,3 +78,12 @@ def test_the_runtime_is_ready_when_its_port_is_open(tmp_path: Path) -> None:
     heard = Heard(tmp_path, "-m", "fedge.cli", "serve", bundle, "--port", "0")
     assert [heard.word() for _ in range(2)] == ["READY=1", "WATCHDOG=1"]
     heard.close()
+
+
+async def test_where_nobody_listens_the_process_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
+    ready()
+    ready()
+    assert caplog.text.count("event=not_notified") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from threading import Thread
@@ -169,6 +170,15 @@ def test_by_keyboard_alone_somebody_logs_in_and_pauses_the_run(browser: Any, url
     press(Keys.ENTER)
     WebDriverWait(browser, WAIT_S).until(lambda b: b.find_element("id", "notice").text.startswith("No further round"))
     assert wishes_in(store).paused
+
+
+def test_a_run_that_is_done_can_be_neither_paused_nor_clustered_anew(browser: Any, url: str, store: Store) -> None:
+    log_in(browser, url)
+    summary = json.loads((store.home / "summary.json").read_text())
+    (store.home / "summary.json").write_text(json.dumps(summary | {"done": True, "installed": []}))
+    browser.refresh()
+    see(browser, "cam1")
+    assert browser.find_element("id", "actions").text == ""
 
 
 def test_what_happens_shows_without_a_reload(browser: Any, url: str, store: Store) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,10 @@ def test_an_address_with_a_user() -> None:
 
 
 async def test_it_is_told_at_once_when_something_changes_and_when_the_page_ends(
-    mosquitto: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mosquitto: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(home_assistant, "LOOK_S", 0.05)
+    caplog.set_level("INFO")
     home = tmp_path / "home"
     make_shop(home).close()
     retained: dict[str, bytes] = {}
@@ -89,8 +91,18 @@ async def test_it_is_told_at_once_when_something_changes_and_when_the_page_ends(
     page = Page(home, lambda: Store(home, intake=True), host="127.0.0.1", port=0, token="t" * 16, home_assistant=url)
     async with listener:
         async with page:
+            another = Page(
+                home, partial(Store, home, intake=True), host="127.0.0.1", port=0, token="t", home_assistant=url
+            )
+            async with another:
+                await until(lambda: caplog.text.count("event=connected client=fedge-home:shop") == 2)
+            assert "event=disconnected" not in caplog.text  # neither throws the other off
             await until(lambda: len(retained) == 25)  # twelve devices, and whether all that still holds
-            assert retained["fedge-home/shop/available"] == b"online"
+            await until(lambda: retained["fedge-home/shop/available"] == b"online")
+            whole = (home / "summary.json").read_bytes()
+            (home / "summary.json").write_bytes(b"{")
+            await until(lambda: "event=cannot_read" in caplog.text)
+            (home / "summary.json").write_bytes(whole)
             summary = read_summary(home)
             summary["fleet"]["cam1"]["presence"] = "offline"
             del summary["fleet"]["cam9"], summary["selection"]["cam9"]

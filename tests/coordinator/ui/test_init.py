@@ -135,6 +135,45 @@ async def test_from_other_machines_reading_takes_the_token_too(store: Store, tmp
         assert (await http.get(url + "api/state")).status == 200
 
 
+async def test_under_another_name_reading_takes_the_token_on_this_machine_too(http: ClientSession) -> None:
+    for host in ("evil.example", "evil.example:8700", "127.0.0.1.evil.example", "localhost:1@evil.example", ""):
+        for path in ("api/state", "api/events", "api/stream", "metrics"):
+            assert (await http.get(path, headers={"Host": host})).status == 401, (host, path)
+        assert not (await (await http.get("api/session", headers={"Host": host})).json())["may_read"]
+    for host in ("localhost", "LOCALHOST:8700", "[::1]", "[::1]:8700", "127.0.0.1:8700"):
+        assert (await http.get("api/state", headers={"Host": host})).status == 200, host
+    told = await http.get("metrics", headers={"Host": "proxy.example", "Authorization": f"Bearer {TOKEN}"})
+    assert told.status == 200
+
+
+async def test_a_page_without_a_certificate_says_that_the_token_is_in_clear(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store
+    async with page(tmp_path):
+        assert "event=page_in_clear" not in caplog.text
+    async with page(tmp_path, "0.0.0.0"):
+        assert "event=page_in_clear" in caplog.text
+
+
+async def test_a_stream_ends_with_the_login(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store
+    monkeypatch.setattr(ui, "HEARTBEAT_S", 0.1)
+    async with page(tmp_path, "0.0.0.0") as shown, ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:
+        url = shown.url.replace("0.0.0.0", "127.0.0.1")
+        assert (await http.post(url + "api/login", json={"token": TOKEN})).status == 200
+        async with asyncio.timeout(30), http.get(url + "api/stream") as stream:
+            assert b"state" in await stream.content.readuntil(b"event: state")
+            shown._sessions = {cookie: (word, 0.0) for cookie, (word, _) in shown._sessions.items()}
+            await stream.content.read()
+
+
+@pytest.mark.parametrize("last", ["zwei", "-1", "9" * 30, "\u0662"])
+async def test_a_last_event_that_is_no_number_of_ours_is_as_none(http: ClientSession, last: str) -> None:
+    async with http.get("api/stream", headers={"Last-Event-ID": last}) as stream:
+        assert stream.status == 200
+
+
 async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> None:
     last = store.events(last=1)[0].number
     async with asyncio.timeout(30), http.get("api/stream", params={"after": last - 1}) as stream:
