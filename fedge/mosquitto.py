@@ -33,7 +33,7 @@ def _limits() -> str:
 
 
 def for_everybody(host: str, port: int) -> str:
-    """One listener that asks nobody who he is."""
+    """One listener that asks no one for a name."""
     return f"listener {port} {host}\nallow_anonymous true\n{_limits()}"
 
 

@@ -39,7 +39,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def provision() -> None:
     """Make the certificates of a federation, so that nobody gets in who does not belong.
 
-    FOLDER/ca.key is the federation's authority: who has it can let in whom he likes. Only these commands read it;
+    FOLDER/ca.key is the federation's authority: who has it can let in anyone. Only these commands read it;
     broker and coordinator do not. docs/security-setup.md goes through it all.
 
     \b

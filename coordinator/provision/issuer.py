@@ -1,6 +1,6 @@
 """The authority of a federation: makes certificates, revokes them, and makes them anew before they expire.
 
-    ca.crt, ca.key      the authority; whoever has the key can let in whom he likes, so nobody else needs to read it
+    ca.crt, ca.key      the authority; whoever has the key can let in anyone, so nobody else needs to read it
     federation.json     what all certificates have in common
     members.json        who belongs to the federation, and who did
     crl.pem             the list of revoked certificates

@@ -339,7 +339,7 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]
     if outcome.cold_start is not None:
-        lines.insert(4, ("late_joiners", f"{100 * outcome.cold_start:.1f} %  over {n_late} devices"))
+        lines.insert(4, ("late joiners", f"{100 * outcome.cold_start:.1f} %  over {n_late} devices"))
     if goal is not None:
         lines.append((f"until {100 * goal:.1f} %", cost(target)))
     return lines

@@ -238,7 +238,7 @@ class Page:
         return self._reading_is_free and name in {*LOOPBACK, self._host.lower()}
 
     def _login_of(self, request: web.Request) -> Login | None:
-        """Who asks; None: he has not logged in, or too long ago."""
+        """Who asks; None: nobody who has logged in, or too long ago."""
         word, until = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
         if time.monotonic() < until:
             return Login(word, may_act=True, name="token")

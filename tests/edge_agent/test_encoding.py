@@ -29,8 +29,13 @@ def update() -> Model:
     )
 
 
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def device(number: int = 1) -> Device:
-    own = Worker("d", TASK, device_data(), Path("unused"))
+    own = Worker("d", TASK, device_data(), Path("home"))
     return own.device(order(DescribeLabels(), number, task=TASK), Blobs())
 
 

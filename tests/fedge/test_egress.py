@@ -1,4 +1,4 @@
-"""What the owner lets out: his file, what is left out of messages, and the door."""
+"""What the owner lets out: the file, what is left out of messages, and the door."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_late_joiners_have_a_column_where_there_are_any() -> None:
     assert headings(some)[8] == "Late joiners"
     assert [column.header for column in table_of(some).columns][7] == "new"
     assert "training was over" in legend_of(some)
-    assert ("late_joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)
+    assert ("late joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)
     assert len(headings(a_comparison())) == len(row(a_comparison().methods[0])) == len(headings(some)) - 1
 
 
