@@ -1,4 +1,4 @@
-"""Inference on the device: numpy and ONNX Runtime, nothing else. `deploy.load(folder).predict(sample)`."""
+"""Inference on the device, with numpy and ONNX Runtime only: `deploy.load(folder).predict(sample)`."""
 
 from deploy.runtime import Prediction, Runtime, load
 

@@ -1,4 +1,4 @@
-"""A bundle at work: samples in, predictions out; `deploy.engines` says how it is run."""
+"""Run a bundle: samples in, predictions out. The engines are in `deploy.engines`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ log = logging.getLogger("fedge.deploy")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a bundle says of n samples, in their order.
+    """Predictions for n samples, in their order.
 
     Attributes:
         class_index: (n,) int64, the most probable class; the first on a tie.
-        class_name: the same by name.
+        class_name: its name.
         probabilities: (n, C), rows sum to 1.
-        weights: (n, M), share of each candidate in the mixture, 0 for one that was dropped; see the manifest's guard
-            for what is added to it.
-        energies: (n, M), logsumexp of each candidate's logits, standardised by its validation samples; NaN for a
-            candidate whose output was not finite, and for one that engine lazy did not run.
+        weights: (n, M), each candidate's share in the mixture, 0 if dropped; the manifest's guard says what is added.
+        energies: (n, M), logsumexp of each candidate's logits, standardised on its validation samples; NaN if the
+            candidate's output was not finite or engine lazy did not run it.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
         usual: lowest and highest free energy of a sample that is not flagged.
     """
@@ -56,13 +55,13 @@ class Prediction:
 
     @property
     def outlier(self) -> NDArray[np.bool_]:
-        """(n,) whether a sample is unlike those that the bundle was made with; a sample without free energy is."""
+        """(n,) whether a sample is unlike those that the bundle was made with; True without a free energy."""
         free = free_energy(self.weights, self.energies)
         flagged: NDArray[np.bool_] = ~((free >= self.usual[0]) & (free <= self.usual[1]))
         return flagged
 
     def rows(self, start: int, stop: int) -> Prediction:
-        """What is said of the samples in [start, stop) alone; `latency_ms` is still that of all."""
+        """The predictions for samples [start, stop); `latency_ms` is still that of all."""
         return replace(
             self,
             class_index=self.class_index[start:stop],
@@ -74,14 +73,14 @@ class Prediction:
 
 
 class Runtime:
-    """A verified bundle, loaded. Safe to share between threads."""
+    """A verified, loaded bundle. Safe to share between threads."""
 
     def __init__(self, bundle: Bundle, how: How) -> None:
         """Load a verified bundle.
 
         Raises:
-            ConfigError: the bundle lacks what the engine or the mode needs, or the provider that is named does not run.
-            UpdateRejected: ONNX Runtime cannot run the graph, or its outputs are not those of the manifest.
+            ConfigError: the bundle lacks what the engine or the mode needs, or the named provider does not run.
+            UpdateRejected: ONNX Runtime cannot run the graph, or its outputs differ from the manifest.
         """
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
@@ -94,7 +93,7 @@ class Runtime:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
 
     def _start(self, bundle: Bundle, how: How) -> list[Floats]:
-        """Make the engine on the first providers on which it runs, and run it on a sample of zeros."""
+        """Make the engine on the first providers that work, and run it on a sample of zeros."""
         for providers in chains(how.provider, how.provider_options):
             wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
             try:
@@ -105,7 +104,7 @@ class Runtime:
                 reason = f"ONNX Runtime computes on {', '.join(self.providers)} instead"
             except ConfigError:
                 raise
-            except Exception as error:  # ONNX Runtime's own tree starts here
+            except Exception as error:  # ONNX Runtime's exception tree starts here
                 if wanted == CPU:
                     raise UpdateRejected(f"ONNX Runtime cannot run {bundle.folder}: {error}") from error
                 reason = str(error)[:500]
@@ -116,7 +115,7 @@ class Runtime:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers of ONNX Runtime that run a part of the bundle, in order of preference."""
+        """The ONNX Runtime execution providers in use, in order of preference."""
         return self._engine.providers
 
     @property
@@ -125,20 +124,20 @@ class Runtime:
         return self.manifest.task
 
     def predict(self, x: NDArray[Any]) -> Prediction:
-        """Predict one raw sample or a batch of them, such as `fedge.preprocess.apply` takes.
+        """Predict one raw sample or a batch, in any form that `fedge.preprocess.apply` takes.
 
         Raises:
-            ConfigError: the samples have another shape than the task's, are none, or hold NaN or infinity.
+            ConfigError: no samples, a shape other than the task's, NaN or infinity.
         """
         begin = time.perf_counter()
-        with np.errstate(over="ignore"):  # seen below
+        with np.errstate(over="ignore"):  # checked below
             inputs = apply(self.task, self.as_batch(x))
         if not len(inputs) or not np.isfinite(inputs).all():
             raise ConfigError("samples must be one or more, and hold finite numbers alone")
         return self._predicted(inputs, begin)
 
     def predict_inputs(self, x: Floats) -> Prediction:
-        """Predict model inputs, (n, *input_shape) float32: samples that have been preprocessed already."""
+        """Predict model inputs, (n, *input_shape) float32, which are already preprocessed."""
         return self._predicted(x, time.perf_counter())
 
     def _predicted(self, x: Floats, begin: float) -> Prediction:
@@ -155,9 +154,9 @@ class Runtime:
         )
 
     def as_batch(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Raw samples with a first axis that counts them: (1, ...) for one sample, a batch as it is.
+        """Raw samples with a batch axis: (1, ...) for one sample; a batch is returned unchanged.
 
-        One sample has the model's input shape, or is an image with its channels last or, if grey, without channels.
+        One sample has the model's input shape, or is an image with channels last or, if grey, without channels.
         """
         raw, shape = np.asarray(x), self.task.input_shape
         single = {shape}
@@ -182,20 +181,20 @@ def load(
 
     Args:
         path: the folder.
-        threads: of ONNX Runtime; None: one, which is best for single samples and leaves the device its other cores.
-        engine: "fused", "separate", "lazy" or "int8", see `deploy.engines`; "auto": fused, separate where a candidate
+        threads: of ONNX Runtime; None: one, which is best for single samples and leaves the other cores free.
+        engine: "fused", "separate", "lazy" or "int8", see `deploy.engines`; "auto": fused, or separate if a candidate
             has 40 MB or more.
-        mode: "shift" flattens the prior, for samples that are unlike those that the device was trained with.
-        provider: of ONNX Runtime: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name; the CPU stands in
-            for nodes that it cannot run, but not for all. "auto": the first of CUDA, TensorRT, XNNPACK and CPU that
-            is there and runs.
-        provider_options: of the provider that is named, as ONNX Runtime calls them. TensorRT keeps its engines in
-            ~/.cache/fedge/tensorrt unless they say otherwise.
+        mode: "shift" flattens the prior, for samples unlike the device's training data.
+        provider: of ONNX Runtime: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name. The CPU takes over
+            nodes that it cannot run, but not all of them. "auto": the first of CUDA, TensorRT, XNNPACK and CPU that is
+            installed and works.
+        provider_options: ONNX Runtime's options for the named provider. By default TensorRT caches its engines in
+            ~/.cache/fedge/tensorrt.
 
     Raises:
-        ConfigError: there is no such folder, engine or provider, the folder's name is no UTF-8, the bundle lacks what
-            the engine or the mode needs, the provider that is named does not run it, or `threads` is below 1.
-        UpdateRejected: the bundle is not what its manifest says. ONNX Runtime has not seen any of it then.
+        ConfigError: no such folder, engine or provider, a folder name that is not UTF-8, `threads` below 1, a bundle
+            that lacks what the engine or the mode needs, or a named provider that does not run it.
+        UpdateRejected: the bundle does not match its manifest. ONNX Runtime has not read any of it by then.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
@@ -205,7 +204,7 @@ def load(
 
 
 def load_as(folder: Path, how: How) -> Runtime:
-    """`load`, with all that says how in one.
+    """`load`, with all options in one value.
 
     Raises:
         ConfigError, UpdateRejected: as `load`.
@@ -224,11 +223,11 @@ def load_as(folder: Path, how: How) -> Runtime:
 
 
 def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:
-    """Load a bundle by the engine of a device; one that lacks the engine's graph runs fused, which is the reference.
+    """Load a bundle with the device's engine; if it lacks the engine's graph, use fused, the reference.
 
     Args:
         folder: of the bundle.
-        how: of the device.
+        how: the device's options.
         again: as for `fedge.bundle.read`.
 
     Raises:
@@ -237,7 +236,7 @@ def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:
     bundle = read(folder, again=again)
     try:
         chosen(bundle, how.engine)
-    except ConfigError as error:  # an update is worth more than an approximation of it
+    except ConfigError as error:  # an update matters more than an approximation of it
         log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, how.engine, str(error))
         how = structs.replace(how, engine="fused")
     return Runtime(bundle, how)

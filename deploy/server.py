@@ -1,10 +1,10 @@
-"""The Open Inference Protocol over HTTP, by aiohttp. Whatever comes in, it answers with JSON and stays up.
+"""The Open Inference Protocol over HTTP, with aiohttp. Any input gets a JSON answer; none brings the server down.
 
-Who is silent or slow gives way where places are short, and some places are kept for health: whoever connects, however
-often, locks nobody out for long.
+When places run short, silent or slow clients lose theirs, and some places are reserved for health. No client can lock
+others out for long, however often it connects.
 
-Limits, worst case per process: `MAX_CONNECTIONS` bodies of `max_body_bytes` that are being received, the queue of each
-model (`deploy.batching`), and one request in JSON that is being parsed (about ten times its size).
+Worst case per process: `MAX_CONNECTIONS` bodies of `max_body_bytes` being received, the queue of each model
+(`deploy.batching`), and one JSON request being parsed (about ten times its size).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Models behind a port. Async context manager: it listens inside, and answers what was asked before it leaves."""
+    """Serve models on a port. An async context manager: it listens inside and answers pending requests on exit."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Server:
         tls: ssl.SSLContext | None = None,
         token: str | None = None,
     ) -> None:
-        """`port` 0: a free one; `url` says which. `token`: what all must show who ask for more than health."""
+        """`port` 0: a free one, see `url`. `token`: required for everything but health."""
         self._models = {model.name: model for model in models}
         self._address = (host, port)
         self._tls = tls
@@ -97,7 +97,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of the server."""
         assert self._listener is not None
         host, port = self._listener.sockets[0].getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
@@ -107,7 +107,7 @@ class Server:
         """Listen.
 
         Raises:
-            TransportError: the port is taken, or the host is none of this machine.
+            TransportError: the port is taken, or the host is not an address of this machine.
         """
         await self._runner.setup()
         host, port = self._address
@@ -135,7 +135,7 @@ class Server:
     # --------------------------------------------------------------------------------------------- connections
 
     def admit(self, connection: _Connection) -> asyncio.Protocol:
-        """What talks to a new client: aiohttp where there is a place, else what answers for health or turns away."""
+        """The protocol for a new client: aiohttp if there is a place, else health only or a refusal."""
         if len(self._connections) >= self._max_connections:
             self._make_room()
         if len(self._connections) < self._max_connections:
@@ -154,13 +154,13 @@ class Server:
         return _TurnedAway()
 
     def forget(self, connection: _Connection) -> None:
-        """It has ended."""
+        """Remove a connection that has ended."""
         self._connections.pop(connection.transport, None)
         self._on_kept_places -= connection.kept_place
         connection.kept_place = False
 
     def _make_room(self) -> None:
-        """End the connection that has been silent longest, or else the one whose body is slowest, if that is long."""
+        """Close the connection that has been silent longest, else the one with the slowest body, if it is overdue."""
         now = asyncio.get_running_loop().time()
         for phase, patience_s in ((_Phase.WAITING, SILENT_S), (_Phase.BODY, SLOW_S)):
             those = [one for one in self._connections.values() if one.phase is phase and now - one.since >= patience_s]
@@ -183,7 +183,7 @@ class Server:
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Health is for everybody; all else for who has the token, where there is one."""
+        """Health is open to everybody; anything else needs the token, if one is set."""
         if self._token is not None and request.path not in HEALTH:
             shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
@@ -277,7 +277,7 @@ class Server:
         )
 
     def _model(self, request: web.Request) -> Served:
-        """The model that the path names, in the version that answers."""
+        """The model that the path names, in its serving version."""
         name, version = request.match_info["model"], request.match_info.get("version")
         model = self._models.get(name)
         if model is None:
@@ -307,7 +307,7 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
 async def _errors(  # noqa: PLR0911 - one for each kind
     request: web.Request, handler: Handler
 ) -> web.StreamResponse:
-    """What went wrong, as {"error": ...}."""
+    """Turn errors into {"error": ...}."""
     try:
         return await handler(request)
     except ConfigError as error:
@@ -325,11 +325,11 @@ async def _errors(  # noqa: PLR0911 - one for each kind
         if error.status == web.HTTPUnauthorized.status_code:
             response.headers["WWW-Authenticate"] = "Bearer"
         if error.status in {401, 408, 413}:
-            response.force_close()  # the rest of the body is not wanted
+            response.force_close()  # the rest of the body is not needed
         return response
     except ConnectionError as error:
         log.info("event=client_gone path=%r reason=%r", request.path, str(error))
-        return web.Response(status=400)  # aiohttp finds out that nobody is there
+        return web.Response(status=400)  # aiohttp notices that the client is gone
     except Exception:
         log.exception("event=request_failed path=%r", request.path)
         return _json({"error": "the model failed; the server's log says why"}, 500)
@@ -349,14 +349,14 @@ def _text(error: web.HTTPException, request: web.Request) -> str:
 
 class _Phase(Enum):
     WAITING = auto()  # for a request
-    BODY = auto()  # its body comes in
-    WORK = auto()  # it is being answered
+    BODY = auto()  # receiving the body
+    WORK = auto()  # computing the answer
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection, passed on to who talks to it.
+    """A client's connection, handed to the protocol that serves it.
 
-    Places are counted when a connection is made: many are accepted at a time, and none of them is known before.
+    Places are counted on connect: several connections are accepted at once, before any of them is known.
     """
 
     transport: asyncio.Transport
@@ -369,11 +369,11 @@ class _Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def limit(self, seconds: float, then: Callable[[], None]) -> None:
-        """The time for a first request, and what is done when it is over."""
+        """Set the time limit for a first request, and what happens when it expires."""
         self._deadline = self._loop.call_later(seconds, then)
 
     def enter(self, phase: _Phase) -> None:
-        """A request has come, its body has, or it was answered."""
+        """Enter a phase: request received, body received, or answered."""
         self.phase, self.since = phase, self._loop.time()
         self._no_deadline()
 
@@ -407,7 +407,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _last_words(status: bytes, content: dict[str, Any]) -> bytes:
-    """A response that ends the connection."""
+    """A final response, after which the connection closes."""
     body = msgspec.json.encode(content)
     return (
         b"HTTP/1.1 %b\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -419,7 +419,7 @@ TOO_MANY: Final = _last_words(b"503 Service Unavailable", {"error": "too many co
 
 
 class _HealthAlone(asyncio.Protocol):
-    """On a place that is kept for health: one request, by its first line."""
+    """On a place reserved for health: answers one request, by its first line."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -434,7 +434,7 @@ class _HealthAlone(asyncio.Protocol):
         self._end(TOO_MANY if health is None else _last_words(b"200 OK", dict(health)))
 
     def turn_away(self) -> None:
-        """It has not asked."""
+        """Close: no request came in time."""
         self._end(TOO_MANY)
 
     def _end(self, words: bytes) -> None:
@@ -444,7 +444,7 @@ class _HealthAlone(asyncio.Protocol):
 
 
 class _TurnedAway(asyncio.Protocol):
-    """A client too many."""
+    """A client beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

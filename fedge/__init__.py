@@ -1,4 +1,4 @@
-"""What both sides of a federation share: the wire contract, tasks, models, configuration, the `fedge` command.
+"""What both sides of a federation share: wire contract, tasks, models, configuration and the `fedge` command.
 
 And, for a script or a notebook, `fedge.Task`, `simulate`, `compare`, `tune` and `load`. They are parts of the roles,
 found when they are asked for: `import fedge` loads neither a role nor torch.
@@ -28,11 +28,11 @@ _INTERFACE = {
 
 
 def __getattr__(name: str) -> Any:
-    """A part of the Python interface.
+    """A name of the Python interface, imported on first use.
 
     Raises:
-        AttributeError: there is no such name.
-        ConfigError: it needs a package that is not installed here.
+        AttributeError: no such name.
+        ConfigError: it needs a package that is not installed.
     """
     if name not in _INTERFACE:
         raise AttributeError(f"module 'fedge' has no attribute {name!r}")

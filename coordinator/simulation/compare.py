@@ -56,7 +56,7 @@ BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "late_joiners
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """A figure over the seeds, one by one and together; `std` is that of a sample (n - 1), 0 for one seed."""
+    """A figure over the seeds, singly and aggregated; `std` is that of a sample (n - 1), 0 for one seed."""
 
     mean: float
     std: float
@@ -64,11 +64,11 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 class MethodOutcome(Struct, frozen=True, kw_only=True):
-    """A method over all seeds. Differences are of `accuracy`, seed by seed.
+    """One method over all seeds. Differences are in `accuracy`, seed by seed.
 
-    `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, picked in hindsight, which
-    flatters it. `cost`: means over the seeds of what the target had cost, None unless every seed reached it.
-    `cold_start`: of the late joiners. `details`: the method's own numbers that every seed has.
+    `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, chosen in hindsight, which
+    flatters it. `cost`: mean cost of reaching the target; None unless every seed reached it. `cold_start`: of the late
+    joiners. `details`: the method's own numbers that exist for every seed.
     """
 
     method: str
@@ -101,7 +101,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     runs: tuple[RunOutcome, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each method and seed. Of the CSV file, and of `to_pandas`."""
+        """One row per method and seed, for the CSV file and `to_pandas`."""
         figures = (
             *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
             *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
@@ -120,7 +120,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return data_frame(self.rows())
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw accuracy by round on matplotlib axes, by default new ones, and return them."""
+        """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
         from coordinator.simulation.plots import draw_by_round
 
         return draw_by_round(self.runs, axes)
@@ -132,7 +132,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class _Run(Struct, frozen=True, kw_only=True):
-    """A method on a seed, and all that its figures depend on."""
+    """A method on a seed, with everything that determines its figures."""
 
     scenario: Scenario
     method: str
@@ -140,7 +140,7 @@ class _Run(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Names its file: two runs of different settings never share one."""
+        """The file name; runs with different settings never share one."""
         order = list(Scenario.__struct_fields__)
         for name, follower in BEFORE.items():
             order.remove(name)
@@ -159,10 +159,10 @@ class _Run(Struct, frozen=True, kw_only=True):
 
 
 def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
-    """Do the runs that `out` does not have yet, several at a time, and put all together.
+    """Do the runs that `out` lacks, several at a time, and aggregate them all.
 
     Raises:
-        ConfigError: a method, an option, a seed or the data are not there, or `out` has a report that would be lost;
+        ConfigError: a method, an option, a seed or the data does not exist, or `out` holds a report that would be lost;
             nothing has run then.
         StoreError: the folder cannot be made; nothing has run then.
         FedgeError: a run failed.
@@ -174,14 +174,14 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     scenario = scenario_of(settings)
     _spare_another_report(out, scenario, methods, seeds)
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
-    ours = is_held(scenario.task) or is_held(scenario.model)  # no other process has them, nor will a later one
+    ours = is_held(scenario.task) or is_held(scenario.model)  # no other process has them, now or later
     found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
     for number, (_, outcome) in enumerate(found.items(), 1):
         watch(number, len(wanted), outcome)
     missing = [run for run in wanted if run not in found]
     if missing:
         begin(scenario, {run.method for run in missing}, seeds[0])
-    make_folder(out / "runs")  # or it would be found out after the first run
+    make_folder(out / "runs")  # else the failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
     on_ray = settings.engine is Engine.RAY
     for run, outcome in _on_ray(missing, settings) if on_ray else _done(missing, 1 if ours else jobs):
@@ -192,7 +192,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
 
 
 def told(done: int, wanted: int, outcome: RunOutcome) -> str:
-    """A run in one line of progress."""
+    """One line of progress for a run."""
     return (
         f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
         f"{outcome.wall_s:.1f} s"
@@ -200,10 +200,10 @@ def told(done: int, wanted: int, outcome: RunOutcome) -> str:
 
 
 def methods_of(settings: CompareSettings) -> tuple[str, ...]:
-    """The methods by name and options, each checked and once.
+    """The methods by name and options, checked and without duplicates.
 
     Raises:
-        ConfigError: one is not registered or has no such option.
+        ConfigError: a method is not registered or lacks such an option.
     """
     methods = tuple(dict.fromkeys(text.strip() for text in settings.methods.split(",") if text.strip()))
     if not methods:
@@ -214,11 +214,11 @@ def methods_of(settings: CompareSettings) -> tuple[str, ...]:
 
 
 def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
-    """Make each method as its runs will, so that one that cannot be had ends the comparison before it begins.
+    """Build each method once, so that a comparison with an impossible one fails before it begins.
 
     Raises:
-        ConfigError: the data, an option, or the network does not suit a method; the text names it. Or what is to train
-            is not there.
+        ConfigError: the data, an option or the network does not suit a method (the text names it), or the training
+            device is missing.
     """
     torch_device(scenario.train_on)
     federation = deal(scenario, seed)
@@ -232,10 +232,10 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
 
 
 def seeds_of(settings: CompareSettings) -> tuple[int, ...]:
-    """The seeds, each once.
+    """The seeds, without duplicates.
 
     Raises:
-        ConfigError: one is no whole number from 0 on, or there is none.
+        ConfigError: a seed is not a whole number from 0, or there is none.
     """
     texts = [text.strip() for text in settings.seeds.split(",") if text.strip()]
     if not texts or not all(text.isdecimal() for text in texts):
@@ -244,7 +244,7 @@ def seeds_of(settings: CompareSettings) -> tuple[int, ...]:
 
 
 def scenario_of(settings: Scenario) -> Scenario:
-    """The part of the settings that a run's figures depend on, but for method and seed."""
+    """The settings that determine a run's figures, apart from method and seed."""
     return Scenario(**{name: getattr(settings, name) for name in Scenario.__struct_fields__})
 
 
@@ -253,7 +253,7 @@ def _file(out: Path, run: _Run) -> Path:
 
 
 class _Reported(Struct):
-    """What the figures of a comparison tell of its settings."""
+    """The settings recorded in a comparison's report."""
 
     class _Name(Struct):
         method: str
@@ -264,10 +264,10 @@ class _Reported(Struct):
 
 
 def _spare_another_report(out: Path, scenario: Scenario, methods: Sequence[str], seeds: Sequence[int]) -> None:
-    """Go on with a comparison, or add methods and seeds to it, but put nothing else over its report.
+    """Allow resuming a comparison or adding methods and seeds; refuse to overwrite any other report.
 
     Raises:
-        ConfigError: the report there is of other settings, or of methods and seeds that are not asked for now.
+        ConfigError: the report has other settings, or methods and seeds that are not requested now.
     """
     file = out / "figures.json"
     if not file.exists():
@@ -294,7 +294,7 @@ def _read(file: Path) -> RunOutcome | None:
 
 
 def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
-    """The outcomes as they come; no process and no folder is left behind, whatever happens. One job: in here."""
+    """Yield outcomes as they finish; always cleans up processes and folders. With one job, run in this process."""
     with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work:
         homes = {run: Path(work) / run.name for run in runs}
         if min(jobs, len(runs)) <= 1:
@@ -313,7 +313,7 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
 
 
 def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
-    """The outcomes as they come, each run on a processor of the cluster; one whose process died is run again."""
+    """Yield outcomes as they finish on the Ray cluster; a run whose process died is repeated."""
     from coordinator.ray import connected, ray, require_importable
 
     require_importable(settings.task, settings.model)
@@ -333,8 +333,8 @@ def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes (torch does not survive a fork) that end with us."""
-    # one thread each; they read it when they import numpy and torch
+    """Fresh processes (torch does not survive a fork) that end with this one."""
+    # one thread each; numpy and torch read this on import
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_ours_to_stop)
     try:
@@ -350,7 +350,7 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _without_script() -> Iterator[None]:
-    """A spawned process would run the user's script again from its first line: it needs nothing of it."""
+    """Stop spawned processes from running the user's script again; they do not need it."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -360,14 +360,14 @@ def _without_script() -> Iterator[None]:
 
 
 def _ours_to_stop() -> None:
-    """Ctrl-C goes to all processes of a terminal; the parent alone decides."""
+    """Ctrl-C reaches every process of a terminal; only the parent acts on it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
 def _partitions_untold() -> Iterator[None]:
-    """What minimum sizes took is said once for each seed, under the table, and not by every run."""
+    """Report adjusted minimum sizes once per seed, below the table, rather than in every run."""
     log = logging.getLogger("fedge.tasks")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -397,7 +397,7 @@ def together(
     baseline: str,
     target: float | None,
 ) -> Comparison:
-    """Means over the seeds and paired differences; `runs` holds every method on every seed."""
+    """Means over the seeds and paired differences; `runs` holds every method for every seed."""
     of = {method: [run for run in runs if run.method == method] for method in methods}
     accuracy = {method: np.array([run.accuracy for run in own]) for method, own in of.items()}
     goal = SHARE_OF_THE_BEST * max(float(a.mean()) for a in accuracy.values()) if target is None else target

@@ -1,8 +1,8 @@
 """`fedge.simulate`, `fedge.compare` and `fedge.tune`: the commands as functions, in a script and in a notebook.
 
-Arguments are the settings of the commands under the same names, with the same defaults and checks
-(`coordinator.simulation.settings`). Beside text, `task` may be a `fedge.Task`, `model` anything that a task takes, and
-`methods` and `seeds` may be lists. Ctrl-C, or the stop button of a notebook, ends a run and what it started.
+Arguments are the commands' settings, with the same names, defaults and checks (`coordinator.simulation.settings`). In
+addition, `task` may be a `fedge.Task`, `model` anything that a task takes, and `methods` and `seeds` lists. Ctrl-C or a
+notebook's stop button ends a run and its processes.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Progress = Callable[[str], None]
 
 
 class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
-    """What `simulate` found out.
+    """The result of `simulate`.
 
-    `home` holds the devices' folders, without `out` for as long as this object lives. `cost`: of reaching `target`,
-    None where it was not reached, or none was given.
+    `home` holds the devices' folders; without `out`, only while this object lives. `cost`: of reaching `target`; None
+    if there was no target or it was not reached.
     """
 
     scenario: Scenario
@@ -62,10 +62,10 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
     cost: Cost | None = None
 
     def bundle(self, device_id: str) -> Path:
-        """The folder of the bundle that a device has installed, for `fedge.load`.
+        """The folder of a device's installed bundle, for `fedge.load`.
 
         Raises:
-            KeyError: there is no such device, or it has no bundle.
+            KeyError: no such device, or it has no bundle.
         """
         device = next((device for device in self.devices if device.id == device_id), None)
         if device is None or device.release is None:
@@ -77,7 +77,7 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
 
 
 def _takes(settings: type[Struct]) -> Callable[[F], F]:
-    """Decorator: the function's signature and its text show the settings as keyword arguments, with their defaults."""
+    """Decorator: adds the settings and their defaults to a function's signature and docstring."""
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)
@@ -95,7 +95,7 @@ def _takes(settings: type[Struct]) -> Callable[[F], F]:
 
 
 def to_standard_error(text: str) -> None:
-    """Progress as the commands show it."""
+    """Show progress as the commands do."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - that is what was asked for
 
 
@@ -106,20 +106,20 @@ def simulate(
     progress: Progress | None = to_standard_error,
     **settings: Any,
 ) -> Simulation:
-    """Run one method on simulated devices and measure it; equal arguments give equal figures, times apart.
+    """Run one method on simulated devices and measure it. Equal arguments give equal figures, except for times.
 
         result = fedge.simulate(method="fedavg+ft", task="digits", devices=20, rounds=30, alpha=0.3)
         result.accuracy, result.devices[0].score.macro_f1
         fedge.load(result.bundle("device-00")).predict(x)
 
     Args:
-        options: of the method, as `--option` of the command.
-        progress: is told how far the run is; None: nobody.
-        **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, and `model` a
-            class, a function or a module, as in `Task.from_arrays`.
+        options: of the method, like `--option` of the command.
+        progress: called with lines of progress; None: silent.
+        **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, and `model` a class,
+            a function or a module, as in `Task.from_arrays`.
 
     Raises:
-        ConfigError: a setting is unknown or out of range, or there are no such data or method.
+        ConfigError: a setting is unknown or out of range, or the data or the method does not exist.
         StoreError: `out` cannot be made.
     """
     found = _settings(SimulationSettings, settings)
@@ -153,21 +153,21 @@ def simulate(
 
 @_takes(CompareSettings)
 def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -> Comparison:
-    """Run several methods on equal terms: for each seed the same partition, first model and budget.
+    """Compare several methods on equal terms: for each seed the same partition, first model and budget.
 
         table = fedge.compare(methods=["local", "fedavg+ft", "fedge"], task="digits", alpha=0.3, seeds=range(3))
         table.to_pandas()
 
-    Runs are done side by side in processes of their own (`jobs`), but for tasks and networks that this process alone
-    has. With `out` they are kept there, and a comparison goes on where it was.
+    Runs go side by side in separate processes (`jobs`), unless task or network exist only in this process. With `out`,
+    results are kept there and a comparison can be resumed.
 
     Args:
-        progress: is told of every run; None: nobody.
+        progress: called with each finished run; None: silent.
         **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists, `task` a
             `fedge.Task`, `model` a class, a function or a module.
 
     Raises:
-        ConfigError: a setting is unknown or out of range, or there are no such data or method.
+        ConfigError: a setting is unknown or out of range, or the data or a method does not exist.
         StoreError: `out` cannot be made or read.
         FedgeError: a run failed.
     """
@@ -220,7 +220,7 @@ def tune(*, search: Iterable[str] = (), progress: Progress | None = to_standard_
 
 
 def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
-    """The settings, with objects of this process by the names that they are held by."""
+    """The settings, with objects of this process replaced by the names that hold them."""
     named = dict(arguments)
     if isinstance(task := named.get("task"), Task):
         named["task"] = hold(task)
@@ -231,7 +231,7 @@ def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Several threads on small networks mostly wait for each other; the caller's own number comes back."""
+    """Use one thread, since small networks gain nothing from more; restores the caller's number afterwards."""
     import torch
     from threadpoolctl import threadpool_limits
 

@@ -1,4 +1,4 @@
-"""Tasks: what is learned, the data of a device, and sets of samples dealt out to simulated devices."""
+"""Tasks: what is learned, a device's data, and partitions of data sets over simulated devices."""
 
 from fedge.tasks.data import DeviceData, UserTask
 from fedge.tasks.device import device_data, device_inputs, labelled

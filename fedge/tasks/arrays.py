@@ -19,13 +19,13 @@ TRAIN, VALIDATION, TEST = range(3)
 
 
 def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
-    """The arrays that the file holds, checked. Not `labelled`: y may be missing.
+    """Read and check the arrays of a file. If not `labelled`, y may be missing.
 
     Returns: as `checked`.
 
     Raises:
-        ConfigError: the file cannot be read, x or y is missing, or an array has a wrong shape, type or value, or a name
-            that is none of `KEYS`: marks must not be lost by a typo.
+        ConfigError: the file cannot be read, x or y is missing, an array has a wrong shape, type or value, or a name is
+            not in `KEYS` (a typo must not lose the marks).
     """
     table = load(file)
     if "x" not in table or ("y" not in table and labelled):
@@ -40,11 +40,11 @@ def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
 
 
 def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[Any]]:
-    """Samples with what else is known of them; `where` stands before what an error says.
+    """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
         x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; user
-        (n,) int64, the person that each sample comes from, 0, 1, ...; classes (C,).
+        (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
 
     Raises:
         ConfigError: an array has a wrong shape, type or value.
@@ -67,10 +67,10 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[
 
 
 def find(data: Path, usual: str) -> Path:
-    """The file of a set: `data` itself, or in the folder `data` under its usual path or name.
+    """The file of a data set: `data` itself, or a file in the folder `data` under its usual path or name.
 
     Raises:
-        ConfigError: none of them is there.
+        ConfigError: no such file.
     """
     candidates = [data, data / usual, data / Path(usual).name]
     found = next((file for file in candidates if file.is_file()), None)
@@ -80,10 +80,10 @@ def find(data: Path, usual: str) -> Path:
 
 
 def columns(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
-    """Arrays of a set's own file.
+    """Read the named arrays of a data set's file.
 
     Raises:
-        ConfigError: the file cannot be read, or one of them is missing.
+        ConfigError: the file cannot be read, or an array is missing.
     """
     table = load(file, names)
     if missing := [name for name in names if name not in table]:
@@ -92,10 +92,10 @@ def columns(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
 
 
 def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[str, ...]:
-    """The names in `classes`, else "0", "1", ... up to the largest label.
+    """The names in `classes`, or "0", "1", ... up to the largest label.
 
     Raises:
-        ConfigError: there are fewer names than labels, only one class, or a name that cannot be printed.
+        ConfigError: fewer names than labels, only one class, or an unprintable name.
     """
     largest = int(table["y"].max())
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
@@ -107,7 +107,7 @@ def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[st
 
 
 def _whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:
-    """Per sample one whole number from 0 to `largest`. A mask with gaps is an error, never a guess."""
+    """One whole number per sample, from 0 to `largest`. A mask with gaps is an error; nothing is guessed."""
     if values.shape != (n_samples,) or values.dtype.kind not in "bui":
         raise ConfigError(
             f"{what} must be one whole number per sample ({n_samples},), not {values.dtype}{values.shape}"

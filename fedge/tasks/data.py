@@ -1,4 +1,4 @@
-"""The data of one device as its worker sees them."""
+"""One device's data, as its worker sees it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedge.tensors import digest_of
 
 @dataclass(frozen=True, slots=True)
 class DeviceData:
-    """Model inputs and labels. The test samples of a device, where it has any, are not here: no step may see them.
+    """Model inputs and labels. Test samples are left out: no step may see them.
 
-    x_train: (n, *input_shape) float32; y_train: (n,) int64; sensitive: (n,) bool, True: the sample takes no part in any
-    model that is uploaded; x_val: (m, *input_shape) float32; y_val: (m,) int64.
+    x_train: (n, *input_shape) float32; y_train: (n,) int64; sensitive: (n,) bool, True: the sample trains no model that
+    is uploaded; x_val: (m, *input_shape) float32; y_val: (m,) int64.
     """
 
     x_train: NDArray[np.float32]
@@ -52,11 +52,11 @@ class DeviceData:
 
     @classmethod
     def unlabelled(cls, x: NDArray[np.float32]) -> DeviceData:
-        """The data of a device that does not train: model inputs alone, (n, *input_shape)."""
+        """Data of a device that does not train: model inputs only, (n, *input_shape)."""
         return cls(x, np.zeros(len(x), np.int64), np.zeros(len(x), np.bool_), x[:0], np.zeros(0, np.int64))
 
     def require_labels_of(self, task: TaskSpec) -> None:
-        """Refuse labels that the task does not have.
+        """Refuse labels outside the task.
 
         Raises:
             ConfigError: a label is not in 0..C-1.
@@ -73,28 +73,28 @@ class DeviceData:
 
     @property
     def n_shared(self) -> int:
-        """|D_iL|, the number of training samples that are not sensitive."""
+        """|D_iL|, the number of non-sensitive training samples."""
         return int(np.count_nonzero(~self.sensitive))
 
     @property
     def shared(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """D_iL: inputs and labels of the training samples that are not sensitive."""
+        """D_iL: inputs and labels of the non-sensitive training samples."""
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
 
     @property
     def shared_validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """V_iL: the validation samples that are not sensitive; all that is told of validation is of these."""
+        """V_iL: the non-sensitive validation samples. Any validation result that is reported uses only these."""
         kept = ~self._marks_val
         return self.x_val[kept], self.y_val[kept]
 
     @property
     def validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Held-out samples: they choose, and train nothing before everything is chosen."""
+        """Held-out samples, used for selection. They train nothing until selection is over."""
         return self.x_val, self.y_val
 
     @property
     def training(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """All training samples, sensitive ones, too: for what never leaves the device."""
+        """All training samples, including sensitive ones: for models that never leave the device."""
         return self.x_train, self.y_train
 
     @property
@@ -103,30 +103,30 @@ class DeviceData:
         return np.concatenate([self.x_train, self.x_val]), np.concatenate([self.y_train, self.y_val])
 
     def class_counts(self, n_classes: int, *, with_validation: bool = False) -> NDArray[np.int64]:
-        """c_i: how many training samples, or training and validation samples, there are of each class, (C,)."""
+        """c_i, (C,): the number of training samples per class, optionally with validation samples."""
         labels = np.concatenate([self.y_train, self.y_val]) if with_validation else self.y_train
         return np.bincount(labels, minlength=n_classes)
 
     def shared_counts(self, n_classes: int) -> NDArray[np.int64]:
-        """How many training samples that are not sensitive there are of each class, (C,)."""
+        """The number of non-sensitive training samples per class, (C,)."""
         return np.bincount(self.shared[1], minlength=n_classes)
 
 
 class UserTask(Protocol):
-    """A task of the user's own: a class without arguments, named as `package.module:Class`."""
+    """A user-defined task: a class whose constructor takes no arguments, named as `package.module:Class`."""
 
     def spec(self, data: Path | None) -> TaskSpec:
-        """Describe the task; the name in it is replaced by the class's path."""
+        """Describe the task; the class path replaces the name in it."""
 
     def device_data(self, source: Path, *, seed: int) -> DeviceData:
         """Read the data of one device, as model inputs."""
 
 
 def user_task(path: str) -> UserTask:
-    """An object of the user's task class.
+    """An instance of the user's task class.
 
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: no such class.
     """
     task: UserTask = load_object(path)()
     return task

@@ -1,4 +1,4 @@
-"""What `fedge agent --data SOURCE` reads: an .npz file, a table or a folder of images, held out and marked."""
+"""What `fedge agent --data SOURCE` reads: an .npz file, a table or a folder of images, with hold-out and marks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fedge.tasks.sampling import n_validation, spread
 
 
 def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
-    """The training and validation samples of one device.
+    """Read the training and validation samples of one device.
 
     Args:
-        task: what is learned; a task of the user's own reads its data itself.
-        source: an .npz with x (n, ...) and y (n,), a .csv or .parquet of a task with a schema, or a folder of images
-            `<class>/*.jpg`. Optional: `split` (0 train, 1
-            validation, 2 test) or split.json, and `sensitive` or sensitive.txt. Without a split, a fifth of each class
-            is held out for validation; without marks, nothing is sensitive.
+        task: what is learned; a user-defined task reads its own data.
+        source: an .npz with x (n, ...) and y (n,), a .csv or .parquet for a task with a schema, or a folder of images
+            `<class>/*.jpg`. Optional: `split` (0 train, 1 validation, 2 test) or split.json, and `sensitive` or
+            sensitive.txt. Without a split, a fifth of each class is held out for validation; without marks, nothing is
+            sensitive.
         seed: of the hold-out.
 
     Raises:
-        ConfigError: the source cannot be read or does not fit the task; the text says what is wrong.
+        ConfigError: the source cannot be read or does not fit the task.
     """
     if ":" in task.name:
         own = user_task(task.name).device_data(source, seed=seed)
@@ -49,15 +49,15 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
 
 
 def labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """All samples of a source, as devices read theirs; those marked as test are left out. Errors: as `device_data`."""
+    """All labelled samples of a source as devices read it, except test samples. Errors: as `device_data`."""
     data = device_data(task, source, seed=0)
     return np.concatenate([data.x_train, data.x_val]), np.concatenate([data.y_train, data.y_val])
 
 
 def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
-    """Model inputs (n, *input_shape) of a device that does not train; labels may be missing and are not looked at.
+    """Model inputs (n, *input_shape) of a device that does not train; labels are optional and ignored.
 
-    Without the samples that are marked as sensitive or as test. Arguments and errors as those of `device_data`.
+    Sensitive samples and test samples are left out. Arguments and errors: as `device_data`.
     """
     if ":" in task.name:
         return user_task(task.name).device_data(source, seed=0).shared[0]
@@ -69,7 +69,7 @@ _Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[
 
 
 def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
-    """Samples, labels (none where they do not matter), split and marks of a source."""
+    """Samples, labels (None if not needed), split and marks of a source."""
     if source.is_dir():
         images.require_known(source)
         names = images.names(source, labelled=labelled)
@@ -87,7 +87,7 @@ def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
 
 
 def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
-    """A fifth of each class for validation; of the samples that are not marked it is drawn from these alone."""
+    """Hold out a fifth of each class for validation; its non-sensitive part is drawn separately."""
     split = np.zeros(len(y), dtype=np.int64)
     for marked, stream in ((False, seed), (True, [seed, 1])):
         (own,) = np.nonzero(sensitive == marked)

@@ -1,4 +1,4 @@
-"""Devices whose samples are made from their number when they are asked for: as many as one likes, none in memory."""
+"""Devices whose samples are generated from their number on demand: any number of devices, none held in memory."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ NOISE: Final = 0.05
 """Deviation, as a share of the range of the samples' values."""
 SHIFT: Final = 1
 """Pixels at most, in each direction."""
-_DEVICE = 3  # keeps its random numbers apart from other uses of the seed
+_DEVICE = 3  # keeps these random numbers separate from other uses of the seed
 
 
 def device_names(n_devices: int) -> list[str]:
-    """`device-00`, `device-01`, ...: ascending."""
+    """`device-00`, `device-01`, ... in ascending order."""
     width = len(str(n_devices - 1))
     return [f"device-{i:0{width}}" for i in range(n_devices)]
 
 
 class Generated(Mapping[str, Share]):
-    """The shares of devices by id; each is made again whenever it is asked for, equal each time.
+    """Shares of devices by id, generated on each access and identical each time.
 
-    A device draws its samples from the pool with replacement, by class shares from Dirichlet(alpha), shifts them by up
-    to a pixel, adds noise, and, of square images, sees them turned by 90 degrees x (its number mod `n_groups`).
+    A device draws samples from the pool with replacement, with class shares from Dirichlet(alpha), shifts them by up to
+    a pixel and adds noise. Square images are also turned by 90 degrees x (device number mod `n_groups`).
 
     Args:
-        pool: what is drawn from; images of shape (n, height, width[, channels]).
+        pool: the source samples; images of shape (n, height, width[, channels]).
         n_devices: N >= 1.
-        n_samples: of each device.
+        n_samples: per device.
         alpha: > 0.
         n_groups: 1 to 4.
         sensitive: share of the training samples that is marked.
-        marks: what it is a share of.
+        marks: what `sensitive` is a share of.
         seed: of all draws.
 
     Raises:
-        ConfigError: the samples are no images.
+        ConfigError: the samples are not images.
     """
 
     def __init__(

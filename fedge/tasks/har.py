@@ -1,9 +1,9 @@
-"""UCI HAR: what 30 people do with a phone at the waist, as 108 features of each window of 2.56 s.
+"""UCI HAR: activities of 30 people with a phone at the waist, as 108 features per window of 2.56 s.
 
 Source: Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones", ESANN 2013. The file
 is an .npz with x (n, 9, 128) numbers (body acceleration, angular velocity and total acceleration, three axes each, 50
-readings a second), y (n,) 0..5, subject (n,) and bout (n,), the number within a subject of the uninterrupted stretch
-that a window is cut from. Windows of a bout overlap by half.
+readings a second), y (n,) 0..5, subject (n,) and bout (n,). A bout is an uninterrupted recording, numbered per subject;
+windows are cut from it and overlap by half.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SILENCE: Final = 1e-6
 
 
 def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Features (n, 108), labels (n,), person (n,) and bout (n,), each number of the last two counted from 0.
+    """Features (n, 108), labels (n,), person (n,) and bout (n,); person and bout are numbered from 0.
 
     Args:
         data: the file, or a folder that holds it as uci_har.npz or uci-har/uci_har.npz.
 
     Raises:
-        ConfigError: it is not there or not such a file.
+        ConfigError: no such file, or not in this format.
     """
     file = arrays.find(data, "uci-har/uci_har.npz")
     table = arrays.columns(file, ("x", "y", "subject", "bout"))
@@ -45,10 +45,10 @@ def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np
 
 
 def features(windows: NDArray[Any]) -> NDArray[np.float32]:
-    """Twelve numbers for each signal (n, 9, 128) -> (n, 108), of order 1 without knowing other windows.
+    """Twelve features per signal, (n, 9, 128) -> (n, 108), of order 1; each window is scaled on its own.
 
-    Mean, standard deviation, smallest and largest value, root mean square of the differences between neighbours, and
-    the energies in seven bands of frequency as (3 + log10(energy + 1e-6)) / 2.
+    Mean, standard deviation, minimum, maximum, root mean square of the differences between neighbours, and the energies
+    in seven frequency bands as (3 + log10(energy + 1e-6)) / 2.
     """
     x = windows.astype(np.float64)
     spectrum = np.abs(np.fft.rfft(x, axis=2)) ** 2 * (2 / N_READINGS**2)  # Parseval: the bins sum to the variance

@@ -25,10 +25,10 @@ LEFT_BY_DESKTOPS: Final = frozenset({"Thumbs.db", "desktop.ini"})
 
 
 def names(source: Path, *, labelled: bool = True) -> list[str]:
-    """Relative paths of the images of a folder or .zip, sorted. Not `labelled`: they may lie anywhere in it.
+    """Relative paths of the images in a folder or .zip, sorted. If not `labelled`, they may lie anywhere in it.
 
     Raises:
-        ConfigError: it is neither, or has no image inside a folder that names its class.
+        ConfigError: the source is neither, or no image lies in a class folder.
     """
     try:
         if source.is_dir():
@@ -53,7 +53,7 @@ def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
     """Class numbers of images.
 
     Raises:
-        ConfigError: a folder is named like no class of the task.
+        ConfigError: a folder name is not a class of the task.
     """
     numbers = {name: number for number, name in enumerate(classes)}
     unknown = sorted({class_of(image) for image in images} - set(numbers))
@@ -63,10 +63,10 @@ def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
 
 
 def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint8]:
-    """The images (n, height, width[, 3]) uint8 in the order of their names.
+    """The images as (n, height, width[, 3]) uint8, in the order of their names.
 
     Raises:
-        ConfigError: one of them cannot be read; the text names it.
+        ConfigError: an image cannot be read; the text names it.
     """
     if source.is_dir():
         return np.stack([load_image(task, source / image) for image in images])
@@ -75,11 +75,11 @@ def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint
 
 
 def require_known(folder: Path) -> None:
-    """Refuse files beside images that nobody would look at: marks must not be lost by a typo.
+    """Refuse unknown files next to the images: a typo must not lose the marks.
 
     Raises:
-        ConfigError: a file is no image, nor `sensitive.txt` or `split.json` at the top of the folder; hidden files may
-            be anywhere.
+        ConfigError: a file is neither an image nor, at the top of the folder, `sensitive.txt` or `split.json`. Hidden
+            files are allowed anywhere.
     """
     known = (SENSITIVE_FILE, SPLIT_FILE)
     for path in sorted(folder.rglob("*")):
@@ -95,10 +95,10 @@ def require_known(folder: Path) -> None:
 
 
 def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
-    """Which images `sensitive.txt` names, one relative path a line; none where there is no such file.
+    """Flags of the images listed in `sensitive.txt`, one relative path per line; all False without such a file.
 
     Raises:
-        ConfigError: it names an image that is not there, or is no text.
+        ConfigError: it lists an image that does not exist, or is not text.
     """
     file = folder / SENSITIVE_FILE
     if not file.exists():
@@ -114,10 +114,10 @@ def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | None:
-    """0 train, 1 validation, 2 test as `split.json` says: {"val": [paths], "test": [paths]}, the rest is training.
+    """0 train, 1 validation, 2 test, from `split.json`: {"val": [paths], "test": [paths]}; the rest is training.
 
     Raises:
-        ConfigError: it is no such file, or names an image that is not there or stands twice.
+        ConfigError: not such a file, or it names a missing image or lists one twice.
     """
     file = folder / SPLIT_FILE
     if not file.exists():

@@ -1,10 +1,10 @@
-"""A task made in Python, of samples in memory and any network: `fedge.Task`.
+"""A task made in Python from samples in memory and any network: `fedge.Task`.
 
     task = fedge.Task.from_arrays(x, y, model=Net)
     fedge.simulate(task=task, method="fedge", rounds=30)
 
-It lives in this process: a network may be a class of a notebook. What devices run in the end is a bundle, which needs
-neither.
+The task lives in this process, so the network may be a class defined in a notebook. Devices finally run a bundle, which
+needs neither.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fedge.tasks.pool import Pool
 from fedge.tasks.pool import pool as read_pool
 from fedge.tasks.specs import spec_of_arrays
 
-_CHANNELS = (1, 3)  # of an image: grey, or colour
+_CHANNELS = (1, 3)  # of an image: grey or colour
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is learned, with all samples. `network`: what was given as `model`, for names are kept only as long."""
+    """What is learned, with all samples. `network` is the `model` as given; holding it keeps its name valid."""
 
     pool: Pool
     network: object = None
@@ -52,18 +52,18 @@ class Task:
         users: ArrayLike | None = None,
         name: str = "arrays",
     ) -> Self:
-        """Samples in memory.
+        """A task from samples in memory.
 
         Args:
-            x: (n, ...) numbers in the shape that the network takes. Images may have their channels last, and those of
-                uint8 may have none.
-            y: (n,) whole numbers from 0 on.
-            model: a name such as "cnn", "package.module:factory", a class of `torch.nn.Module`, a function that makes
-                one, or a module, which begins with the weights that it has. A class or function is called with the
-                `TaskSpec`, or with nothing if it needs no argument. None: a convolutional network for images of 16
-                pixels or more, else a perceptron.
-            classes: names of the classes; None: their numbers.
-            users: (n,) the person that each sample comes from, for partition "natural".
+            x: (n, ...) numbers in the shape that the network takes. Images may be channels-last; uint8 images may omit
+                the channel axis.
+            y: (n,) whole numbers from 0.
+            model: a name such as "cnn", "package.module:factory", a subclass of `torch.nn.Module`, a factory function,
+                or a module, whose weights are the starting point. A class or function is called with the `TaskSpec`, or
+                with no argument if it takes none. None: a convolutional network for images of 16 pixels or more, else a
+                perceptron.
+            classes: class names; None: their numbers.
+            users: (n,) the person behind each sample, for partition "natural".
             name: of the task.
 
         Raises:
@@ -92,13 +92,13 @@ class Task:
         classes: Sequence[str] | None = None,
         name: str | None = None,
     ) -> Self:
-        """All samples of a `torch.utils.data.Dataset` of pairs (input, class number), read once.
+        """Read a whole `torch.utils.data.Dataset` of pairs (input, class number).
 
-        Inputs are tensors, arrays or PIL images of one size, and are standardised again, which harms nothing. Class
-        names are those of the dataset's attribute `classes`, if it has one. Other arguments: as of `from_arrays`.
+        Inputs are tensors, arrays or PIL images of one size. They are standardised again, which is harmless. Class
+        names come from the dataset's attribute `classes`, if present. Other arguments: as `from_arrays`.
 
         Raises:
-            ConfigError: a sample is no such pair, or samples have different shapes.
+            ConfigError: a sample is not such a pair, or shapes differ.
         """
         samples: Iterable[Any] = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else dataset
         name = name or type(dataset).__name__
@@ -112,10 +112,10 @@ class Task:
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, model: object = None) -> Self:
-        """Images in a folder or .zip, one folder per class, as 32 x 32 pixels; `model` as in `from_arrays`.
+        """Images in a folder or .zip, one folder per class, scaled to 32 x 32 pixels; `model` as in `from_arrays`.
 
         Raises:
-            ConfigError: there are no such images.
+            ConfigError: no such images.
         """
         return cls._made(read_pool("image-folder", Path(folder)), model)
 
@@ -128,10 +128,10 @@ class Task:
 
 
 def name_of(model: object) -> str:
-    """What a task calls its network: a name as it is, an object of this process by the name it is held by.
+    """The network's name in the task: a name as given, or the name under which this process holds an object.
 
     Raises:
-        ConfigError: it is neither a name nor a module nor anything that makes one.
+        ConfigError: it is neither a name, nor a module, nor callable.
     """
     if isinstance(model, str):
         return model
@@ -141,7 +141,7 @@ def name_of(model: object) -> str:
 
 
 def _channels_first(x: NDArray[Any]) -> tuple[NDArray[Any], str | None]:
-    """Images as (n, channels, height, width), and the mode in which a picture file is read if they are of bytes."""
+    """Images as (n, channels, height, width), and the mode for reading image files if they are uint8."""
     if x.ndim == 3 and x.dtype == np.uint8:
         x = x[:, np.newaxis]
     elif x.ndim == 4 and x.shape[-1] in _CHANNELS and x.shape[1] not in _CHANNELS:

@@ -1,6 +1,6 @@
-"""Deals the samples of a set out to simulated devices, and splits each device's into training, validation and test.
+"""Partition a data set over simulated devices, and split each device's share into training, validation and test.
 
-Who gets what: `fedge.tasks.partitioners`. A device's test samples are a part of its own, of its own distribution.
+`fedge.tasks.partitioners` decides who gets which samples. Each device's test samples follow its own distribution.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedge.tasks.pool import Pool
 from fedge.tasks.sampling import n_validation, spread
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
-MOST_SPREAD: Final = 5.0  # beyond it one device has everything, and float64 soon ends
-_APART, _CODES = 1, 2  # streams of random numbers of their own
+MOST_SPREAD: Final = 5.0  # beyond it one device has everything, and float64 soon overflows
+_APART, _CODES = 1, 2  # separate random streams
 
 How = Literal["groups", "dirichlet", "shards", "natural", "iid"]
 Groups = Literal["rotation", "labels", "codes"]
@@ -34,7 +34,7 @@ Marks = Literal["samples", "classes"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one simulated device has: raw samples (n, ...), labels (n,), marks, and its group."""
+    """One simulated device's raw samples (n, ...), labels (n,), marks and group."""
 
     x_train: NDArray[Any]
     y_train: NDArray[np.int64]
@@ -65,22 +65,22 @@ def partition(
     min_samples: int = MIN_SAMPLES,
     milder: Milder | None = None,
 ) -> list[Share]:
-    """Deal samples out to devices; equal arguments give equal shares.
+    """Partition samples over devices; equal arguments give equal shares.
 
-    "dirichlet": for each class, the devices' shares are drawn from Dirichlet(alpha). "groups": device i is in group
-    i mod n_groups; every group gets its part of each class and has its images turned by 90 degrees x group
-    ("rotation"), or it gets its own classes alone ("labels"), or each device of the first group names the classes in an
-    order of its own, so that devices contradict each other ("codes"); within a group Dirichlet(alpha). "shards": sorted
-    by label, `shards` pieces each, but for `iid_share` of the samples. "natural": a device is a person. "iid": no skew.
-    Each device has at least `min_samples`: draws are repeated, then samples are moved, with a line in the log.
+    "dirichlet": for each class, the devices' shares are drawn from Dirichlet(alpha). "groups": device i is in group i
+    mod n_groups, and shares within a group follow Dirichlet(alpha). Every group gets part of each class, with its
+    images turned by 90 degrees x group ("rotation"), or only its own classes ("labels"); with "codes", each device of
+    the first group permutes the class labels, so that devices contradict each other. "shards": samples sorted by label,
+    `shards` pieces per device, except for `iid_share` of the samples. "natural": one device per person. "iid": no skew.
+    Each device has at least `min_samples`: draws are repeated, then samples are moved, and the log says so.
 
     Args:
-        pool: the samples; rotation needs square images, natural people.
+        pool: the samples; rotation needs square images, "natural" needs people.
         n_devices: N >= 1.
         how: see above.
-        alpha: > 0; the smaller, the more differ the devices' classes.
-        sensitive: share of each device's training samples that is marked, in [0, 1], the same for all its classes; with
-            `marks` "classes" the share of its classes all of whose training samples are.
+        alpha: > 0; the smaller, the more the devices' classes differ.
+        sensitive: share of each device's training samples that is marked, in [0, 1], equal for all its classes; with
+            `marks` "classes", the share of its classes whose training samples are all marked.
         seed: of all draws.
         n_groups: 1 to 4 turns, 1 to C groups of classes, or 1 to N codes: 1 for all devices, 5 for every fifth.
         groups: see above.
@@ -89,8 +89,8 @@ def partition(
         sizes: quantity skew (`partitioners.relative_sizes`), for dirichlet, groups and iid.
         size_spread: its strength, in [0, 5].
         marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
-        min_samples: of a device, >= 4; fewer than 20 give most of them one to three test samples.
-        milder: is told how often was drawn, and how many samples were moved.
+        min_samples: per device, >= 4; below 20, most devices have one to three test samples.
+        milder: called with the number of draws and of moved samples.
 
     Raises:
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
@@ -140,15 +140,16 @@ def partition(
 
 
 def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[Pool, Pool]:
-    """Take a share of all samples away, evenly over the classes, before the rest is dealt out: (the rest, the share).
+    """Set a share of all samples apart, stratified by class, before partitioning: (the rest, the share).
 
-    It follows the distribution of all devices together, as the global test set and FedCoE's server data do.
+    It follows the distribution of all devices together, like the global test set and FedCoE's server data.
 
     Args:
         pool: the samples; blocks stay whole.
         share: in [0, 1).
         seed: of the draw.
-        turns: sample j of the share is turned by 90 degrees x (j mod turns), as the cameras of so many groups see it.
+        turns: sample j of the share is turned by 90 degrees x (j mod turns), to cover the rotations of that many
+            groups.
 
     Raises:
         ConfigError: `share` is out of range, or the images cannot be turned.
@@ -167,7 +168,7 @@ def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[P
 
 
 def share_data(task: TaskSpec, share: Share) -> DeviceData:
-    """A share as its device's worker sees it, without the way through a file."""
+    """A share as its device's worker sees it, without writing a file."""
     return DeviceData(
         x_train=preprocess.apply(task, share.x_train),
         y_train=share.y_train,
@@ -179,11 +180,7 @@ def share_data(task: TaskSpec, share: Share) -> DeviceData:
 
 
 def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None) -> None:
-    """Write a share as the data of a real device: an .npz file, or with `classes` a folder of PNG images per class.
-
-    Raises:
-        OSError: the file or folder cannot be written.
-    """
+    """Write a share as a real device's data: an .npz file, or with `classes` a folder of PNG images per class."""
     x = np.concatenate([share.x_train, share.x_val, share.x_test])
     y = np.concatenate([share.y_train, share.y_val, share.y_test])
     parts = (arrays.TRAIN, arrays.VALIDATION, arrays.TEST)
