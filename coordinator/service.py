@@ -1,7 +1,7 @@
-"""The coordinator at work: the durable loop around a method.
+"""The running coordinator: the durable loop around a method.
 
-A round is run, its state is committed, and what no state needs any more is deleted. After a crash the last committed
-state is loaded and the round under way is run again; the fleet returns what was already accepted.
+Each round is run and its state committed; then whatever no state needs is deleted. After a crash, the last committed
+state is loaded and the interrupted round is run again; the fleet returns the answers already accepted.
 """
 
 from __future__ import annotations
@@ -194,14 +194,14 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     ] = Processor.CPU
 
     def for_method(self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None) -> MethodSettings:
-        """What the method needs to know; `options` are its own, `last` is of `MethodSettings`."""
+        """The settings for the method; `options` are its own, `last` as in `MethodSettings`."""
         return msgspec.structs.replace(settings_of(self, self.seed, options), last=last)
 
 
 def start(
     settings: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option] = NO_OPTIONS
 ) -> tuple[Layout, BlobRef]:
-    """Layout and initial model, made once in a federation's life; HOME/task.json is for the devices.
+    """Create layout and initial model, once per federation; HOME/task.json is for the devices.
 
     Raises:
         ConfigError: the folder belongs to a federation with other settings.
@@ -231,9 +231,9 @@ def start(
 
 
 class Length(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a run is that was gone on with after its end.
+    """The length of a run that was continued after its end.
 
-    total: what --rounds said last. last: the number of the last round of training; ends in between have numbers, too.
+    total: the last value of --rounds. last: the number of the last training round; ends in between are numbered, too.
     """
 
     total: int
@@ -241,10 +241,10 @@ class Length(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def length_of(settings: CoordinatorSettings, store: Store) -> tuple[CoordinatorSettings, Length]:
-    """The settings with the rounds that the run began with, and how long it is by now.
+    """The settings with the original number of rounds, and the run's present length.
 
     Raises:
-        ConfigError: it is longer than the settings say.
+        ConfigError: the run is longer than the settings say.
     """
     kept, identity = store.recall("length"), store.recall("identity")
     first = settings.rounds if identity is None else int(json.loads(identity)[IDENTITY.index("rounds")])
@@ -258,10 +258,10 @@ def length_of(settings: CoordinatorSettings, store: Store) -> tuple[CoordinatorS
 
 
 def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any], state: State, store: Store) -> Length:
-    """The length with --rounds raised. What the method planned by the rounds stays where it was.
+    """The length after --rounds was raised. Schedules that the method derived from the rounds stay unchanged.
 
     Raises:
-        ConfigError: the method, or what it promises, is for the rounds that it began with; or the end is being made.
+        ConfigError: the method, or its guarantee, is fixed to the original rounds; or the end is in progress.
     """
     if settings.rounds == length.total:
         return length
@@ -277,7 +277,7 @@ def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any]
 def resumed(
     wanted: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option]
 ) -> tuple[Method[Any], Layout, State]:
-    """The method, the layout of its initial model, and the state after the last round that was committed.
+    """The method, the layout of its initial model, and the last committed state.
 
     Raises:
         ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
@@ -300,10 +300,10 @@ def method_of(
     options: Mapping[str, Option] = NO_OPTIONS,
     last: int | None = None,
 ) -> Method[Any]:
-    """The method that the settings name, with the server data if there is one; `last`: as in `MethodSettings`.
+    """The method named in the settings, with the server data if any; `last` as in `MethodSettings`.
 
     Raises:
-        ConfigError: there is no such method, or it lacks something.
+        ConfigError: no such method, or it lacks something.
     """
     if settings.train_on is not Processor.CPU and "" not in method_class(settings.method).SERVER_DATA:
         raise ConfigError(
@@ -317,7 +317,7 @@ def method_of(
 
 
 class Slowly:
-    """Has something done at once when it is asked for, and then again, but no more often than every so many seconds."""
+    """Runs a task immediately on request, then at most once per interval."""
 
     def __init__(self, act: Callable[[], object], every_s: float) -> None:
         self._act = act
@@ -326,7 +326,7 @@ class Slowly:
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self) -> None:
-        """Have it done now, or as soon as it may be."""
+        """Run it now, or as soon as permitted."""
         if self._timer is not None:
             return
         loop = asyncio.get_running_loop()
@@ -343,7 +343,7 @@ class Slowly:
         self._next = loop.time() + max(self._every_s, RARELY * (loop.time() - began))
 
     async def aclose(self) -> None:
-        """Nothing is done any more."""
+        """Stop."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -355,11 +355,11 @@ async def serve(
     observe: Observer,
     options: Mapping[str, Option] = NO_OPTIONS,
 ) -> dict[str, Any]:
-    """Run a federation to its end, from where it is; returns its summary, which is also HOME/summary.json.
+    """Run a federation to its end from its present state; returns its summary, also in HOME/summary.json.
 
     Raises:
         ConfigError: the folder belongs to another federation.
-        StoreError: durable state cannot be written; nothing that was accepted is lost.
+        StoreError: durable state cannot be written; nothing accepted is lost.
         TransportError: the broker refused us for good.
     """
     tune_malloc(large=True)
@@ -377,7 +377,7 @@ async def serve(
     noting = Slowly(note, NOTE_S)
 
     def told(event: str, fields: dict[str, Any]) -> None:
-        """What happens goes to who started us, into the store, and shows soon in HOME/summary.json."""
+        """Pass an event to the caller and the store, and soon update HOME/summary.json."""
         observe(event, fields)
         number = state.round if event == "round_done" else state.round + 1
         news.append(happened(event, fields, number))
@@ -428,7 +428,7 @@ async def serve(
 
 
 def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
-    """An event as the store keeps it; `number`: of the round, where the event does not say."""
+    """An event as stored; `number`: of the round, if the event does not give it."""
     if event == "round_done":
         last = fields["history"][-1] if fields["history"] else {"accuracy": None}
         fields = {"accuracy": last["accuracy"], **{n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s")}}
@@ -439,7 +439,7 @@ def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
 
 
 async def permitted(number: int, store: Store, fleet: MqttFleet, observe: Observer) -> Wishes:
-    """Wait until round `number` may begin (`coordinator.control`); one that had begun before a restart may."""
+    """Wait until round `number` may begin (`coordinator.control`); a round begun before a restart always may."""
     if store.snapshot(number) is not None:
         wishes = wishes_in(store)
     else:
@@ -457,17 +457,17 @@ async def permitted(number: int, store: Store, fleet: MqttFleet, observe: Observ
 
 
 def anew(method: Method[Any], state: State, observe: Observer) -> State:
-    """The state from which clusters are made anew, if the method can do that now."""
+    """The state with clustering restarted, if the method can do that now."""
     found = method.recluster(state)
     observe("recluster" if found else "recluster_refused", {"reason": "" if found else NOT_ANEW})
     return found or state
 
 
 async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> None:
-    """Be an intake or a server of models until we are stopped.
+    """Serve as an intake or a model server until stopped.
 
     Raises:
-        ConfigError: there is no such federation yet.
+        ConfigError: no such federation yet.
         StoreError: the store cannot be read or written.
         TransportError: the broker refused us for good.
     """
@@ -486,7 +486,7 @@ async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) 
 
 
 def raise_open_files() -> None:
-    """As far as we may: each update that is fetched takes two."""
+    """Raise the limit as far as permitted: each update being fetched takes two files."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -494,9 +494,9 @@ def raise_open_files() -> None:
 async def serve_late_joiners(
     settings: CoordinatorSettings, method: Method[Any], state: Any, store: Store, fleet: MqttFleet, observe: Observer
 ) -> AsyncIterator[Any]:
-    """After the last round: a round for each time that devices without a bundle come; the state after each, for ever.
+    """After the last round, run one more whenever devices without a bundle appear; yields the states, endlessly.
 
-    A device that declined or failed is asked again when its agent, or this coordinator, has been started again.
+    A device that declined or failed is asked again after a restart of its agent or of this coordinator.
     """
     tried: dict[str, str] = {}
     while True:
@@ -517,7 +517,7 @@ def beyond_relays(settings: CoordinatorSettings, state: State, fleet: MqttFleet)
 
 
 async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float, keep: int) -> None:
-    """The round is over: its state, its traffic and its time in one transaction; then delete what nobody needs."""
+    """End the round: commit state, traffic and time in one transaction, then delete what is no longer needed."""
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
     await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
     spare_s = SPARE_S if fleet.busy() else 0.0
@@ -528,7 +528,7 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
 def write_summary(
     settings: CoordinatorSettings, method: Method[Any], state: State, store: Store, fleet: MqttFleet
 ) -> dict[str, Any]:
-    """HOME/summary.json: what the method says, and what the transport and the store counted."""
+    """Write HOME/summary.json: the method's summary, and the counters of transport and store."""
     counters, wishes = store.counters(), wishes_in(store)
     summary = {
         "federation": settings.federation,
@@ -557,7 +557,7 @@ def write_summary(
 
 
 def expiring(settings: CoordinatorSettings) -> list[str]:
-    """What of our identity will lock us or everybody out, unless it is renewed in the months that are left."""
+    """Parts of our identity that will lock out us or everybody unless renewed in the coming months."""
     named = settings.by_files()
     if named.ca_file is None or named.cert_file is None:
         return []
@@ -565,7 +565,7 @@ def expiring(settings: CoordinatorSettings) -> list[str]:
 
     try:
         return warnings_of(Path(named.ca_file), Path(named.cert_file), now())
-    except ConfigError as error:  # it was good when we started, and the connection stands
+    except ConfigError as error:  # it was valid at the start, and the connection stands
         return [str(error)]
 
 
@@ -587,7 +587,7 @@ async def warning_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
 
 
 def without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:
-    """After the end: the devices that trained, or were there in the last round, and have no bundle; ascending ids."""
+    """After the end: devices that trained or were in the last round and have no bundle, by ascending id."""
     if not method.done(state):
         return []
     there = {device.id for device in store.snapshot(state.round) or ()}

@@ -1,7 +1,7 @@
-"""What a step may use of a device: task, network, data, random numbers, durable files, blobs. Nothing else.
+"""All that a step may use of a device: task, network, data, random numbers, durable files, blobs.
 
-Everything random comes from the order's seed, so the same order done twice gives the same bytes. What stays on the
-device between orders is kept in `Device.files`.
+All randomness comes from the order's seed, so repeating an order gives the same bytes. State that stays on the device
+between orders is kept in `Device.files`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NOISE: Final = 78
 
 
 def _plainly(data: bytes, codec: Codec, layout: Layout) -> Model:
-    from fedge.codec import decode  # needs zstandard, which a device that does not train may lack
+    from fedge.codec import decode  # needs zstandard, which an inference-only device may lack
 
     return decode(data, codec, layout)
 
@@ -65,8 +65,8 @@ _decode = ContextVar("decode", default=_plainly)
 
 @contextmanager
 def remembering(n_models: int = 8) -> Iterator[None]:
-    """Within it the last models that orders named are kept, for the devices of a process that are sent the same."""
-    before = _decode.set(lru_cache(n_models)(_plainly))  # quick: bytes remember their hash
+    """Context in which the last models named by orders are cached, for simulated devices that get the same ones."""
+    before = _decode.set(lru_cache(n_models)(_plainly))  # cheap: bytes cache their hash
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ class FailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """An update that has not become bytes: what their decoding would give, read-only (`edge_agent.encoding`)."""
+    """An update before encoding: read-only, what decoding its bytes would give (`edge_agent.encoding`)."""
 
     model: Model
     layout: Layout
@@ -99,9 +99,9 @@ class Files:
 
     HOME/kept/{run}/{name}/{round}
 
-    An order of a round may read what was written before its round, and writes its own; the file that it read stays
-    until a later round, so an order that is done again after a kill -9 finds what it found before and gives the same
-    bytes. Runs are never mixed: the first file of a new run ends the older ones.
+    An order of a round may read files of earlier rounds and writes its own. A file that was read stays until a later
+    round, so an order repeated after a kill -9 finds the same files and gives the same bytes. Runs never mix: the first
+    file of a new run deletes those of older runs.
     """
 
     def __init__(self, home: Path, run: str, round_number: int) -> None:
@@ -109,7 +109,7 @@ class Files:
         self._round = round_number
 
     def read(self, name: str, *, before: int | None = None) -> bytes | None:
-        """The newest file of that name up to this round, or of a round before `before`; None: there is none.
+        """The newest file of that name up to this round, or before round `before`; None: there is none.
 
         Raises:
             StoreError: it cannot be read.
@@ -118,14 +118,14 @@ class Files:
         return newest(self._folder / name, limit)
 
     def write(self, name: str, data: bytes) -> None:
-        """Make this round's file durable; then what no order will read any more goes.
+        """Write this round's file durably, then delete what no order will read any more.
 
         Raises:
             StoreError: the disk is full or broken.
         """
         folder = self._folder / name
         write_atomically(folder / str(self._round), data)
-        for torn in folder.glob(".tmp-*"):  # of a write that kill -9 cut off
+        for torn in folder.glob(".tmp-*"):  # left by a write that kill -9 interrupted
             torn.unlink(missing_ok=True)
         earlier = sorted(number for number in _numbers(folder) if number < self._round)
         for number in earlier[:-1]:
@@ -155,25 +155,25 @@ def _numbers(folder: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What all orders together may spend at `delta`, by the device's owner; None: no limit, no accounting asked for."""
+    """The privacy budget at `delta` that the device's owner sets for all orders; None: no limit, no accounting."""
 
     max_epsilon: float | None = None
     delta: float = 1e-5
 
 
 def secret(_: Order) -> Source:
-    """Random bytes of the operating system."""
+    """Random bytes from the operating system."""
     return os.urandom
 
 
 def repeatable(order: Order) -> Source:
-    """Random bytes that whoever knows the order knows, too: of a simulation, which then can be repeated."""
+    """Random bytes that anyone with the order can reproduce, for repeatable simulations."""
     return np.random.default_rng((order.seed, _NOISE)).bytes
 
 
 @dataclass(frozen=True)
 class Host:
-    """What stays the same from order to order: see `edge_agent.worker.Worker`, which makes it.
+    """What stays the same from order to order; made by `edge_agent.worker.Worker`.
 
     `source`: of an order's noise.
     """
@@ -204,7 +204,7 @@ class Device:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Work on sensitive samples: how long it takes is not told."""
+        """Work on sensitive samples; its duration is not reported."""
         began = time.perf_counter()
         try:
             yield
@@ -223,7 +223,7 @@ class Device:
 
     @cached_property
     def network(self) -> Network:
-        """The task's network, which all devices of a thread share: nobody relies on the weights that it has."""
+        """The task's network, shared by all devices of a thread: do not rely on its present weights."""
         frozen = weights.needed_on_devices(self.task)
         if frozen is not None and not weights.has(frozen.digest):
             weights.keep(self.fetch(frozen))
@@ -240,7 +240,7 @@ class Device:
         return self.order.seed
 
     def rng(self, *stream: int) -> np.random.Generator:
-        """Random numbers of this order; each stream has its own. Stream 0 is that of no number."""
+        """Random numbers of this order, separate for each stream. Stream 0 is the one without a number."""
         return np.random.default_rng([self.seed, *stream] if stream else self.seed)
 
     @cached_property
@@ -250,31 +250,31 @@ class Device:
 
     @property
     def lasting(self) -> Path:
-        """The device's own folder: for what is drawn once in its life, whatever the federation."""
+        """The device's own folder, for what is drawn once in its life, across federations."""
         return self.host.home
 
     # ------------------------------------------------------------------------------------------------------- models
 
     def model(self, ref: BlobRef, layout: Layout | None = None) -> Model:
-        """A model of the task's network that an order names, or the part of one that `layout` describes."""
+        """A model of the task's network that an order names, or the part that `layout` describes."""
         return _decode.get()(self.fetch(ref), ref.codec, layout or self.layout)
 
     def send(self, data: bytes, codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Have bytes go along with the result, which names them by what this returns; `codec_`: of tensors."""
+        """Attach bytes to the result, which refers to them by the returned reference; `codec_`: of tensors."""
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_)
         self.blobs[ref.digest] = data
         return ref
 
     def take_back(self, ref: BlobRef) -> Model:
-        """An update of the whole network that was to be sent: it will not be."""
+        """Withdraw an update of the whole network that was to be sent."""
         if (kept := self.unpacked.pop(ref.digest, None)) is not None:
             return kept.model
         return _plainly(self.blobs.pop(ref.digest), ref.codec, self.layout)
 
     def keep(self, tensors: Tensors, *, shareable: bool = False) -> None:
-        """Keep what stays on the device, for later rounds of this step and for the bundle.
+        """Keep tensors on the device, for later rounds of this step and for the bundle.
 
-        `shareable`: whether it learned from D_L alone, so that its owner may let it leave.
+        `shareable`: whether they learned from D_L alone, so that the owner may let them leave.
         """
         kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
         self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
@@ -289,7 +289,7 @@ class Device:
 
         Raises:
             FailedError: another step kept it.
-            ProtocolError: `layout`: it is of another network.
+            ProtocolError: `layout`: it belongs to another network.
             StoreError: it cannot be read.
         """
         data = self.files.read(PERSONAL, before=before)
@@ -299,19 +299,19 @@ class Device:
         if found.step != step:
             raise FailedError(f"step {found.step} kept something here, the order speaks of {step}")
         tensors = from_bytes(found.tensors)
-        flatten(tensors, layout)  # refused where it is something else
+        flatten(tensors, layout)  # refuses other tensors
         return tensors
 
     def overlaid(self, step: str, model: Model, kept: Tensors | None) -> Model:
-        """One network that predicts what `model` and what a training step kept predict together."""
+        """One network that predicts what `model` and the kept tensors of a training step predict together."""
         return model if kept is None else overlay(self.host.steps, step, model, kept, self.layout)
 
     # ------------------------------------------------------------------------------------------------------ bundles
 
     def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> BundleInfo:
-        """Write a bundle, of a higher release than any before here, and check it against torch on validation samples.
+        """Write a bundle with the next release number, and check it against torch on validation samples.
 
-        An order that is done again writes the release that it wrote before.
+        A repeated order writes the same release as before.
         """
         from export import write_bundle
 
@@ -330,7 +330,7 @@ class Device:
         return info
 
     def release(self) -> int:
-        """The release of this order's bundle: the next one; that of the first attempt where the order is repeated."""
+        """The release of this order's bundle: the next one, or that of the first attempt if repeated."""
         known = self.files.read("release")
         if known is not None:
             order_id, number = msgspec.msgpack.decode(known, type=tuple[str, int])
@@ -342,9 +342,10 @@ class Device:
 
 
 def prune_bundles(home: Path) -> None:
-    """Delete the bundles in HOME/bundles but for the `KEPT_BUNDLES` of the highest releases.
+    """Delete old bundles in HOME/bundles, keeping the `KEPT_BUNDLES` highest releases.
 
-    What answers, what could be gone back to (HOME/slot-a, slot-b: `deploy.slots`) and what somebody reads stays, too.
+    The bundle in service, the one to revert to (HOME/slot-a, slot-b: `deploy.slots`) and any that is being read stay,
+    too.
     """
     slots = set()
     for slot in home.glob("slot-?"):
@@ -352,13 +353,13 @@ def prune_bundles(home: Path) -> None:
             slots.add(digest_in(slot))
     for number in sorted(_numbers(home / "bundles"))[:-KEPT_BUNDLES]:
         folder = home / "bundles" / str(number)
-        with suppress(OSError):  # it is read, or was damaged, and whoever looks after the disk may want to see it
+        with suppress(OSError):  # in use, or damaged and worth a look by the owner
             if digest_in(folder) not in slots:
                 remove_unread(folder)
 
 
 def overlay(steps: Steps, step: str, model: Model, kept: Tensors, layout: Layout) -> Model:
-    """A model with what a training step kept put over it, as the step's device half says.
+    """Combine a model with what a training step kept, by the step's device half.
 
     Raises:
         FailedError: the device does not know the step.
@@ -370,7 +371,7 @@ def overlay(steps: Steps, step: str, model: Model, kept: Tensors, layout: Layout
 
 
 def kept_of(data: bytes) -> Kept:
-    """The content of a file that `Device.keep` wrote.
+    """The content of a file written by `Device.keep`.
 
     Raises:
         StoreError: it is damaged.
@@ -382,7 +383,7 @@ def kept_of(data: bytes) -> Kept:
 
 
 def failed(error: Exception) -> Failed:
-    """What an error comes to: a code for the coordinator, its text for the log."""
+    """Map an error to a code for the coordinator; its text goes into the log."""
     match error:
         case ProtocolError(name="not-finite"):
             why = Why.NOT_FINITE

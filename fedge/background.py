@@ -1,4 +1,4 @@
-"""Tasks that run beside the main work of an event loop, none of which may fail unseen."""
+"""Tasks that run beside the main work of an event loop. None of them may fail unnoticed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STOP_S: Final = 4.0
 def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> None:
     """Have SIGINT and SIGTERM call `act` in this event loop.
 
-    `within_s`: the process ends with `INTERRUPTED` where it has not done so by itself so long after the first of them,
-    or at the second: work in a thread may not look whether it should stop, a broker may not let go, who asks twice is
-    in a hurry. That holds beyond the end of the loop.
+    The process exits with `INTERRUPTED` if it has not ended `within_s` after the first signal, or at the second one: a
+    thread may not check whether to stop, a broker may hang, and a user who asks twice is in a hurry. This holds even
+    after the loop has ended.
     """
     loop = asyncio.get_running_loop()
 
@@ -45,13 +45,13 @@ def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> No
 
 
 def _hear_no_more() -> None:
-    """Python forgets its handlers while it ends: a signal would end the process with another code than its own."""
+    """Python drops its handlers on exit: a signal would then change the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
-    """Its result; None if SIGINT or SIGTERM has cancelled it, which may take `STOP_S`."""
+    """Its result; None if SIGINT or SIGTERM cancelled it, which may take `STOP_S`."""
     running = asyncio.ensure_future(work)
     on_signal(running.cancel, within_s=STOP_S)
     try:
@@ -61,7 +61,7 @@ async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
 
 
 class Background:
-    """Tasks that are kept until they end; `fail` is told the exception of one that fails (a cancellation is none)."""
+    """Tasks kept until they end; `fail` receives the exception of one that fails (cancellation is not a failure)."""
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +87,7 @@ class Background:
 
 @contextmanager
 def first_failure() -> Iterator[None]:
-    """Of what has failed in a group of tasks within, only the first is raised, as if there were no group."""
+    """Context that raises only the first failure of a task group, as if there were no group."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,11 +1,11 @@
-"""A broker for one machine: Mosquitto where it is installed, otherwise amqtt, as a child process.
+"""A broker for one machine, as a child process: Mosquitto if installed, otherwise amqtt.
 
-Neither outlives us, even when we are killed with -9: the child asks the kernel (Linux: PR_SET_PDEATHSIG) to be killed
-with the thread that started it. It does so in a Python trampoline, `python -m fedge.broker --exec ...`, which then
-becomes Mosquitto or runs amqtt; a hook between fork and exec would not be safe in a process with threads.
+The child never outlives us, even after kill -9: it asks the kernel (Linux: PR_SET_PDEATHSIG) to be killed with the
+thread that started it. It does so in a Python trampoline, `python -m fedge.broker --exec ...`, which then becomes
+Mosquitto or runs amqtt; a hook between fork and exec would not be safe in a process with threads.
 
-amqtt has no MQTT 5, no redelivery and a debug line that formats every payload, for which it has no setting: it is the
-fallback that needs no installation, not a choice.
+amqtt lacks MQTT 5 and redelivery, and formats every payload for a debug line that cannot be switched off. It is only a
+fallback that needs no installation.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _SBIN: Final = ("/usr/sbin", "/usr/local/sbin")
 
 
 def mosquitto_path() -> str | None:
-    """The Mosquitto program of this machine, if there is one."""
+    """The path of Mosquitto on this machine, if installed."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(_SBIN))
 
 
 def choose(kind: str) -> str:
-    """Turn "auto" into what this machine has: "mosquitto" or "amqtt".
+    """Resolve "auto" to "mosquitto" or "amqtt".
 
     Raises:
         ConfigError: the kind is unknown, or its program is not installed.
@@ -68,11 +68,11 @@ def choose(kind: str) -> str:
 
 
 def mosquitto_config(listener: str, home: Path | None = None) -> str:
-    """The configuration of a Mosquitto of ours around its listener; `home`: where it keeps what is retained."""
+    """A Mosquitto configuration around its listener; `home`: the folder for retained messages."""
     lines = (
         listener,
         "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/",
-        # As root it would change its user, and the kernel then forgets that it should die with us.
+        # As root it would change its user, and the kernel would then forget to kill it with us.
         f"user {getpass.getuser()}",
         "log_dest stderr",
         "log_type error",
@@ -83,18 +83,18 @@ def mosquitto_config(listener: str, home: Path | None = None) -> str:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 class LocalBroker:
-    """A broker as a child of this process. Async context manager; may be killed and started again on its port.
+    """A broker as a child of this process. An async context manager; may be killed and restarted on its port.
 
     Start it from a thread that lives as long as the broker should (normally the main thread).
 
-    identity: a broker's of `fedge provision`: Mosquitto then lets in the members of its federation, and nobody else.
+    identity: of a broker, by `fedge provision`; Mosquitto then admits only members of its federation.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LocalBroker:
         """Start the child and wait until it accepts connections.
 
         Raises:
-            TransportError: the port is taken, or it ended or did not listen in time (with the end of its log).
+            TransportError: the port is taken, or the child ended or did not listen in time (with the end of its log).
         """
         assert self._home is not None
         if await self._listens():
@@ -147,7 +147,7 @@ class LocalBroker:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for us; we end the child when all who use it are done
+                start_new_session=True,  # Ctrl-C is for us; we stop the child after its users
             )
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -199,17 +199,17 @@ class LocalBroker:
         return self._process.pid if self._process is not None else None
 
     async def wait(self) -> int:
-        """Wait until the broker ends by itself; returns its exit status."""
+        """Wait until the broker exits; returns its exit status."""
         assert self._process is not None
         return await self._process.wait()
 
     async def follow(self) -> None:
-        """Start anew whenever the files of the identity change; never returns.
+        """Restart whenever the identity files change; never returns.
 
-        Mosquitto reads the list of revoked certificates only when it starts, and who was let in stays until then.
+        Mosquitto reads the certificate revocation list only at start, and clients already admitted stay until then.
 
         Raises:
-            TransportError: it does not start, or ended by itself.
+            TransportError: it does not start, or exited.
         """
         assert self._identity is not None
         known = _stamp(self._identity)
@@ -224,11 +224,11 @@ class LocalBroker:
                 await self.start()
 
     async def kill(self) -> None:
-        """Kill -9, as a power cut would; `start` brings it back on the same port, without its memory."""
+        """Kill -9, like a power cut; `start` brings it back on the same port, without its state."""
         await self._end(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End it cleanly, and by force if it does not go. Does nothing when it does not run."""
+        """Stop it cleanly, or by force if it does not exit. No effect if it is not running."""
         await self._end(signal.SIGTERM)
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -247,10 +247,10 @@ class LocalBroker:
 
 
 def federation_of(identity: Path) -> str:
-    """The federation that a broker's identity is of.
+    """The federation of a broker's identity.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a broker's identity.
     """
     from fedge.certificates import load_certificate
 
@@ -261,7 +261,7 @@ def federation_of(identity: Path) -> str:
 
 
 def _stamp(identity: Path) -> list[tuple[int, int]]:
-    """What changes when a file does; a file is replaced whole."""
+    """A value that changes whenever a file is replaced."""
     files = [(identity / name).stat() for name in (CRL, CERTIFICATE)]
     return [(file.st_ino, file.st_mtime_ns) for file in files]
 
@@ -270,7 +270,7 @@ def _stamp(identity: Path) -> list[tuple[int, int]]:
 
 
 async def serve_amqtt(host: str, port: int) -> None:
-    """Run amqtt, for everybody and without its logging plugins, until SIGTERM."""
+    """Run amqtt until SIGTERM, open to everybody and without its logging plugins."""
     from amqtt.broker import Broker
 
     config = {

@@ -1,21 +1,21 @@
-"""The manifest of a bundle: what `export` writes and `deploy` reads.
+"""The manifest of a bundle: `export` writes it, `deploy` reads it.
 
-A bundle is a folder that holds
+A bundle is a folder with
 
     manifest.json            the struct below; its SHA-256 is the bundle's digest
-    skeleton.onnx            the graph without numbers: gate, one branch per candidate, fusion
-    branch.onnx              one candidate's network without numbers, for engines that run candidates one by one
-    int8.onnx                only where it was asked for: the whole graph, candidates in 8 bits, numbers inside
+    skeleton.onnx            the graph without weights: gate, one branch per candidate, fusion
+    branch.onnx              one candidate's network without weights, for engines that run candidates one by one
+    int8.onnx                optional: the whole graph, candidates in 8 bits, weights inside
     <sha256>.safetensors     one file per candidate and one for the gate and the calibration
 
-The skeleton is the same for all devices of an architecture and number of candidates, so it cannot name files by what
-they hold: it names *slots*. Slot names are as long as file names, so that the reader puts the files' names into the
-serialised graph by replacing bytes (`with_parts`), and a new expert is one new file.
+The skeleton is the same for all devices with the same architecture and number of candidates, so it cannot name files by
+content: it names *slots*. Slot names are as long as file names, so the reader inserts file names into the serialised
+graph by replacing bytes (`with_parts`), and a new expert is one new file.
 
-`read` verifies every byte against the manifest before anything else may see it, in this order: the manifest (schema,
+`read` verifies every byte against the manifest before anything else sees it, in this order: the manifest (schema,
 version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header that
-describes exactly its data). Who made the manifest is not its concern: a release's manifest is a signed target
-(`deploy.trust`); a folder on the device is as trustworthy as whoever may write to it.
+describes exactly its data). It does not check the manifest's origin: a release's manifest is a signed target
+(`deploy.trust`); a folder on the device is as trustworthy as those who can write to it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Part(_Part, frozen=True, kw_only=True):
-    """A file of the bundle, by what it holds."""
+    """A file of the bundle, named by its content."""
 
     digest: Digest
     size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -91,7 +91,7 @@ class CandidateInfo(_Part, frozen=True, kw_only=True):
 
 
 class GuardInfo(_Part, frozen=True, kw_only=True):
-    """The alternative that has half of the output (fedge.md section 11)."""
+    """The guard's alternative, which has half of the output (fedge.md section 11)."""
 
     candidate: Count
     temperature: Positive
@@ -99,20 +99,20 @@ class GuardInfo(_Part, frozen=True, kw_only=True):
 
 
 class Fusion(_Part, frozen=True, kw_only=True):
-    """How the candidates are mixed; all of it is in the graph already, here it is for people and tools."""
+    """How the candidates are mixed. The graph contains it already; this is for people and tools."""
 
     beta: NonNegative
-    energy_clip: Positive | None  # None: raw energy without bound
+    energy_clip: Positive | None  # None: unbounded raw energy
     top: Annotated[int, Meta(ge=1)]
     guard: GuardInfo | None
-    space: Literal["logit"] | UnsetType = UNSET  # what is mixed; left out: probabilities
-    energy_temperature: Positive | UnsetType = UNSET  # left out: 1
+    space: Literal["logit"] | UnsetType = UNSET  # where mixing takes place; omitted: probabilities
+    energy_temperature: Positive | UnsetType = UNSET  # omitted: 1
 
 
 class PoolInfo(_Part, frozen=True, kw_only=True):
     """PM-MoE: the candidates are private modules that a gate weighs on logits (pm_moe.md section 5).
 
-    `trunk`: the network that all share where the modules are heads, else None; `own`: the device's own module.
+    `trunk`: the shared network if the modules are heads, else None; `own`: the device's own module.
     """
 
     trunk: Part | None
@@ -121,10 +121,10 @@ class PoolInfo(_Part, frozen=True, kw_only=True):
 
 
 class Reference(_Part, frozen=True, kw_only=True):
-    """The mixture on the device's validation samples when it was written: the yardstick of drift and of outliers.
+    """The mixture on the device's validation samples at the time of writing: the reference for drift and outliers.
 
-    Free energy of a sample: -sum_k alpha_k e_k, with the weights and standardised energies that the graph puts out;
-    gate entropy: -sum_k alpha_k log alpha_k, in nats.
+    Free energy of a sample: -sum_k alpha_k e_k, with the weights and standardised energies of the graph; gate entropy:
+    -sum_k alpha_k log alpha_k, in nats.
     """
 
     n: Annotated[int, Meta(ge=2)]
@@ -132,15 +132,15 @@ class Reference(_Part, frozen=True, kw_only=True):
     free_energy_std: NonNegative
     gate_entropy_mean: NonNegative
     gate_entropy_std: NonNegative
-    outlier_above: float  # a sample of larger free energy is flagged as out of distribution
+    outlier_above: float  # a sample with larger free energy is flagged as out of distribution
 
 
 class Manifest(_Part, frozen=True, kw_only=True):
-    """Everything about a bundle but the numbers of its models.
+    """All of a bundle except its weights.
 
-    `metrics` are figures for people, and `OUTLIER_BELOW`: a runtime of fedge 0.1 refuses fields that it does not know,
-    and reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime when
-    the bundle was written.
+    `metrics` are figures for people, and `OUTLIER_BELOW`, since a runtime of fedge 0.1 refuses unknown fields but reads
+    any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX Runtime at the time of
+    writing.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -148,32 +148,32 @@ class Manifest(_Part, frozen=True, kw_only=True):
     method: Name
     release: Count
     skeleton: Part
-    branch: Part | UnsetType = UNSET  # left out of pools, and of bundles written before there was one
+    branch: Part | UnsetType = UNSET  # omitted for pools and in older bundles
     int8: Part | UnsetType = UNSET
     gate: Part
     candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=MAX_POOL)]
     fusion: Fusion
-    pool: PoolInfo | UnsetType = UNSET  # left out of the manifests of mixtures
-    reference: Reference | UnsetType = UNSET  # left out with fewer than 2 validation samples
+    pool: PoolInfo | UnsetType = UNSET  # omitted for mixtures
+    reference: Reference | UnsetType = UNSET  # omitted with fewer than 2 validation samples
     metrics: dict[str, float]
     max_abs_diff: NonNegative
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts in the order of their slots: the candidates, the gate, the trunk of a pool."""
+        """The parts in slot order: the candidates, the gate, the trunk of a pool."""
         trunk = (self.pool.trunk,) if isinstance(self.pool, PoolInfo) and self.pool.trunk else ()
         return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
 
     @property
     def usual(self) -> tuple[float, float]:
-        """Lowest and highest free energy of a sample that is no outlier; without a reference, all are usual."""
+        """Lowest and highest free energy of a normal sample; without a reference, no sample is an outlier."""
         if isinstance(self.reference, UnsetType):
             return -math.inf, math.inf
         return self.metrics.get(OUTLIER_BELOW, -math.inf), self.reference.outlier_above
 
     @property
     def files(self) -> dict[str, Part]:
-        """All files of the bundle but the manifest, by name: the graphs, then the parts, each once."""
+        """All files of the bundle except the manifest, by name: graphs, then parts, each once."""
         graphs = zip(GRAPHS, (self.skeleton, self.branch, self.int8), strict=True)
         named = {name: part for name, part in graphs if isinstance(part, Part)}
         return named | {part.file_name: part for part in self.parts}
@@ -189,10 +189,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Parse a manifest from outside.
+    """Parse an untrusted manifest.
 
     Raises:
-        UpdateRejected: it is not JSON, of another schema version, lacks a field, has an unknown one or a bad value.
+        UpdateRejected: not JSON, another schema version, a missing or unknown field, or a bad value.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise UpdateRejected(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} allowed")
@@ -210,12 +210,12 @@ def decode(data: bytes) -> Manifest:
 
 
 def slot(index: int) -> str:
-    """The name by which a skeleton calls its part number `index`, as long as a part's file name."""
+    """The skeleton's name for part number `index`, as long as a part's file name."""
     return f"{f'slot-{index}-':.<64}.safetensors"
 
 
 def with_parts(skeleton: bytes, parts: Sequence[Part]) -> bytes:
-    """The serialised graph with the files' names in place of the slots'; lengths, and so the encoding, stay."""
+    """The serialised graph with file names in place of slots; lengths, and so the encoding, stay the same."""
     for index, part in enumerate(parts):
         skeleton = skeleton.replace(slot(index).encode(), part.file_name.encode())
     return skeleton
@@ -223,9 +223,9 @@ def with_parts(skeleton: bytes, parts: Sequence[Part]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A verified bundle: its manifest, the SHA-256 of that, the graph with its parts' names, and their folder.
+    """A verified bundle: its manifest and the digest of that, the graph with the parts' names, and the folder.
 
-    `branch`: branch.onnx as it is, with the name of slot 0; empty where the bundle has none.
+    `branch`: branch.onnx unchanged, with the name of slot 0; empty if the bundle has none.
     """
 
     manifest: Manifest
@@ -244,7 +244,7 @@ def read(folder: Path, *, again: bool = False) -> Bundle:
 
     Args:
         folder: of the bundle.
-        again: this device wrote the folder and verified it then; the numbers in its parts are not hashed once more.
+        again: this device wrote and verified the folder before; the weights in its parts are not hashed again.
 
     Raises:
         UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.
@@ -268,17 +268,17 @@ def read(folder: Path, *, again: bool = False) -> Bundle:
 
 
 def look(folder: Path) -> tuple[Manifest, str]:
-    """The manifest in a folder, and its digest; none of the bundle's other files is looked at.
+    """The manifest in a folder and its digest; no other file is read.
 
     Raises:
-        UpdateRejected: there is none, or it is malformed.
+        UpdateRejected: it is missing or malformed.
     """
     data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
     return decode(data), digest_of(data)
 
 
 def digest_in(folder: Path) -> str:
-    """The digest of the bundle in a folder, whatever its manifest says.
+    """The digest of the bundle in a folder; the manifest is not parsed.
 
     Raises:
         OSError: there is none.
@@ -287,7 +287,7 @@ def digest_in(folder: Path) -> str:
 
 
 def holds(path: Path, part: Part) -> bool:
-    """Whether a plain file holds what a manifest says; all of it is hashed."""
+    """Whether a plain file matches the manifest; hashes it all."""
     try:
         with _plain(path) as file:
             _require_same(path, file, part, hashed=True)
@@ -297,7 +297,7 @@ def holds(path: Path, part: Part) -> bool:
 
 
 def _plain(path: Path) -> BufferedReader:
-    """Open a file that is neither a link nor anything else."""
+    """Open a plain file; refuse links and anything else."""
     if path.is_symlink() or not path.is_file():
         raise UpdateRejected(f"{path} is missing or not a plain file")
     return path.open("rb")
@@ -330,8 +330,8 @@ def _require_bounded(path: Path, graph: memoryview) -> None:
 
 
 def _require_same(path: Path, file: BufferedReader, part: Part, *, hashed: bool) -> None:
-    """See that a file that is not read into memory is the one of the manifest."""
-    import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
+    """Check that a file on disk matches the manifest, without reading it into memory."""
+    import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
     if (size := file.seek(0, os.SEEK_END)) != part.size_bytes:
         raise UpdateRejected(f"{path} has {size} bytes, the manifest says {part.size_bytes}")

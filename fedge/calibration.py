@@ -1,7 +1,7 @@
-"""What a federation may choose for its mixtures: temperature, prior strength, strength of the energy.
+"""Choices of a federation for its mixtures: temperature, prior strength, energy strength.
 
-Source: fedge.md sections 7 and 9. Devices tell the losses of every point of a grid, the coordinator adds them up and
-picks a point by its place: both read the grids here.
+Source: fedge.md sections 7 and 9. Devices report losses at every grid point; the coordinator adds them up and picks a
+point by its index. Both read the grids here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedge.steps.fit_weights import Calibration
 TEMPERATURES: Final = (1.0, 1.4, 2.0, 2.8)
 """T, section 7."""
 _SHARED: Final = (0.0, 0.5, 1.0, 1.5)
-_OWN: Final = (0.0, 0.3, 0.6, 1.0)  # trained on the device's own classes: part of the prior is in them
+_OWN: Final = (0.0, 0.3, 0.6, 1.0)  # trained on the device's own classes, so part of the prior is included
 KAPPAS: Final = {Role.PRIVATE: _OWN, Role.GLOBAL: _SHARED, Role.EXPERT: _SHARED, Role.LOCAL: _OWN}
 """kappa by role, section 7."""
 BETAS: Final = (0.0, 0.5, 1.0)

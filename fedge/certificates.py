@@ -1,11 +1,11 @@
-"""Certificates and keys as files: the identity of a machine is a folder.
+"""Certificates and keys as files: a machine's identity is a folder.
 
-    ca.crt    certificate of the federation's authority, which alone is trusted
+    ca.crt    certificate of the federation's authority, the only one trusted
     own.crt   certificate of this machine
     own.key   its private key, on the curve P-256
 
-`fedge provision` writes the folders of the server, `fedge enrol` that of a device. What a certificate says is in
-`fedge.identity`. Whoever imports this module has `cryptography` in memory.
+`fedge provision` writes the folders of the server, `fedge enrol` that of a device. `fedge.identity` defines what a
+certificate says. Importing this module loads `cryptography`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Dated = x509.Certificate | x509.CertificateRevocationList
 
 
 def now() -> dt.datetime:
-    """The time by which certificates are made and checked."""
+    """The time used to make and check certificates."""
     return dt.datetime.now(dt.UTC)
 
 
 def device_subject(federation: str, device_id: str) -> Subject:
-    """Whom the certificate of a device names.
+    """The subject of a device's certificate.
 
     Raises:
-        ConfigError: no device can be called so.
+        ConfigError: not a valid device name.
     """
     if re.match(NAME, device_id) is None:
         words = "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"
@@ -72,7 +72,7 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """The private key in a PEM file.
 
     Raises:
-        ConfigError: there is none, it is encrypted, or of another kind than ours.
+        ConfigError: there is none, it is encrypted, or of an unsupported kind.
     """
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
@@ -101,18 +101,18 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 
 def pem_of(item: Dated | x509.CertificateSigningRequest) -> bytes:
-    """A certificate, a list or a request as it is kept in files."""
+    """A certificate, a list or a request in PEM."""
     return item.public_bytes(serialization.Encoding.PEM)
 
 
 def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as it is kept in files."""
+    """A private key in PEM."""
     form = serialization.PrivateFormat.PKCS8
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
 def distinguished(subject: Subject) -> x509.Name:
-    """The subject of a certificate: what a broker calls its owner."""
+    """The subject of a certificate as brokers show it."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)])
 
 
@@ -123,10 +123,10 @@ def request_of(device_id: str, key: ec.EllipticCurvePrivateKey) -> x509.Certific
 
 
 def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
-    """Name of the device that requests a certificate, and the key that it is for.
+    """The device that requests a certificate, and the key it is for.
 
     Raises:
-        ConfigError: it is no such request, or is not signed with that key.
+        ConfigError: not such a request, or not signed with that key.
     """
     try:
         request = x509.load_pem_x509_csr(data)
@@ -140,7 +140,7 @@ def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
 
 
 def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Whether the authority's key signed the certificate. Dates are not looked at."""
+    """Whether the authority's key signed the certificate. Dates are ignored."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, *UNREADABLE):
@@ -149,20 +149,20 @@ def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> 
 
 
 def life_of(item: Dated) -> tuple[dt.datetime, dt.datetime]:
-    """From when until when a certificate or a list of revoked ones counts."""
+    """The validity period of a certificate or a revocation list."""
     if isinstance(item, x509.Certificate):
         return item.not_valid_before_utc, item.not_valid_after_utc
     return item.last_update_utc, item.next_update_utc or item.last_update_utc
 
 
 def is_past(share: float, item: Dated, at: dt.datetime) -> bool:
-    """Whether so much of its life is over."""
+    """Whether this share of its validity period has passed."""
     begin, end = life_of(item)
     return at >= begin + share * (end - begin)
 
 
 def warning(what: str, item: Dated, at: dt.datetime) -> str:
-    """That nobody has renewed it although it was time, in words; empty: it was, or there is time."""
+    """A warning that renewal is overdue, in words; empty: none."""
     if not is_past(WARN_AT, item, at):
         return ""
     end = life_of(item)[1]
@@ -171,7 +171,7 @@ def warning(what: str, item: Dated, at: dt.datetime) -> str:
 
 
 def warnings_of(ca_file: Path, cert_file: Path, at: dt.datetime) -> list[str]:
-    """What of an identity should have been renewed: its certificate, and the list of revoked ones, where there is one.
+    """Overdue renewals of an identity: its certificate, and the revocation list if there is one.
 
     Raises:
         ConfigError: one of them cannot be read.

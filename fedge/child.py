@@ -1,8 +1,7 @@
-"""Work for a process of its own: what needs torch where none shall be held, or what may bring its process down.
+"""Work in a separate process: code that needs torch, or that may crash.
 
-The child is `python -m fedge.child MODULE:FUNCTION`. Arguments and results go over a socket, in MessagePack, each as
-the function's annotations say; what the child logs comes the same way, and is logged here. What the work prints goes to
-standard error.
+The child is `python -m fedge.child MODULE:FUNCTION`. Arguments and results travel over a socket in MessagePack, typed
+by the function's annotations. Log records come the same way and are logged here; printed output goes to standard error.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ END_S: Final = 5.0
 
 
 def command(module: str, *words: str) -> list[str]:
-    """`python -m MODULE WORDS...`; a file in the present folder shadows no module of ours."""
+    """`python -m MODULE WORDS...`, without files in the present folder shadowing our modules."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def environment() -> dict[str, str]:
-    """Ours, by which a child finds the modules that this process finds, those of the user too."""
+    """Our environment, in which a child finds the same modules, including the user's."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -61,11 +60,11 @@ class DiedError(ConfigError):
 
 
 class Child:
-    """A function in a process of its own, for one call after the other. Context manager.
+    """A function in a separate process, one call at a time. Context manager.
 
-    It ends with the thread that starts it, even where that is killed. After a call that raises it has ended.
+    The process ends with the thread that started it, even if that is killed, and after a call that raises.
 
-    function: `module:name`; its annotations say what it takes: what msgspec knows, arrays, and paths.
+    function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
     """
 
     def __init__(self, function: str) -> None:
@@ -93,7 +92,7 @@ class Child:
         return self._process.pid
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill it at once."""
         self._wire.close()
         self._process.kill()
         self._process.wait()
@@ -104,13 +103,13 @@ class Child:
         Args:
             arguments: by position.
             returns: type of the result.
-            stop: asked all the time; the child is killed when it says so.
+            stop: polled during the call; the child is killed when it returns True.
             timeout_s: when to give up; None: never.
 
         Raises:
-            DiedError: it ended by itself.
+            DiedError: the child ended by itself.
             ConfigError: the function failed; the text is the last line of the reason.
-            StoreError: so did the function.
+            StoreError: raised by the function.
             StoppedError: `stop()` was true.
             TimeoutError: it took longer.
         """
@@ -154,7 +153,7 @@ class Child:
 
 
 def call(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
-    """The result of a function in a process of its own; raises as `Child.call`."""
+    """The result of a function in a separate process; raises as `Child.call`."""
     with Child(function) as child:
         return child.call(*arguments, returns=returns, timeout_s=timeout_s)
 
@@ -172,7 +171,7 @@ def die_with_parent(parent: int) -> None:
 
 
 class _Wire(logging.Handler):
-    """What the child tells its parent: log records, and how a call ended."""
+    """What the child tells its parent: log records and the outcome of a call."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -185,7 +184,7 @@ class _Wire(logging.Handler):
             self._connection.send_bytes(data)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Template and values apart, as the lines of this process have them (`fedge.logs`)."""
+        """Send template and values separately, as this process logs them (`fedge.logs`)."""
         template, values = str(record.msg), record.args if isinstance(record.args, tuple) else ()
         if record.exc_info:
             template, values = (
@@ -220,7 +219,7 @@ def _serve(path: str, wire: Connection) -> None:
 
 
 def _plain(value: object) -> object:
-    """What MessagePack has for an array or a path."""
+    """An array or a path as MessagePack can hold it."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Path):
@@ -239,6 +238,6 @@ def _rich(kind: Any, value: Any) -> Any:
 if __name__ == "__main__":
     function, descriptor, parent = sys.argv[1:]
     die_with_parent(int(parent))
-    for number in (signal.SIGINT, signal.SIGTERM):  # to a whole group: when the child ends, the parent says
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group: the parent decides when the child ends
         signal.signal(number, signal.SIG_IGN)
     _serve(function, Connection(int(descriptor)))

@@ -25,15 +25,15 @@ from fedge.text import nearest, printable
 log = logging.getLogger("fedge")
 
 ENTRY_POINTS: Final = "fedge.commands"
-INTERRUPTED: Final = 130  # what a shell makes of a process that SIGINT ended: 128 + 2
+INTERRUPTED: Final = 130  # as shells report a process ended by SIGINT: 128 + 2
 
 
 class About(NamedTuple):
     """What `fedge --help` says of a sub-command without importing it."""
 
     summary: str
-    extra: str  # which installation it needs: pip install '.[extra]' in the clone
-    group: str  # under which heading it stands
+    extra: str  # the installation it needs: pip install '.[extra]' in the clone
+    group: str  # its heading
 
 
 RENAMED: Final = {"--welcome": "--late-joiners", "--newcomers": "--late-joiners"}
@@ -96,15 +96,15 @@ class Commands(click.Group):
     """The sub-commands of all installed packages, imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Names, ours in their order of use, then others'."""
+        """Names: ours in their order of use, then others."""
         installed = _installed()
         return [name for name in COMMANDS if name in installed] + sorted(set(installed) - set(COMMANDS))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import one sub-command; None where there is none of that name.
+        """Import one sub-command; None if there is none of that name.
 
         Raises:
-            ConfigError: it needs a package that is not installed here.
+            ConfigError: it needs a package that is not installed.
         """
         found = _installed().get(cmd_name)
         return None if found is None else _load(cmd_name, found)
@@ -112,14 +112,14 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name the nearest right command when there is no such one."""
+        """Suggest the nearest command for an unknown name."""
         names = self.list_commands(ctx)
         if not args[0].startswith("-") and args[0] not in names:
             raise click.UsageError(f"no such command {args[0]}{nearest(args[0], names)}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the sub-command; a package that it misses only now is said as one that it misses when it is imported."""
+        """Run the sub-command; a package found missing only now is reported as if missing at import."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -129,7 +129,7 @@ class Commands(click.Group):
             raise needs(error, f"fedge {ctx.invoked_subcommand}", about.extra) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the sub-commands from `COMMANDS` by role, without importing any, and say what those here lack."""
+        """List the sub-commands from `COMMANDS` by role without importing any, and say what they lack here."""
         names = self.list_commands(ctx)
         lacking = {extra for extra, packages in _PROBES.items() if not all(find_spec(name) for name in packages)}
         for group in (HERE, SERVER, WATCH, LEARNS, PREDICTS):
@@ -180,8 +180,8 @@ def command(log_level: str, log_format: Format) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (default: that of the process) and return its exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    """Run a command line (default: the process's own) and return its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, one code path
     try:
         result = command.main(arguments, prog_name="fedge", standalone_mode=False)

@@ -2,14 +2,14 @@
 
     float32         safetensors, exact
     float32+zstd    the same, compressed
-    bfloat16+zstd   trainable tensors as the upper 16 bits (uint16), rounded to the nearest, ties to even
+    bfloat16+zstd   trainable tensors as the upper 16 bits (uint16), rounded to nearest, ties to even
     int8+zstd       trainable tensors t as round(t / s), s = max|t| / 127 in a float32 scalar "{name}.scale"
-    top1+zstd       of each trainable tensor the largest hundredth of its numbers as int8+zstd, and their places: in
-                    "{name}.gaps" how far each is from the one before (uint32). The others count as 0; a device adds
+    top1+zstd       of each trainable tensor the largest hundredth of its numbers as int8+zstd, with their positions in
+                    "{name}.gaps", as distances from the previous one (uint32). The others count as 0; a device adds
                     what it did not send to its next update (`edge_agent.encoding`)
 
-Buffers and counters stay exact. `decode` trusts nothing: a blob either becomes a finite model of the layout, or is
-refused by name, and takes no more memory than that model needs.
+Buffers and counters stay exact. `decode` trusts nothing: a blob either becomes a finite model of the layout or is
+refused by name, and takes no more memory than that model.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Found = TypeVar("Found")
 Norms = tuple[float, float]
 """L2 norms of a model's parameters and of its buffers, to 1e-5 of them; numbers below 1e-19 may count as 0."""
 
-_BLOCK: Final = 65_536  # numbers that are rounded at a time, so that they stay in the CPU's cache from step to step
-_LEVEL: Final = 1  # the fastest: higher ones gain a few per cent on noise-like updates
+_BLOCK: Final = 65_536  # numbers rounded at a time, so that they stay in the CPU cache between operations
+_LEVEL: Final = 1  # the fastest; higher levels gain a few per cent on noise-like updates
 _SCALE: Final = ".scale"
 _GAPS: Final = ".gaps"
 _SCALED: Final = (Codec.INT8, Codec.TOP)
-_ONE_IN: Final = 100  # numbers of a tensor are sent in TOP
+_ONE_IN: Final = 100  # the share of a tensor's numbers sent in TOP
 _LARGEST_BFLOAT16: Final = np.uint32(0x7F7F)  # magnitude bits; a finite number must not be rounded to infinity
 _LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # x 127 is finite
-_HEADER_BYTES: Final = 4096  # of a safetensors file, apart from its tensors' entries
-_ENTRY_BYTES: Final = 256  # of a tensor's entry in the header, apart from its name
+_HEADER_BYTES: Final = 4096  # of a safetensors file, without its tensors' entries
+_ENTRY_BYTES: Final = 256  # of a tensor's entry in the header, without its name
 
 
 class NotFiniteError(ValueError):
-    """A tensor that is to be stored holds NaN or infinity."""
+    """A tensor to be stored holds NaN or infinity."""
 
 
 def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> bytes:
@@ -56,8 +56,8 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
 
     Args:
         tensors: float32 and int64 arrays.
-        codec: how the float32 tensors are stored, except
-        exact: the names of those that stay as they are (buffers).
+        codec: of the float32 tensors, except `exact`.
+        exact: names of tensors stored unchanged (buffers).
 
     Raises:
         NotFiniteError: a tensor holds NaN or infinity.
@@ -67,7 +67,7 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
 
 
 def rounded(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> Tensors:
-    """What `encode` packs, in another codec than FLOAT32; raises as it does."""
+    """What `encode` packs, for codecs other than FLOAT32; raises as it does."""
     beside = {name + suffix for name in tensors for suffix in (_SCALE, _GAPS)}
     if codec in _SCALED and (clash := beside & set(tensors)):
         raise ValueError(f"{sorted(clash)} are also the names of scales")
@@ -82,12 +82,12 @@ def rounded(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Col
 
 
 def packed(stored: Mapping[str, NDArray[np.generic]]) -> bytes:
-    """What was rounded, as the bytes of a blob."""
+    """The result of `rounded` as the bytes of a blob."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(to_bytes(stored))
 
 
 def pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
-    """What joined is `encode` in FLOAT32: a large model is stored without being copied first.
+    """Pieces that joined equal `encode` in FLOAT32, so that a large model is stored without copying it first.
 
     Raises:
         ValueError: as `encode`.
@@ -111,7 +111,7 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
         data: the blob.
         codec: how it is stored.
         layout: of what is stored.
-        again: `encode` made the blob here, or `check` passed it: whether its numbers are finite is known.
+        again: `encode` made the blob here, or `check` passed it, so its numbers are known to be finite.
 
     Raises:
         ProtocolError: `oversized` (more than the layout can need), `malformed` (not the codec's format), `layout` (a
@@ -132,17 +132,17 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
 
 
 def moved(base: Tensors, difference: bytes) -> Tensors:
-    """A model that is another one plus a difference in INT8, packed.
+    """A model that equals another one plus a difference in INT8, packed.
 
     Raises:
-        ProtocolError: `malformed` or `oversized`: these are no tensors; `layout`: those of another model.
+        ProtocolError: `malformed` or `oversized`: not tensors; `layout`: tensors of another model.
     """
     largest = _bound(base, sum(tensor.nbytes for tensor in base.values()))
     return summed(base, views_of(_unpack(difference, Codec.INT8, largest)))
 
 
 def summed(base: Tensors, stored: Tensors, *, threaded: bool = False) -> Tensors:
-    """Tensors plus what `rounded` made of a difference in INT8; what it left exact takes the place of what was there.
+    """Tensors plus a difference that `rounded` made in INT8; tensors it left exact replace those of the base.
 
     Raises:
         ProtocolError: `layout`: it is a difference of other tensors.
@@ -174,12 +174,12 @@ def _sum(tensor: NDArray[Any], change: NDArray[Any], scale: NDArray[Any], thread
 
 
 def difference(name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors) -> Tensors:
-    """A tensor less another one, plus what an earlier difference in INT8 has of it, as `rounded` makes it in INT8.
+    """A tensor minus another, plus what an earlier INT8 difference carries of it, as `rounded` in INT8.
 
-    All processors take part.
+    Uses all processors.
 
     Raises:
-        NotFiniteError: that holds NaN or infinity.
+        NotFiniteError: the difference holds NaN or infinity.
     """
     numbers, others = tensor.reshape(-1), base.reshape(-1)
     held = carried[name].reshape(-1) if carried else None
@@ -194,9 +194,9 @@ def difference(name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Ten
 
 
 def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
-    """Refuse what `decode` refuses, without the memory of a model; the norms of what it would give.
+    """Refuse what `decode` refuses, without the memory of a model; returns the model's norms.
 
-    With 45 MB of weights 17 ms of processor time in int8 and 5 ms in float32.
+    Cost: for 45 MB of weights, 17 ms of processor time in int8 and 5 ms in float32.
 
     Raises:
         ProtocolError: as `decode`.
@@ -211,12 +211,12 @@ def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
 
 
 def norms_of(model: Model) -> Norms:
-    """L2 norms of parameters and of buffers; NaN or infinite where a number is."""
+    """L2 norms of parameters and of buffers; NaN or infinite if a number is."""
     return math.sqrt(_sum_of_squares(model.params)), math.sqrt(_sum_of_squares(model.buffers))
 
 
 def _tensors(data: bytes, codec: Codec, layout: Layout) -> Tensors:
-    """The stored tensors of a blob, which are those of a model of this layout."""
+    """The tensors in a blob, checked against this layout."""
     tensors = views_of(_unpack(data, codec, _largest(layout)))
     _check(tensors, layout, codec)
     return tensors
@@ -239,10 +239,10 @@ def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
 
 
 def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
-    """Sum of squares of what `_restore` makes of a tensor; NaN or infinite where a number is."""
+    """Sum of squares of what `_restore` makes of a tensor; NaN or infinite if a number is."""
     stored = tensors[info.name]
     if info.kind == "param" and codec in _SCALED:
-        if not _finite(tensors, info, codec):  # a product may be too large for float32 and not for its square here
+        if not _finite(tensors, info, codec):  # a product may overflow float32 although its square fits here
             return math.nan
         return _sum_of_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
     if info.kind == "param" and codec is Codec.BFLOAT16:
@@ -254,19 +254,19 @@ def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _sum_of_squares(array: NDArray[Any]) -> float:
-    """To 1e-5 of it, block by block in the CPU's cache; NaN or infinite where a number is."""
+    """To a relative 1e-5, block by block in the CPU cache; NaN or infinite if a number is."""
     numbers, total = array.reshape(-1), 0.0
     for start in range(0, numbers.size, _BLOCK):
         block = numbers[start : start + _BLOCK].astype(np.float32, copy=False)
         square = float(np.dot(block, block))
-        if not np.isfinite(square):  # perhaps only beyond what float32 holds; float64 takes four times as long
+        if not np.isfinite(square):  # perhaps only beyond float32; float64 takes four times as long
             square = float(np.sum(np.square(block, dtype=np.float64)))
         total += square
     return total
 
 
 def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
-    """The tensors that stand for one trainable tensor."""
+    """The stored tensors for one trainable tensor."""
     match codec:
         case Codec.INT8:
             scale, stored = _to_int8(tensor.size, tensor.reshape(-1).__getitem__, threaded=False)
@@ -287,7 +287,7 @@ def _n_sent(n: int) -> int:
 
 
 def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
-    """Ascending places of the k numbers of largest magnitude, of equal ones the first."""
+    """Ascending positions of the k numbers of largest magnitude; on ties, the first."""
     magnitudes = np.abs(numbers)
     least = np.partition(magnitudes, -k)[-k] if k else np.inf
     larger = np.flatnonzero(magnitudes > least)
@@ -295,7 +295,7 @@ def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
 
 
 def _to_int8(size: int, block_of: Callable[[slice], Floats], *, threaded: bool) -> tuple[Floats, NDArray[np.int8]]:
-    """Scale, shape (), and numbers, shape (size,), of a vector of which there are blocks."""
+    """Scale, shape (), and numbers, shape (size,), of a vector given in blocks."""
 
     def largest_of(part: slice) -> np.float32:
         block = block_of(part)
@@ -320,7 +320,7 @@ def _to_int8(size: int, block_of: Callable[[slice], Floats], *, threaded: bool) 
 
 
 def _each(size: int, work: Callable[[slice], Found], threaded: bool) -> list[Found]:
-    """Do something with each block of a vector, in order; if `threaded`, in a thread for each processor."""
+    """Apply `work` to each block of a vector, in order; if `threaded`, with one thread per processor."""
 
     @np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
     def quietly(part: slice) -> Found:
@@ -332,7 +332,7 @@ def _each(size: int, work: Callable[[slice], Found], threaded: bool) -> list[Fou
 
 @functools.cache
 def threads() -> ThreadPoolExecutor:
-    """For work with long vectors, of which numpy lets several threads do a part each."""
+    """Threads for long vectors; numpy lets them work in parallel."""
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="fedge-vectors")
@@ -364,7 +364,7 @@ def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[A
 
 
 def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
-    """Refuse tensors that are not exactly those that `encode` makes of this layout."""
+    """Refuse tensors that differ from what `encode` makes of this layout."""
     param = {Codec.INT8: np.int8, Codec.TOP: np.int8, Codec.BFLOAT16: np.uint16}.get(codec, np.float32)
     dtypes = {"param": param, "buffer": np.float32, "counter": np.int64}
     expected: dict[str, tuple[tuple[int, ...], type]] = {t.name: (t.shape, dtypes[t.kind]) for t in layout.tensors}
@@ -387,7 +387,7 @@ def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
 
 
 def _largest(layout: Layout) -> int:
-    """More bytes than any codec's safetensors of this layout need."""
+    """An upper bound on the safetensors bytes of this layout, for any codec."""
     n_bytes = sum(t.size * (8 if t.kind == "counter" else 4) for t in layout.tensors)
     return _bound([t.name for t in layout.tensors], n_bytes)
 
@@ -398,8 +398,8 @@ def _bound(names: Iterable[str], n_bytes: int) -> int:
 
 
 def _unpack(data: bytes, codec: Codec, largest: int) -> bytes:
-    """The safetensors file in a blob. The size that a zstd frame claims is checked before it is believed."""
-    if len(data) > largest + largest // 128 + 512:  # zstd adds that much to what it cannot compress
+    """The safetensors file in a blob. The size that a zstd frame claims is checked first."""
+    if len(data) > largest + largest // 128 + 512:  # zstd adds at most this to incompressible data
         raise ProtocolError("oversized", f"{len(data)} bytes, the layout needs at most {largest}")
     if codec is Codec.FLOAT32:
         return data

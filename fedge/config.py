@@ -51,7 +51,7 @@ Name = Annotated[
 
 
 class Secret(str):
-    """A setting that is never shown: its repr, and with it the repr of its settings, is masked."""
+    """A setting that is never shown: it is masked in its repr and in the repr of its settings."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class Secret(str):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as flags, documentation and error messages need it."""
+    """One setting, as flags, documentation and error messages need it."""
 
     name: str  # "deadline_s": field, and key in TOML
     section: str
@@ -69,25 +69,25 @@ class Setting:
     base: type  # bool, int, float, str, Path, Secret or an Enum
     help: str
     unit: str
-    words: str  # what a value must look like, instead of a regular expression
+    words: str  # what a value must look like, in words rather than a regular expression
     default: object  # msgspec.NODEFAULT: must be given
 
     @property
     def flag(self) -> str:
-        """Such as --deadline-s."""
+        """For example --deadline-s."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def environment(self) -> str:
-        """Such as FEDGE_COORDINATOR_DEADLINE_S."""
+        """For example FEDGE_COORDINATOR_DEADLINE_S."""
         return f"{_prefix(self.section)}{self.name.upper()}"
 
 
 def describe(settings: type[Struct], section: str) -> tuple[Setting, ...]:
-    """All settings of a struct in their order; those of a base, which commands have in common, after its own.
+    """All settings of a struct in order; those of a base shared by commands come last.
 
     Raises:
-        TypeError: a field has a type that cannot be written as one flag.
+        TypeError: a field's type cannot be written as one flag.
     """
     hints = get_type_hints(settings, include_extras=True)
     own = vars(settings).get("__annotations__", {})
@@ -144,11 +144,11 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
 
 
 def given(settings: type[S], values: Mapping[str, object]) -> S:
-    """Settings that were given in Python: as `resolve`, without file and environment.
+    """Settings given in Python: as `resolve`, without file and environment.
 
     Raises:
-        ConfigError: a name is unknown (the nearest right one is named), a value has the wrong type or range, or a
-            setting without default is missing.
+        ConfigError: a name is unknown (the nearest one is named), a value has the wrong type or range, or a setting
+            without default is missing.
     """
     known = {setting.name: setting for setting in describe(settings, "")}
     _refuse_unknown(values, known, "the arguments")
@@ -160,7 +160,7 @@ def given(settings: type[S], values: Mapping[str, object]) -> S:
 
 
 def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
-    """One section of the TOML file as it is; empty without a file or section.
+    """One section of the TOML file, unparsed; empty without a file or section.
 
     Raises:
         ConfigError: the file cannot be read, or has a section that no command knows.
@@ -190,7 +190,7 @@ def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setti
 
 
 def metas_of(hint: Any) -> list[Any]:
-    """Annotations of a type, also of those inside `X | None`."""
+    """Annotations of a type, including those inside `X | None`."""
     if get_origin(hint) is Annotated:
         return [*hint.__metadata__, *metas_of(hint.__origin__)]
     return [meta for argument in get_args(hint) for meta in metas_of(argument)]
@@ -267,7 +267,7 @@ def _convert(setting: Setting, value: object, source: str, *, strict: bool) -> o
 
 
 def _custom(kind: type, value: object) -> object:
-    """What msgspec does not convert by itself: Path and Secret, from a string."""
+    """Convert what msgspec cannot: Path and Secret, from a string."""
     if not isinstance(value, str | Path):
         raise TypeError(f"expected a string, got {type(value).__name__}")
     return kind(value)

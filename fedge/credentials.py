@@ -1,4 +1,4 @@
-"""Who a process is to the broker: the settings that every command has which connects to one."""
+"""A process's identity at the broker: settings of every command that connects to one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY: Final = "own.key"
 
 
 class Credentials(Struct, frozen=True, kw_only=True):
-    """Base of the settings of such a command: a password, or certificates, or neither."""
+    """Base of the settings of such a command: password, certificates, or neither."""
 
     username: Annotated[str, Meta(description="At the broker.")] | None = None
     password: Annotated[Secret, Meta(description="At the broker; better in the environment.")] | None = None
@@ -36,7 +36,7 @@ class Credentials(Struct, frozen=True, kw_only=True):
         """How to reach the broker at HOST:PORT.
 
         Raises:
-            ConfigError: the address is none, or the certificates cannot be used.
+            ConfigError: not an address, or the certificates cannot be used.
         """
         host, port = parse_address(address)
         named = self.by_files()
@@ -46,10 +46,10 @@ class Credentials(Struct, frozen=True, kw_only=True):
         )
 
     def by_files(self) -> Self:
-        """The same settings with the three files in place of the identity.
+        """The same settings, with the identity replaced by its three files.
 
         Raises:
-            ConfigError: they are given, too.
+            ConfigError: the files are given as well.
         """
         if self.identity is None:
             return self
@@ -59,7 +59,7 @@ class Credentials(Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, identity=None, ca_file=ca, cert_file=certificate, key_file=key)
 
     def check(self) -> None:
-        """Read the files once: to the transport, which reads them at each connection, a missing one is a bad line.
+        """Read the files once at start: at a connection, a missing one would look like an outage.
 
         Raises:
             ConfigError: they cannot be used.
@@ -85,5 +85,5 @@ class Credentials(Struct, frozen=True, kw_only=True):
 
 
 def no_passphrase() -> str:
-    """Nobody is there to type one in."""
+    """Nobody is there to type a passphrase."""
     raise ConfigError("the private key of the certificate is encrypted; give one that is not")

@@ -1,7 +1,7 @@
 """How different two sparsity profiles are: the Jensen-Shannon-type divergence of FedEPC (fedepc.md section 4.1).
 
-It lives in `fedge` because both sides use it: the coordinator clusters by it (AIDC), a device measures with it how far
-apart the two halves of its own data are, which calibrates the scale.
+Both sides use it: the coordinator clusters by it (AIDC); a device measures the distance between two halves of its own
+data, which calibrates the scale.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The messages of the wire: typed, versioned, schema-checked (MessagePack by msgspec).
+"""The messages on the wire: typed, versioned, schema-checked (MessagePack by msgspec).
 
-A message is an envelope `[version, body]`; `body` is one of the structs below, told apart by its `type` field. Unknown
-types, wrong types and values out of range are refused by `decode` before anybody sees them. Tensors are never part of a
-message: a `BlobRef` names them by SHA-256, and `fedge.transfer` moves the bytes. What a device can be asked is not
-listed here: an order names a step, whose contract is in `fedge.steps`.
+A message is an envelope `[version, body]`; `body` is one of the structs below, identified by its `type` field. `decode`
+refuses unknown types, wrong types and values out of range. Tensors are never part of a message: a `BlobRef` names them
+by SHA-256, and `fedge.transfer` moves the bytes. Requests to devices are not listed here: an order names a step, whose
+contract is in `fedge.steps`.
 
-Which message travels on which topic: `fedge.topics`. What each one reveals: docs/privacy.md.
+Topics: `fedge.topics`. What each message reveals: docs/privacy.md.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Codec(StrEnum):
     FLOAT32_ZSTD = "float32+zstd"  # exact, compressed
     BFLOAT16 = "bfloat16+zstd"  # about 3.3 times smaller than float32
     INT8 = "int8+zstd"  # one scale per tensor; about 8 times smaller
-    TOP = "top1+zstd"  # the largest hundredth, in 8 bits; the rest waits on the device
+    TOP = "top1+zstd"  # the largest hundredth, in 8 bits; the device keeps the rest for later
 
 
 class Role(StrEnum):
-    """What a candidate of a device's mixture is (fedge.md section 1); the order is that of the mixture."""
+    """The role of a candidate in a device's mixture (fedge.md section 1), in the order of the mixture."""
 
     PRIVATE = "private"
     GLOBAL = "global"
@@ -60,71 +60,71 @@ class Role(StrEnum):
 
     @property
     def is_shared(self) -> bool:
-        """Several devices have such a model; of those the top rule chooses."""
+        """Whether several devices have such a model; the top rule chooses among these."""
         return self in {Role.GLOBAL, Role.EXPERT}
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """Version 1: transfer and what runtimes and supervisors say to each other, unchanged since fedge 0.1."""
+    """Version 1: transfer, runtimes and supervisors; unchanged since fedge 0.1."""
 
     VERSION: ClassVar[int] = 1
 
 
 class _Message2(Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Version 2: what agents and coordinators say to each other. Fields that we do not know are ignored."""
+    """Version 2: agents and coordinators. Unknown fields are ignored."""
 
     VERSION: ClassVar[int] = 2
 
 
 class BlobRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Names the bytes of some tensors: they are what hashes to `digest`, wherever they come from."""
+    """Names the bytes of some tensors by their hash, wherever they come from."""
 
     digest: Digest
     size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
-    codec: Codec = Codec.FLOAT32  # of a file that holds no tensors it says nothing
+    codec: Codec = Codec.FLOAT32  # meaningless for a file without tensors
 
 
 # ---------------------------------------------------------------------------------------------- what a device is
 
 
 class Presence(StrEnum):
-    """Life of a device as its retained status says it."""
+    """Whether a device is there, as its retained status says."""
 
     ONLINE = "online"
-    SLEEPING = "sleeping"  # said good-bye, will come back
-    OFFLINE = "offline"  # the last will: the broker lost it
+    SLEEPING = "sleeping"  # said goodbye, will come back
+    OFFLINE = "offline"  # the last will: the broker lost the connection
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What a device can do, told at birth."""
+    """What a device can do, announced at birth."""
 
     trains: bool  # False: an inference-only device, without torch
     fedge_version: Text = ""
     python_version: Text = ""
     machine: Text = ""  # such as "aarch64"
     cpu_count: Count = 1
-    steps: dict[Id, Count] = {}  # the steps that the device knows, with their versions
+    steps: dict[Id, Count] = {}  # known steps with their versions
 
 
 class Status(_Message2, frozen=True, kw_only=True, tag="status"):
-    """Birth and death certificate, retained, and the last will. `incarnation` is new at each start of the agent."""
+    """Birth certificate, death certificate and last will, retained. `incarnation` is new at each start of the agent."""
 
     device_id: Id
     incarnation: Id
     presence: Presence
     task_fingerprint: Text = ""
-    n_samples: Count = 0  # training samples not marked sensitive, |D_L|; how many are marked is never told
-    release: Count = 0  # the highest of a bundle that the device has had
+    n_samples: Count = 0  # non-sensitive training samples, |D_L|; the number of marked ones is never sent
+    release: Count = 0  # the highest release of a bundle the device has had
     capabilities: Capabilities | None = None
     withholds: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()  # kinds (`fedge.step.Reveals`) that may not leave
-    site: Annotated[tuple[SiteDevice, ...], Meta(max_length=MAX_SITE)] | None = None  # of a relay: who is behind it
+    site: Annotated[tuple[SiteDevice, ...], Meta(max_length=MAX_SITE)] | None = None  # of a relay: its devices
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
-    """What psutil sees on a device now; None where the device has no such sensor."""
+    """What psutil measures on a device now; None if the device has no such sensor."""
 
     device_id: Id
-    at: float | None = None  # seconds since the epoch, by the device's clock
+    at: float | None = None  # seconds since the epoch, device clock
     cpu_ghz: NonNegative | None = None
     load: NonNegative | None = None  # 1-minute load average / number of CPUs
     free_ram_gb: NonNegative | None = None
@@ -136,7 +136,7 @@ class Context(_Message2, frozen=True, kw_only=True, tag="context"):
 
 
 class SiteDevice(Struct, frozen=True, array_like=True):
-    """A device behind a relay, as its own status and context say it. `id`: its name on its site."""
+    """A device behind a relay, from its own status and context. `id`: its name on its site."""
 
     id: Id
     n_samples: Count
@@ -152,27 +152,27 @@ class SiteDevice(Struct, frozen=True, array_like=True):
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """Another way to a model: the model `base` and the bytes of `blob`, a difference (`fedge.codec.moved`)."""
+    """Another way to a model: `base` plus the difference (`fedge.codec.moved`) in `blob`."""
 
     base: Digest
     blob: BlobRef
 
 
 class Order(_Message2, frozen=True, kw_only=True, tag="order"):
-    """One piece of work for one device. Repeated until its report is acknowledged; `id` is its identity.
+    """One piece of work for one device, identified by `id` and repeated until its report is acknowledged.
 
-    `body` is the action of the step (`fedge.step`); who does not know the step can still answer and store the order.
-    `differences`: by the digest of a model that the action names, or of one on the way to it. A device may use them.
+    `body` is the action of the step (`fedge.step`); a peer that does not know the step can still store and answer the
+    order. `differences`: optional shortcuts, by digest, to models that the action names or to intermediate ones.
     """
 
-    id: OrderId  # "{run}.{round}.{label}.{device}"; the same work has the same id after a restart of the coordinator
+    id: OrderId  # "{run}.{round}.{label}.{device}"; stable across restarts of the coordinator
     device_id: Id
     run: Id
     round: Count
-    label: Id  # what the method calls this piece of work; unique within a round
-    seed: Count  # all of the device's random numbers in this order come from it
+    label: Id  # the method's name for this work; unique within a round
+    seed: Count  # of all the device's random numbers for this order
     task_fingerprint: Text
-    left_s: Annotated[float, Meta(gt=0, le=MAX_LEFT_S)]  # from now on, whatever clocks say; also the message expiry
+    left_s: Annotated[float, Meta(gt=0, le=MAX_LEFT_S)]  # relative, so independent of clocks; also the message expiry
     step: Id
     version: Count = 1  # of the step
     body: bytes
@@ -185,11 +185,11 @@ class Outcome(StrEnum):
     DONE = "done"
     DECLINED = "declined"  # not now: RAM, temperature, battery, no data
     FAILED = "failed"
-    UNSUPPORTED = "unsupported"  # the device does not know the step, or not in this version
+    UNSUPPORTED = "unsupported"  # step unknown, or not in this version
 
 
 class Why(StrEnum):
-    """Why there is no result: all that a device tells of it. The rest is in its own log."""
+    """Why there is no result: all that a device reveals of it. The rest stays in its own log."""
 
     NO_DATA = "no-data"
     NO_TRAINING = "no-training"
@@ -214,7 +214,7 @@ class Why(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Why | None:
-        return cls.OTHER if isinstance(value, str) else None  # of a newer fedge
+        return cls.OTHER if isinstance(value, str) else None  # from a newer fedge
 
     @property
     def words(self) -> str:
@@ -247,19 +247,19 @@ _WORDS: Final = {
 
 
 class Report(_Message2, frozen=True, kw_only=True, tag="report"):
-    """What came of an order. Kept by the device and repeated until it is acknowledged."""
+    """The outcome of an order. The device keeps and repeats it until it is acknowledged."""
 
     order_id: OrderId
     device_id: Id
-    seconds: NonNegative = 0.0  # time of the work on samples that are not marked; 0: not told
+    seconds: NonNegative = 0.0  # time spent on unmarked samples; 0: not disclosed
     outcome: Outcome
-    why: Why | None = None  # of all but `done`
-    body: bytes = b""  # of `done`: the result of the step (`fedge.step`)
-    blobs: Annotated[tuple[BlobRef, ...], Meta(max_length=64)] = ()  # that the result names
+    why: Why | None = None  # except for `done`
+    body: bytes = b""  # for `done`: the result of the step (`fedge.step`)
+    blobs: Annotated[tuple[BlobRef, ...], Meta(max_length=64)] = ()  # named in the result
 
 
 class Ack(_Message2, frozen=True, kw_only=True, tag="ack"):
-    """The coordinator's last word on a report. Also sent again for a report that is repeated."""
+    """The coordinator's final word on a report, repeated if the report is."""
 
     order_id: OrderId
     device_id: Id
@@ -271,36 +271,36 @@ class Ack(_Message2, frozen=True, kw_only=True, tag="ack"):
 
 
 class Want(_Message, frozen=True, kw_only=True, tag="want"):
-    """The receiver's request for the byte ranges [start, end) of a blob that it still lacks."""
+    """A request for the byte ranges [start, end) of a blob that the receiver still lacks."""
 
-    device_id: Id  # who asks, or, from the coordinator, whom it asks
+    device_id: Id  # the sender, or, from the coordinator, the addressee
     digest: Digest
     ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=256)]
-    listening: Count = 0  # drawn with each subscription, and when chunks on their way may be lost; 0: it does not say
+    listening: Count = 0  # drawn at each subscription and when chunks in flight may be lost; 0: not given
 
 
 # ------------------------------------------------------------------------------------------------------- rollouts
 
 
 class RolloutState(StrEnum):
-    """Where a rollout stands; devices install while it is running, and those that come late when it is done."""
+    """The state of a rollout. Devices install while it is running; late ones when it is done."""
 
     RUNNING = "running"
     PAUSED = "paused"
-    ABORTED = "aborted"  # devices that run the new release go back to the one before
-    DONE = "done"  # all stages are behind it
+    ABORTED = "aborted"  # devices with the new release return to the previous one
+    DONE = "done"  # all stages completed
 
 
 class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
-    """Which release how much of the fleet shall run. That the release is genuine the signed metadata say, not this.
+    """Which part of the fleet should run which release. The signed metadata, not this, prove the release genuine.
 
     A device takes part if it is one of `canaries`, or if its place (`fedge.rollout.place`, in [0, 1)) is below `share`.
-    `version` counts up with everything that is announced, also of other rollouts.
+    `version` increases with every announcement, across rollouts.
     """
 
     id: Id
     state: RolloutState
-    target: Text  # of the signed metadata: the path of the bundle's manifest
+    target: Text  # path of the bundle manifest in the signed metadata
     release: Count
     canaries: Annotated[tuple[Id, ...], Meta(max_length=256)] = ()
     share: Share
@@ -309,10 +309,10 @@ class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
 
 
 class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
-    """A rollout as it is published, retained: signed by the repository's role `timestamp`.
+    """A published, retained rollout, signed by the repository's role `timestamp`.
 
-    rollout: a `Rollout`, encoded; signatures: in hex, by key, of `fedge.rollout.signed_bytes`; roots: the newest of the
-    repository, by name: they say which key it is.
+    rollout: an encoded `Rollout`; signatures: hex, by key, of `fedge.rollout.signed_bytes`; roots: the newest of the
+    repository, by name; they define that key.
     """
 
     rollout: bytes
@@ -321,40 +321,40 @@ class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
 
 
 class Phase(StrEnum):
-    """What a device's runtime does with the release of a rollout."""
+    """What a device's runtime does with a rollout's release."""
 
-    SERVING = "serving"  # it answers; `reason`, if any: why the last announcement does not count
+    SERVING = "serving"  # in service; `reason`, if any: why the last announcement was ignored
     FETCHING = "fetching"
-    TRIAL = "trial"  # it answers, the old one is ready
-    REFUSED = "refused"  # never switched to it
-    ROLLED_BACK = "rolled_back"  # switched, then went back
-    FAILED = "failed"  # could not be fetched or stored; will be tried again
+    TRIAL = "trial"  # in service, with the old one ready
+    REFUSED = "refused"  # never activated
+    ROLLED_BACK = "rolled_back"  # activated, then reverted
+    FAILED = "failed"  # not fetched or stored; will be retried
 
 
 class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A bundle on those of a device's own samples that are not marked sensitive; None where nothing was measured."""
+    """A bundle's quality on the device's own non-sensitive samples; None where nothing was measured."""
 
-    n: Count  # validation samples that are not marked
+    n: Count  # non-sensitive validation samples
     accuracy: Share | None = None  # on labelled validation samples
-    gate_entropy: Share | None = None  # mean over samples, 1 where all candidates have equal shares; None: only one
+    gate_entropy: Share | None = None  # mean over samples; 1: all candidates have equal shares; None: one candidate
     free_energy: float | None = None  # mean over samples, in deviations from the bundle's reference
     latency_ms: NonNegative | None = None  # median of single samples
 
 
 class Health(_Message, frozen=True, kw_only=True, tag="health"):
-    """How a device's runtime is; retained, published at each change and now and then."""
+    """The health of a device's runtime; retained, published on change and from time to time."""
 
     device_id: Id
-    at: NonNegative  # seconds since the epoch, by the device's clock
+    at: NonNegative  # seconds since the epoch, device clock
     phase: Phase
-    release: Count  # of the bundle that answers; 0: none
-    bundle_digest: Digest | None = None  # of a bundle that came by a rollout; what others hold stays on the device
-    rollout: Id | None = None  # the last one that it took part in
+    release: Count  # of the bundle in service; 0: none
+    bundle_digest: Digest | None = None  # only for a bundle from a rollout; other digests stay on the device
+    rollout: Id | None = None  # the last one it took part in
     reason: Text = ""
-    before: Quality | None = None  # the bundle that answered when the rollout's came, if it came by one, too
-    now: Quality | None = None  # the rollout's
+    before: Quality | None = None  # the bundle in service before the rollout, if it also came from one
+    now: Quality | None = None  # the rollout's bundle
     temperature_c: float | None = None
-    n_predictions: Count = 0  # since the start of the process
+    n_predictions: Count = 0  # since the process started
     n_failed: Count = 0
     drift: bool = False  # energies or gate have left the bundle's reference
 
@@ -372,7 +372,7 @@ def encode(message: Message) -> bytes:
     """Serialise a message.
 
     Raises:
-        ValueError: it is larger than `MAX_MESSAGE_BYTES` or holds a NaN or an infinity (a bug of ours: never sent).
+        ValueError: it exceeds `MAX_MESSAGE_BYTES`, or holds NaN or infinity (our own bug: never sent).
     """
     data = _encoder.encode((message.VERSION, message))
     if len(data) > MAX_MESSAGE_BYTES:
@@ -383,7 +383,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
-    """Parse bytes from outside into a message of the kind that its topic carries.
+    """Parse untrusted bytes into a message of the kind that belongs on the topic.
 
     Raises:
         ProtocolError: `oversized`, `malformed`, `version`, `unexpected-type` or `not-finite`.
@@ -408,7 +408,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
 
 
 def is_outdated(data: bytes | bytearray | memoryview) -> bool:
-    """Whether these bytes are a message between agent and coordinator of a version before ours."""
+    """Whether these bytes are an agent or coordinator message of an older version."""
     try:
         version, _ = _decoder.decode(data)
     except MALFORMED:
@@ -428,7 +428,7 @@ def all_finite(value: object) -> bool:
 
 
 def blobs_of(value: object) -> Iterator[BlobRef]:
-    """All tensors that a message, or any other value made of structs and containers, names."""
+    """All tensors named in a message, or in any other value made of structs and containers."""
     if isinstance(value, BlobRef):
         yield value
         return
@@ -440,7 +440,7 @@ def blobs_of(value: object) -> Iterator[BlobRef]:
     elif isinstance(value, list | tuple):
         held = value
     for item in held:
-        if not isinstance(item, _PLAIN):  # most of a large state is: no generator for each
+        if not isinstance(item, _PLAIN):  # a large state consists mostly of these: avoid a generator for each
             yield from blobs_of(item)
 
 
@@ -448,9 +448,9 @@ _PLAIN: Final = (int, float, str, bytes, NoneType)
 
 
 def back_from(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[tuple[str, Difference]]:
-    """The differences that lead to a model, the last one first, as long as together they are smaller than it is.
+    """The chain of differences that leads to a model, last first, while it is smaller than the model itself.
 
-    With each the digest of the model that it leads to.
+    Each comes with the digest of the model it leads to.
     """
     digest, left, untried = ref.digest, ref.size_bytes, dict(differences)
     while (found := untried.pop(digest, None)) is not None and (left := left - found.blob.size_bytes) > 0:
@@ -461,7 +461,7 @@ def back_from(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[t
 def way_to(
     ref: BlobRef, differences: Mapping[str, Difference], held: Container[str]
 ) -> tuple[str, tuple[BlobRef, ...]] | None:
-    """How to come to a model from one that is held: its digest, and the differences in their order; None: no way."""
+    """How to reach a model from one that is held: its digest, and the differences in order; None: no way."""
     steps: tuple[BlobRef, ...] = ()
     for _, difference in back_from(ref, differences):
         steps = (difference.blob, *steps)

@@ -1,13 +1,13 @@
-"""Steps: what a device can be asked. This is the contract half; it needs no torch.
+"""Steps: what a device can be asked to do. This is the contract half; it needs no torch.
 
-A step is an `Action` (what is asked, with bounds), its `Result` (what comes back), and a device half, a module with
+A step consists of an `Action` (the request, with bounds), its `Result`, and a device half, which is a module with
 
     run(device, action) -> result                    what the device does (`edge_agent.device.Device`)
     many(devices, actions) -> [result or None]       optional: the same for several simulated devices at once
-    overlay(model, kept, layout) -> model            optional: what the step keeps on the device, put over a model
+    overlay(model, kept, layout) -> model            optional: combines what the step keeps with a model
 
-The wire carries the step's name, its version and the action as MessagePack. A device runs the steps that its owner has
-installed (`known_steps`); the network only ever names one. The contracts lie in `fedge/steps`, the device halves in
+The wire carries the step's name, its version and the action as MessagePack. A device runs only steps that its owner has
+installed (`known_steps`); the network can only name them. Contracts are in `fedge/steps`, device halves in
 `edge_agent/steps`, under the same names.
 """
 
@@ -40,7 +40,7 @@ GROUP: Final = "fedge.steps"
 
 
 class Reveals(StrEnum):
-    """What a field of a result, or of another message, lets out of a device: its owner allows kinds (`fedge.egress`).
+    """What a field of a message reveals about a device. The device's owner allows kinds (`fedge.egress`).
 
     docs/privacy.md says what can be learned from each.
     """
@@ -97,23 +97,23 @@ HARMLESS: Final = frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.ACCOUNTED})
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What comes back. `REVEALS` says for each field what it lets out; one that it does not name counts as `PRIVATE`.
+    """The result of a step. `REVEALS` says for each field what it reveals; a field not listed counts as `PRIVATE`.
 
-    A field with a default is left out where the device's owner does not allow it.
+    A field with a default is left out if the device's owner does not allow it.
     """
 
     REVEALS: ClassVar[Mapping[str, Reveals]] = {}
 
 
 class Refusal(Result, frozen=True, kw_only=True):
-    """No result, and why. `reason`: for the device's own log; it does not travel."""
+    """A reason why there is no result. `reason` goes into the device's own log and is never sent."""
 
     why: Why = Why.OTHER
     reason: str = ""
 
 
 class Declined(Refusal, frozen=True, kw_only=True):
-    """The device will not do it now (RAM, temperature, battery, no data): no fault."""
+    """The device will not do it now (RAM, temperature, battery, no data); not a fault."""
 
 
 class Failed(Refusal, frozen=True, kw_only=True):
@@ -130,10 +130,10 @@ REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.U
 
 
 class Action(Struct, frozen=True, kw_only=True):
-    """What a device is asked to do; a subclass is the contract of one step.
+    """A request to a device; each subclass is the contract of one step.
 
-    STEP, VERSION: its name on the wire; a version counts up when old devices would misunderstand the action.
-    RESULT: the type of what comes back. DEVICE: module of the device half. TRAINS: whether it needs torch and labels.
+    STEP, VERSION: its name on the wire; raise the version when old devices would misunderstand the action.
+    RESULT: the type of the result. DEVICE: module of the device half. TRAINS: whether it needs torch and labels.
     """
 
     STEP: ClassVar[str]
@@ -147,37 +147,37 @@ class Action(Struct, frozen=True, kw_only=True):
     """Whether the time of the work is told: not where sensitive samples shape it from the start, nor next to none."""
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Forward passes of one sample that the step costs, roughly: what the clock and deadlines go by.
+        """Approximate cost in forward passes of one sample; the simulated clock and deadlines use it.
 
-        n_shared, n_train, n_val: samples of the device: not sensitive, all of its training samples, validation.
+        n_shared, n_train, n_val: the device's non-sensitive, all training and validation samples.
         """
         del n_shared
         return n_train + n_val
 
     def check(self, result: Any, task: TaskSpec) -> None:
-        """Refuse a result of the right type that does not answer this action; call `require`.
+        """Refuse a well-typed result that does not answer this action; see `require`.
 
         Raises:
             ProtocolError: `wrong-result`, or another name.
         """
 
     def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """The blobs that a result brings, each with the tensors that it must hold. `layout`: of the task's network.
+        """The blobs of a result, each with the tensors it must hold. `layout`: of the task's network.
 
-        None: plain bytes, of a size that this has checked.
+        None: plain bytes, whose size this method has checked.
         """
         del result, layout
         return {}
 
     def reveals(self) -> Mapping[str, Reveals]:
-        """What each field of a result of this very action lets out."""
+        """What each field of this action's result reveals."""
         fields = self.RESULT.__struct_fields__
         return {field: self.RESULT.REVEALS.get(field, Reveals.PRIVATE) for field in fields}
 
     def sparing(self, withheld: Collection[str]) -> Self | None:
-        """The action for a device whose owner withholds these kinds; None: nothing would come of it.
+        """The action for a device whose owner withholds these kinds; None if nothing useful would come back.
 
-        So it is where a field without default is withheld, or all that the result is about.
+        That is so if a field without default is withheld, or everything the result is about.
         """
         reveals = self.reveals()
         needed = {reveals[field.name] for field in fields_of(self.RESULT) if field.required}
@@ -187,7 +187,7 @@ class Action(Struct, frozen=True, kw_only=True):
 
 
 def unaccounted(action: type[Action]) -> dict[str, Reveals]:
-    """The fields of what comes back that depend on samples and that no noise protects, with what each lets out."""
+    """The result fields that depend on samples without noise to protect them, with what each reveals."""
     told = {field: action.RESULT.REVEALS.get(field, Reveals.PRIVATE) for field in action.RESULT.__struct_fields__}
     return {field: kind for field, kind in told.items() if kind not in HARMLESS}
 
@@ -196,7 +196,7 @@ def require(holds: bool, otherwise: str) -> None:
     """Refuse a result.
 
     Raises:
-        ProtocolError: `wrong-result`, where it does not hold.
+        ProtocolError: `wrong-result`, if it does not hold.
     """
     if not holds:
         raise ProtocolError("wrong-result", otherwise)
@@ -212,7 +212,7 @@ def installed_steps() -> Steps:
 
 
 def known_steps(paths: Iterable[str] = ()) -> Steps:
-    """What this device can be asked: the installed steps, and those that its owner names as `package.module:Class`.
+    """The steps of this device: the installed ones, and those its owner names as `package.module:Class`.
 
     Raises:
         ConfigError: a path names no step.
@@ -227,7 +227,7 @@ def known_steps(paths: Iterable[str] = ()) -> Steps:
 
 
 def device_half(action: type[Action]) -> Any:
-    """The module that carries a step out."""
+    """The module that carries out a step."""
     return importlib.import_module(action.DEVICE)
 
 
@@ -235,10 +235,10 @@ def device_half(action: type[Action]) -> Any:
 
 
 def body_of(value: Action | Result) -> bytes:
-    """An action or a result as it travels: made again in the same way, it gives the same bytes.
+    """Encode an action or a result; equal values give equal bytes.
 
     Raises:
-        ValueError: it holds a NaN or an infinity (a bug of ours: never sent).
+        ValueError: it holds NaN or infinity (our own bug: never sent).
     """
     if not all_finite(msgspec.to_builtins(value)):
         raise ValueError(f"{type(value).__name__} holds a number that is not finite")
@@ -246,7 +246,7 @@ def body_of(value: Action | Result) -> bytes:
 
 
 def read_action(order: Order, known: Steps) -> Action | Unsupported:
-    """The action of an order, as far as this device knows it.
+    """The action of an order, if this device knows its step.
 
     Raises:
         ProtocolError: `malformed` or `not-finite`.
@@ -259,7 +259,7 @@ def read_action(order: Order, known: Steps) -> Action | Unsupported:
 
 
 def read_result(report: Report, action: Action) -> Result:
-    """What a report says, checked by schema; `Action.check` and the blobs are left to the caller.
+    """Decode the result in a report against its schema; the caller runs `Action.check` and checks the blobs.
 
     Raises:
         ProtocolError: `malformed` or `not-finite`.

@@ -1,4 +1,4 @@
-"""The description of a task that both sides agree on. It needs no torch; `fedge.tasks` and `fedge.models` do."""
+"""The task description that both sides agree on. It needs no torch, unlike `fedge.tasks` and `fedge.models`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Word = Annotated[str, Meta(pattern=PRINTABLE, min_length=1, max_length=200)]
 
 
 class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A column that the network sees: a number, (value - mean) / std, or with `categories` a 1 in the place of its own.
+    """A column that the network sees: a number, (value - mean) / std, or one-hot `categories`.
 
-    `missing`: stands for a cell without a value; None: such a row is refused.
+    `missing`: replaces an empty cell; None: a row with one is refused.
     """
 
     name: Word
@@ -28,15 +28,15 @@ class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """How many inputs of the network it becomes."""
+        """The number of network inputs it becomes."""
         return len(self.categories) or 1
 
 
 class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the columns of a table mean (`fedge.table`).
 
-    `target`: the column of the class, one of `classes`. `sensitive`: the column of marks, 0 or 1. `user`: whose row it
-    is, for `--partition natural`. `ignore`: columns that may be there and mean nothing.
+    `target`: the column of the class, one of `classes`. `sensitive`: the column of marks, 0 or 1. `user`: the person
+    behind a row, for `--partition natural`. `ignore`: columns that are allowed and unused.
     """
 
     target: Word
@@ -48,22 +48,22 @@ class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """How many inputs the network has."""
+        """The number of network inputs."""
         return sum(column.width for column in self.columns)
 
 
 class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a raw sample becomes a model input: (x / scale - mean) / std, after an image was resized.
+    """How a raw sample becomes a model input: (x / scale - mean) / std, after images are resized.
 
-    `image_mode` None: samples are arrays, not images. "L" is grey, "RGB" colour. `table`: samples are rows of one, and
-    each column has its own mean and std.
+    `image_mode` None: samples are arrays, not images; "L": grey; "RGB": colour. `table`: samples are rows, and each
+    column has its own mean and std.
     """
 
     scale: Annotated[float, Meta(gt=0)] = 1.0
     mean: float = 0.0
     std: Annotated[float, Meta(gt=0)] = 1.0
     image_mode: str | None = None
-    table: Schema | UnsetType = UNSET  # not in the text of other tasks, whose fingerprints are older than tables
+    table: Schema | UnsetType = UNSET  # omitted for other tasks, whose fingerprints are older than tables
 
 
 class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +72,7 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(pattern=PRINTABLE)]
     classes: Annotated[tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...], Meta(min_length=2)]
     input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=3)]  # without batch, channels first
-    model: str  # "mlp", "cnn", or "package.module:factory" of the user's own
+    model: str  # "mlp", "cnn", or the user's own "package.module:factory"
     model_options: dict[str, int | float | str | bool] = {}
     preprocessing: Preprocessing = Preprocessing()
 
@@ -87,8 +87,8 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return len(self.classes)
 
     def fingerprint(self) -> str:
-        """16 hex digits that differ when anything of the task differs."""
-        import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
+        """16 hex digits; any change to the task changes them."""
+        import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
 
@@ -99,9 +99,9 @@ than to take means first; with more of them that layer's weights are too much to
 
 
 def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
-    """Window of the means that the gate sees of an image, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
+    """Pooling window of the image that the gate sees, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
 
-    (1, 1), that is no pooling, for inputs other than (channels, height, width) and for small images.
+    (1, 1), no pooling, for small images and for inputs that are not (channels, height, width).
     """
     if len(input_shape) != 3:
         return (1, 1)

@@ -1,6 +1,6 @@
-"""Who is there, and how work gets done: a method writes actions for devices, a fleet brings their answers.
+"""Devices and how they do work: a method writes actions for devices, and a fleet brings back their answers.
 
-Methods see only this interface; it has two implementations: `coordinator.fleet.mqtt` (real devices) and
+Methods see only this interface. It has two implementations: `coordinator.fleet.mqtt` (real devices) and
 `coordinator.fleet.simulated` (workers in this process).
 """
 
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that can be asked in this round. `n_samples`: those not marked sensitive, |D_L|.
+    """A device available in this round. `n_samples`: its non-sensitive samples, |D_L|.
 
-    `incarnation`: of its agent, new at each start of it, and of the bundle that drifts, if one does. Where it differs
-    from before, the device may not be what it was; a connection that was lost and came back changes nothing.
-    `trains`: False for an inference-only device. `drift`: its runtime says that what it sees has left its bundle's
-    reference. `steps`: what it can be asked, by name the version; None: all there is. `release`: the highest of a
-    bundle that it has had. `withholds`: kinds (`fedge.step.Reveals`) that its owner does not let out. `via`: the relay
-    that it is behind.
+    `incarnation`: changes with each start of the agent, and with the bundle that drifts, if one does; a new value means
+    that the device may have changed. A reconnect leaves it as it is. `trains`: False for an inference-only device.
+    `drift`: its runtime reports that inputs have left the bundle's reference. `steps`: versions of known steps, by
+    name; None: all. `release`: the highest release of a bundle it has had. `withholds`: kinds (`fedge.step.Reveals`)
+    that its owner does not let out. `via`: the relay in front of it.
     """
 
     id: str
@@ -52,11 +51,11 @@ class Device:
     via: str = ""
 
     def knows(self, action: Action) -> bool:
-        """Whether the device can be asked this, and may."""
+        """Whether the device knows this step and its owner permits it."""
         return isinstance(self.asked(action), Action)
 
     def asked(self, action: Action) -> Action | Refusal:
-        """The action as the device is asked it, without what its owner withholds; a refusal: it is not asked."""
+        """The action as sent to the device, without what its owner withholds; or a refusal, and nothing is sent."""
         if self.steps is not None and self.steps.get(action.STEP) != action.VERSION:
             text = (
                 f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
@@ -72,7 +71,7 @@ class Device:
 def asked(
     devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec
 ) -> tuple[dict[str, Action], dict[str, Refusal]]:
-    """The actions as the devices are asked them, and in place of some an answer without asking; both by id."""
+    """The actions to send, and immediate answers for devices that are not asked; both by id."""
     if (frozen := needed_on_devices(task)) is not None:
         actions = {i: msgspec.structs.replace(a, weights=frozen) if a.TRAINS else a for i, a in actions.items()}
     found = {i: devices[i].asked(action) for i, action in actions.items()}
@@ -82,9 +81,10 @@ def asked(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a device answered. `result` None: nothing acceptable came before the deadline. `seconds`: its own time.
+    """A device's answer. `result` None: nothing acceptable came in time. `seconds`: the device's own time.
 
-    `round`: in which its order was written; where an answer is late by rounds (`Fleet.stream`), that is its staleness.
+    `round`: in which the order was written; for answers that are rounds late (`Fleet.stream`), this gives the
+    staleness.
     """
 
     device_id: str
@@ -94,7 +94,7 @@ class Answer:
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """An update that was believed, as a measure for those that come after it."""
+    """An accepted update, as a reference for later ones."""
 
     norms: Norms
     n_samples: int
@@ -113,7 +113,7 @@ def order_for(
     descents: Mapping[str, Descent] | None = None,
     issue: str = "",
 ) -> Order:
-    """The order for one action: the same run, issue, round, label and device always give the same id and seed."""
+    """The order for one action; equal run, issue, round, label and device give equal id and seed."""
     steps = leading_to(blobs_of(action), descents or {})
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
     return Order(
@@ -133,19 +133,19 @@ def order_for(
 
 
 def checked(action: Action, report: Report, task: TaskSpec) -> Result:
-    """What a report says, if it answers the action in this task; its tensors are checked when they are decoded.
+    """The result in a report, if it answers the action in this task; tensors are checked when decoded.
 
     Raises:
-        ProtocolError: `malformed`, `not-finite`, `wrong-result`, or what the step's own check says.
+        ProtocolError: `malformed`, `not-finite`, `wrong-result`, or a name from the step's own check.
     """
     return answering(action, read_result(report, action), task)
 
 
 def answering(action: Action, result: Result, task: TaskSpec) -> Result:
-    """The result, if it answers the action in this task: the one check of both fleets.
+    """The result, if it answers the action in this task; both fleets use this check.
 
     Raises:
-        ProtocolError: `wrong-result`, or what the step's own check says.
+        ProtocolError: `wrong-result`, or a name from the step's own check.
     """
     if not isinstance(result, Refusal):
         require(isinstance(result, action.RESULT), f"{type(result).__name__} does not answer {action.STEP}")
@@ -154,12 +154,12 @@ def answering(action: Action, result: Result, task: TaskSpec) -> Result:
 
 
 def require_sendable(actions: Iterable[Action]) -> None:
-    """Refuse, before anybody is asked, what every device would refuse: options that no message can hold.
+    """Refuse, before sending, options that no message can hold and every device would refuse.
 
     Raises:
-        ConfigError: a value is out of the range that the protocol has for it; the text names the field.
+        ConfigError: a value is out of the protocol's range; the text names the field.
     """
-    for action in {id(action): action for action in actions}.values():  # most of a step share one
+    for action in {id(action): action for action in actions}.values():  # usually one action shared by all
         try:
             msgspec.msgpack.decode(body_of(action), type=type(action))
         except (msgspec.ValidationError, OverflowError, ValueError) as error:
@@ -169,9 +169,9 @@ def require_sendable(actions: Iterable[Action]) -> None:
 
 
 class Fleet(Protocol):
-    """The devices of one federation, as a method sees them during one round. `task`: what they learn.
+    """The devices of a federation, as a method sees them in one round. `task`: what they learn.
 
-    `descents`: of the models that were put to follow others (`coordinator.fleet.versions`); None: none is to.
+    `descents`: of models stored as successors of others (`coordinator.fleet.versions`); None: there are none.
     """
 
     task: TaskSpec
@@ -179,67 +179,64 @@ class Fleet(Protocol):
 
     @property
     def sites(self) -> RelayFleet | None:
-        """Where the updates of devices behind relays are summed; None: there are no relays."""
+        """Where updates of devices behind relays are summed; None: no relays."""
 
     def devices(self) -> tuple[Device, ...]:
-        """Those that can be asked to train, by ascending id; a snapshot taken and stored when the round began."""
+        """Devices that can train, by ascending id; a snapshot stored at the start of the round."""
 
     def inference_only(self) -> tuple[Device, ...]:
-        """Those that cannot train, by ascending id, of the same snapshot: for steps that need no torch alone."""
+        """Devices that cannot train, by ascending id, from the same snapshot: for steps without torch."""
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Have each device do its action; answers by ascending device id, one for each action.
+        """Have each device do its action; one answer per action, by ascending device id.
 
-        `label` is unique within the round. A device that does not know a step is not asked: its answer is
-        `Unsupported`. Nor is one whose owner withholds what the step tells: `Declined`. Returns when all have answered,
-        or at the round's deadline. Called again after a crash with the same label and actions it repeats nothing that
-        was already answered.
+        `label` is unique within the round. A device that does not know the step is not asked and answers `Unsupported`;
+        one whose owner withholds what the step reveals answers `Declined`. Returns when all have answered, or at the
+        round's deadline. When called again after a crash with the same label and actions, answered work is not
+        repeated.
         """
 
     def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """Have each device do its action; answers one by one, as they come.
+        """Have each device do its action; yields answers as they arrive.
 
-        `label` is unique within the round. A device has a day, whatever the deadline of a round: nobody waits for it.
-        `seen`: updates from before that the norms of the new ones are measured against, beside each other.
+        `label` is unique within the round. Each device has a day, whatever the round's deadline, since nobody waits for
+        it. `seen`: earlier updates against which the norms of new ones are measured, along with each other.
 
-        Answers of orders that earlier streams of this run have left open are among them. Who leaves the loop leaves
-        the others open: they go on, and come in a later stream, also of a later round. The stream ends when no order
-        is open any more; one that is never answered gives an answer without result.
+        Answers to orders left open by earlier streams of this run are included. A caller that leaves the loop leaves
+        the rest open; their answers arrive in a later stream, possibly of a later round. The stream ends when no order
+        is open; an order that is never answered yields an answer without result.
 
-        The order of the answers is recorded before each is handed out. After a crash the same calls give the same
-        answers, as far as they were handed out in this round, and then go on.
+        The order of answers is recorded before each is yielded. After a crash, the same calls first replay the answers
+        yielded in this round, then continue.
         """
 
     def busy(self) -> frozenset[str]:
-        """The devices whose answer to a streamed order has not been handed out yet: the same after a crash."""
+        """Devices with a streamed order whose answer has not been yielded yet; the same after a crash."""
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Keep a model, so that actions may refer to it. Equal tensors give an equal reference."""
+        """Store a model that actions can refer to. Equal tensors give an equal reference."""
 
     def put_bytes(self, data: bytes) -> BlobRef:
-        """Keep a file, so that actions may refer to it; the codec in the reference means nothing."""
+        """Store a file that actions can refer to; the codec in the reference is meaningless."""
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """A model or an accepted update; an update's `params` are the difference from its start."""
 
     def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """L2 norms of the parameters and of the buffers of what `get` gives; known of updates of the last step."""
+        """L2 norms of the parameters and of the buffers of what `get` returns; known for updates of the last step."""
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob that this side has `put` or a device has sent."""
+        """The bytes of a blob that this side `put` or a device sent."""
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors in FLOAT32 that this side has `put` or a device has sent, whatever their names and shapes."""
+        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes."""
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Say what a method decided, for people to look at; it changes nothing."""
+        """Record a method's decision for people to read; no effect otherwise."""
 
 
 class FleetAround:
-    """A `Fleet` around another, which it hands everything on to: of whoever changes some of what is asked.
-
-    What it knows of the devices, and the tensors, are the other's.
-    """
+    """A wrapper around a `Fleet` that delegates everything; subclasses change some of the requests."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -248,7 +245,7 @@ class FleetAround:
 
     @property
     def descents(self) -> dict[str, Descent] | None:
-        """The other's, which writes the orders."""
+        """Delegates: the inner fleet writes the orders."""
         return self._fleet.descents
 
     @descents.setter
@@ -256,49 +253,49 @@ class FleetAround:
         self._fleet.descents = descents
 
     def devices(self) -> tuple[Device, ...]:
-        """The other's."""
+        """Delegates."""
         return self._fleet.devices()
 
     def inference_only(self) -> tuple[Device, ...]:
-        """The other's."""
+        """Delegates."""
         return self._fleet.inference_only()
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As the other."""
+        """Delegates."""
         return await self._fleet.run(label, actions)
 
     def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """As the other."""
+        """Delegates."""
         return self._fleet.stream(label, actions, seen)
 
     def busy(self) -> frozenset[str]:
-        """The other's."""
+        """Delegates."""
         return self._fleet.busy()
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Keep tensors in the other."""
+        """Delegates."""
         return self._fleet.put(tensors, codec_)
 
     def put_bytes(self, data: bytes) -> BlobRef:
-        """Keep a file in the other."""
+        """Delegates."""
         return self._fleet.put_bytes(data)
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model of the other's."""
+        """Delegates."""
         return self._fleet.get(ref, layout)
 
     def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """Of an update of the other's."""
+        """Delegates."""
         return self._fleet.norms(ref, layout)
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob of the other's."""
+        """Delegates."""
         return self._fleet.get_bytes(ref)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors of the other's."""
+        """Delegates."""
         return self._fleet.get_tensors(ref)
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Say it through the other."""
+        """Delegates."""
         self._fleet.note(event, fields)

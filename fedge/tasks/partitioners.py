@@ -1,7 +1,7 @@
-"""Which device gets which samples: label skew, shards, quantity skew, planted groups, people.
+"""Partitioners: label skew, shards, quantity skew, planted groups, people.
 
-What is dealt is a *unit*: a sample, or a block of samples that overlap (`Pool.block`). Functions here see units by
-their labels and sizes, and answer with the device of each.
+They assign *units*: single samples, or blocks of overlapping samples (`Pool.block`). Functions here take the units'
+labels and sizes and return a device for each unit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fedge.errors import ConfigError
 
 MIN_SAMPLES: Final = 20
 """Of a device, unless other is said: enough for a training, a validation and a test part."""
-FEWEST: Final = 4  # of which two are trained on, one is held out, one is for testing
-FEWEST_BLOCKS: Final = 3  # of a device: one for each of the three parts
+FEWEST: Final = 4  # two to train on, one held out, one to test
+FEWEST_BLOCKS: Final = 3  # per device: one for each of the three parts
 _REDRAWS: Final = 100
 _MILDER: Final = "so the devices differ less than was asked for; fewer devices, or more samples, would be better"
 
@@ -31,7 +31,7 @@ log = logging.getLogger("fedge.tasks")
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """U units: labels (U,), numbers of samples (U,), and the unit of each of the n samples (n,)."""
+    """U units: labels (U,), sizes in samples (U,), and the unit of each of the n samples (n,)."""
 
     y: Ints
     size: Ints
@@ -39,7 +39,7 @@ class Units:
 
 
 def units_of(y: Ints, block: Ints | None) -> Units:
-    """Samples by label (n,) as units: each its own, or the blocks (n,); a block's label is its most frequent one."""
+    """Turn samples with labels (n,) into units: one each, or the blocks (n,), labelled by majority."""
     if block is None:
         return Units(y, np.ones(len(y), np.int64), np.arange(len(y)))
     _, of_sample = np.unique(block, return_inverse=True)
@@ -49,7 +49,7 @@ def units_of(y: Ints, block: Ints | None) -> Units:
 
 
 def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Generator) -> Floats:
-    """Quantity skew: how much of the samples each device gets, (N,), mean 1, in random order.
+    """Quantity skew: each device's relative share of the samples, (N,), mean 1, in random order.
 
     "log-normal": exp(spread z), z standard normal. "power-law": rank^(-spread), Zipf's law.
     """
@@ -65,7 +65,7 @@ def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Gen
 
 @dataclass(slots=True)
 class Milder:
-    """What it took that each device has samples enough: draws of the partition, and samples moved after the last."""
+    """What it took to give every device enough samples: draws of the partition, and samples moved after the last."""
 
     draws: int = 1
     moved: int = 0
@@ -82,21 +82,21 @@ def by_label(
     *,
     least: int = MIN_SAMPLES,
 ) -> Ints:
-    """Label skew: of each class a device gets a share drawn from Dirichlet(alpha w) within its group.
+    """Label skew: each device's share of a class is drawn from Dirichlet(alpha w) within its group.
 
     Args:
-        units: what is dealt.
+        units: to assign.
         portions: (G, C), the part of each class that a group gets; columns sum to 1.
         group_of: (N,) the group of each device, 0..G-1.
-        weights: (N,) relative sizes w; with all of them 1 this is Dirichlet(alpha).
-        alpha: > 0; the smaller, the more differ the devices' classes.
+        weights: (N,) relative sizes w; all 1 gives Dirichlet(alpha).
+        alpha: > 0; the smaller, the more the devices' classes differ.
         rng: of the draw.
-        milder: is told what minimum sizes took.
-        least: samples that each device has.
+        milder: records what minimum sizes took.
+        least: minimum number of samples per device.
 
     Returns:
-        (U,) device of each unit. A draw that leaves a device with fewer samples is repeated; if 100 draws did
-        not help, units are moved from the largest device; both with a line in the log, since both change the skew.
+        (U,) device of each unit. A draw that leaves a device below `least` is repeated; after 100 draws, units are
+        moved from the largest device. Both change the skew and are logged.
     """
 
     def draw() -> Ints:
@@ -131,7 +131,7 @@ def evenly(
     *,
     least: int = MIN_SAMPLES,
 ) -> Ints:
-    """No skew of labels: a random order of all units, cut in proportion to the weights (N,)."""
+    """No label skew: a random order of all units, cut in proportion to the weights (N,)."""
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
@@ -148,9 +148,9 @@ def shards(
     *,
     least: int = MIN_SAMPLES,
 ) -> Ints:
-    """Pathological skew: units sorted by label, cut into equal shards, so many shards for each device.
+    """Pathological skew: units sorted by label and cut into equal shards, `per_device` for each device.
 
-    `iid_share` of the units, drawn at random, are dealt evenly before: PM-MoE's S = 0 and S = 20 %.
+    `iid_share` of the units, drawn at random, are first dealt evenly: PM-MoE's S = 0 and S = 20 %.
 
     Source: McMahan et al., AISTATS 2017, §3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
     2020, §7.
@@ -174,10 +174,10 @@ def shards(
 
 
 def by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int = MIN_SAMPLES) -> Ints:
-    """Natural: a device is a person, and all samples are of that person, (n,); -1 where the person was not drawn.
+    """Natural partition: one person per device, with all of the person's samples, (n,); -1 if not drawn.
 
     Raises:
-        ConfigError: there are fewer people, or one has fewer than `least` samples.
+        ConfigError: too few people, or one has fewer than `least` samples.
     """
     n_users = int(user.max()) + 1
     if n_devices > n_users:
@@ -203,20 +203,20 @@ def filled_up(
 ) -> Ints:
     """Move random units, one at a time, from the largest to the smallest device until each has `least` samples.
 
-    Then, where units are blocks, from who has most of them to who has fewest until each has three.
+    If units are blocks, then move them from the device with most to the one with fewest until each has three.
 
-    `group_of`: (N,) group of each device; units stay in their group, unless the group as a whole is short of them and
-    groups do not have classes of their own. `milder` is told how many samples moved.
+    `group_of`: (N,) group of each device; units stay in their group, unless the whole group is short and groups share
+    classes. `milder` records how many samples moved.
 
     Raises:
-        ConfigError: units are so large that moving them does not help, or a group has none.
+        ConfigError: units are too large for moving to help, or a group has none.
     """
     owners, moved = owners.copy(), 0
     sizes = _sizes(units, owners, len(group_of))
     too_few = ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")
 
     def giver(taker: int, amounts: Ints, need: int) -> int:
-        """Who has most of the taker's group, or of all where the group is short as a whole."""
+        """The device with most in the taker's group, or of all if the whole group is short."""
         group = group_of == group_of[taker]
         short = not own_classes and amounts[group].sum() < need * group.sum()
         return int(np.where(group | short, amounts, -1).argmax())
@@ -258,5 +258,5 @@ def _blocks(owners: Ints, n_devices: int) -> Ints:
 
 
 def _cut(things: Ints, shares: Floats) -> list[Ints]:
-    """Consecutive parts in these proportions; their sizes add up."""
+    """Consecutive parts in these proportions; their sizes add up to the whole."""
     return np.split(things, np.rint(np.cumsum(shares)[:-1] * len(things)).astype(np.int64))

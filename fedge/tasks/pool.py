@@ -28,10 +28,10 @@ _LABELS_MAGIC: Final = 0x00000801
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Raw samples x (n, ...), labels y (n,) int64, and the task they belong to.
+    """Raw samples x (n, ...), labels y (n,) int64, and their task.
 
-    `user`: (n,) int64, the person that a sample comes from, 0, 1, ..., where the set says so. `block`: (n,) int64,
-    samples of one number are cut from one recording and overlap, so that they must never be torn apart.
+    `user`: (n,) int64, the person behind each sample, 0, 1, ..., if known. `block`: (n,) int64; samples with the same
+    number overlap, cut from one recording, and must stay together.
     """
 
     x: NDArray[Any]
@@ -47,19 +47,19 @@ class Pool:
 
 
 def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
-    """The samples of a task, training and test part together, in their stored order.
+    """All samples of a task, training and test, in stored order.
 
     Args:
-        task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or where
-            torchvision puts them), uci-har, spoken-digits (see `har`, `speech`), image-folder (a folder or .zip of
+        task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or
+            torchvision's folder), uci-har, spoken-digits (see `har`, `speech`), image-folder (a folder or .zip of
             `<class>/*.jpg`), arrays (an .npz), SCHEMA.toml (a .csv or .parquet), package.module:Class, or the name of a
             `Task` of this process.
-        data: where they are; not needed for digits. A class of the user's own reads them as those of one device.
+        data: their location; not needed for digits. A user-defined class reads it as one device's data.
         seed: of the choice of `limit` samples.
-        limit: take so many samples at random; None: all.
+        limit: number of samples to draw at random; None: all.
 
     Raises:
-        ConfigError: there is no such task, or its data are not there or cannot be read.
+        ConfigError: no such task, or its data is missing or unreadable.
     """
     rng = np.random.default_rng(seed)
     if ":" in task_name:
@@ -83,16 +83,16 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     elif task_name == "image-folder" and data is not None:
         return _images(data, rng, limit)
     else:
-        task_spec(task_name, data)  # refuses a name that nothing has
+        task_spec(task_name, data)  # refuses an unknown name
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
     return Pool(x, y, task_spec(task_name, data), user, block).take(_choice(len(y), rng, limit))
 
 
 def _of_the_user(path: str, data: Path | None, seed: int) -> Pool:
-    """The samples of a task that was made in Python, or what the user's own class reads as one device's data.
+    """The samples of a task made in Python, or of a user-defined class that reads them as one device's data.
 
-    A class gives model inputs: nothing is left to preprocess, and devices that are dealt them read plain arrays, which
-    the name without its module says.
+    Such a class returns model inputs, with nothing left to preprocess; devices that get a share read plain arrays,
+    hence the name without its module.
     """
     made = load_object(path)
     if not isinstance(made, type):
@@ -119,7 +119,7 @@ def _digits() -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
-    """Only the images that were chosen are decoded."""
+    """Decode only the chosen images."""
     spec = task_spec("image-folder", data)
     names = images.names(data)
     chosen = [names[i] for i in _choice(len(names), rng, limit)]
@@ -127,7 +127,7 @@ def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
 
 
 def _idx(task_name: str, data: Path | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Both parts of a set in the IDX format (big-endian header, then bytes)."""
+    """Both parts of a data set in IDX format (big-endian header, then bytes)."""
     if data is None:
         raise ConfigError(f"task {task_name} needs its four IDX files: say where they are")
     folders = [data, *(data / name for name in _IDX_FOLDERS[task_name])]

@@ -1,4 +1,4 @@
-"""Draws that keep the shares of the classes."""
+"""Stratified draws."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ VALIDATION_SHARE: Final = 0.2  # fedge.md section 3: 15-20 %
 
 
 def spread(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Positions of `n_drawn` samples drawn evenly over the classes (systematic sampling).
+    """Positions of `n_drawn` samples, stratified by class (systematic sampling).
 
-    The samples are sorted by class, shuffled within a class, and drawn at equal distances from a random start: each
+    Samples are sorted by class, shuffled within each class, and drawn at equal distances from a random start: each
     class gets its share of the draw, give or take one.
 
     Args:
@@ -22,7 +22,7 @@ def spread(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDAr
         rng: of the shuffle and the start.
 
     Returns:
-        (n_drawn,) different positions, ascending.
+        (n_drawn,) distinct positions, ascending.
     """
     order = np.lexsort((rng.random(len(y)), y))
     places = np.floor((np.arange(n_drawn) + rng.random()) * (len(y) / max(n_drawn, 1))).astype(np.int64)
@@ -30,6 +30,6 @@ def spread(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDAr
 
 
 def n_validation(n_samples: int) -> int:
-    """How many of a device's samples are held out: a fifth, at least 2 from 10 samples on, at least 1 from 2 on."""
+    """Size of a device's hold-out: a fifth, at least 2 from 10 samples, at least 1 from 2."""
     least = 2 if n_samples >= 10 else min(1, n_samples // 2)
     return max(least, round(VALIDATION_SHARE * n_samples))

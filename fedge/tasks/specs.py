@@ -1,4 +1,4 @@
-"""Task descriptions: the built-in ones, those of the user's data, those written to a file, those of the user's code."""
+"""Task descriptions: built-in, derived from the user's data, read from a file, or from the user's code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOTHES: Final = (
 )  # fmt: skip
 _ACTIVITIES: Final = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
 _DESCRIBED: Final = ("image-folder", "arrays")  # by their data
-_SIDE: Final = 32  # pixels; images of the user's own are resized to a square
+_SIDE: Final = 32  # pixels; the user's images are resized to a square
 
 BUILT_IN: Final = {
     "digits": TaskSpec(
@@ -61,17 +61,17 @@ BUILT_IN: Final = {
 
 
 def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[str] = ()) -> TaskSpec:
-    """The task of a name, of a .json file, of a table's schema or of a class.
+    """The task for a name, a .json file, a table's schema or a class.
 
     Args:
         name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json,
             SCHEMA.toml or package.module:Class.
-        data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. Both describe themselves by
-            it; machines that hold a part of the data only read the file that `write_task` wrote.
-        allow: the code, package.module:name, that a .json file may name: such a file comes from elsewhere.
+        data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. They describe the task;
+            machines with only part of the data read the file written by `write_task` instead.
+        allow: the code, package.module:name, that a .json file may name, since such a file comes from elsewhere.
 
     Raises:
-        ConfigError: there is no such task, the data do not describe one, or the file names code that is not allowed.
+        ConfigError: no such task, the data do not describe one, or the file names code that is not allowed.
     """
     if name_or_file in BUILT_IN:
         return BUILT_IN[name_or_file]
@@ -104,7 +104,7 @@ def write_task(task: TaskSpec, path: Path) -> None:
 
 
 def code_of(task: TaskSpec) -> tuple[str, ...]:
-    """What is imported and called for a task: the paths package.module:name of its class and of its network."""
+    """The code that a task imports and calls: the paths package.module:name of its class and network."""
     return tuple(dict.fromkeys(path for path in (task.name, task.model) if ":" in path))
 
 
@@ -158,6 +158,6 @@ def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> Task
 
 
 def _standardised(x: NDArray[Any]) -> Preprocessing:
-    """Mean 0 and standard deviation 1 over all values; four digits, so that the task reads well."""
+    """Mean 0 and standard deviation 1 over all values, rounded to four digits for legibility."""
     mean, std = (float(f"{value:.4g}") for value in (x.mean(dtype=np.float64), x.std(dtype=np.float64)))
     return Preprocessing(mean=mean, std=std if std > 0 else 1.0)

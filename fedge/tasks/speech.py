@@ -1,8 +1,8 @@
-"""Free Spoken Digit Dataset: ten digits, spoken 50 times each by 6 people, as 16 mel bands by 12 moments.
+"""Free Spoken Digit Dataset: ten digits, each spoken 50 times by 6 people, as 16 mel bands by 12 time steps.
 
-Source: github.com/Jakobovski/free-spoken-digit-dataset. The file is an .npz with audio (all samples one after the
-other, int16), offset (n + 1,), so that recording i is audio[offset[i]:offset[i + 1]], y (n,) the digit, speaker (n,)
-and rate, the samples a second.
+Source: github.com/Jakobovski/free-spoken-digit-dataset. The file is an .npz with audio (all recordings concatenated,
+int16), offset (n + 1,) such that recording i is audio[offset[i]:offset[i + 1]], y (n,) the digit, speaker (n,) and
+rate, in samples per second.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LOWEST_HZ: Final = 80.0
 
 
 def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Pictures of the sound (n, 1, 16, 12), digits (n,) and speakers (n,), counted from 0.
+    """Spectrograms (n, 1, 16, 12), digits (n,) and speakers (n,), numbered from 0.
 
     Args:
         data: the file, or a folder that holds it as fsdd.npz or fsdd/fsdd.npz.
 
     Raises:
-        ConfigError: it is not there or not such a file.
+        ConfigError: no such file, or not in this format.
     """
     file = arrays.find(data, "fsdd/fsdd.npz")
     table = arrays.columns(file, ("audio", "offset", "y", "speaker", "rate"))
@@ -52,8 +52,9 @@ def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np
 def picture(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:
     """A recording (samples,) of any length as (1, 16, 12): log energies by band and by twelfth of its duration.
 
-    Windows of 32 ms every 10 ms, Hann; triangular bands equally wide on the mel scale from 80 Hz to rate / 2; mean
-    energy in each twelfth; logarithm; mean 0 and standard deviation 1 over the recording, so that loudness is gone.
+    Hann windows of 32 ms every 10 ms; triangular bands of equal width on the mel scale from 80 Hz to rate / 2; mean
+    energy in each twelfth; logarithm; normalised to mean 0 and standard deviation 1 per recording, which removes
+    loudness.
     """
     window, step = round(WINDOW_S * rate), round(STEP_S * rate)
     padded = np.pad(wave.astype(np.float64), (0, max(0, window + (N_MOMENTS - 1) * step - len(wave))))
