@@ -1,4 +1,4 @@
-"""The bundle that answers, swapped while it does; what is counted of its work, and how it proves itself on trial."""
+"""The bundle in service, replaceable at run time: it counts its work and proves itself on trial."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATENCY_WINDOW: Final = 20
 
 
 class Counters(Struct, frozen=True, kw_only=True):
-    """Since the process began."""
+    """Counts since the process began."""
 
     n_predictions: int = 0
     n_failed: int = 0
@@ -41,15 +41,15 @@ class Counters(Struct, frozen=True, kw_only=True):
 class Answering:
     """Predicts with the slots' running bundle. Safe to share between threads.
 
-    A new bundle is loaded before the old one is let go, and requests that have begun end with the one that they began
-    with: a switch fails no request.
+    A new bundle is loaded before the old one is released, and requests finish on the bundle they began with: a switch
+    fails no request.
     """
 
     def __init__(self, slots: Slots, limits: Limits, how: How = How()) -> None:
-        """Load what `slots.boot()` names; `how.engine` runs this bundle and all later ones that have what it needs.
+        """Load what `slots.boot()` names; `how.engine` runs this bundle and all later ones that support it.
 
         Raises:
-            ConfigError: nothing was ever installed, or there is no such engine.
+            ConfigError: nothing was ever installed, or no such engine.
             UpdateRejected: neither the running nor the last good bundle can be loaded.
         """
         if how.engine not in {"auto", *ENGINES}:
@@ -69,7 +69,7 @@ class Answering:
         self._allowed_ms: float | None = None
         self._before: str | None = None
         """Digest of the bundle that answered before, as long as the running one is compared with it."""
-        self._rival: Runtime | None = None  # that bundle, loaded when the first labelled sample comes
+        self._rival: Runtime | None = None  # the previous bundle, loaded with the first labelled sample
         self._paired = Paired()
         self._comparing = threading.Lock()
         self._switching = threading.Lock()
@@ -89,18 +89,18 @@ class Answering:
 
     @property
     def runtime(self) -> Runtime:
-        """The bundle that answers now."""
+        """The bundle in service."""
         return self._runtime
 
     @property
     def counters(self) -> Counters:
-        """What was counted since the process began."""
+        """Counts since the process began."""
         with self._lock:
             return self._counters
 
     @property
     def drifted(self) -> bool:
-        """Whether what the device sees has left the bundle's reference."""
+        """Whether the device's inputs have left the bundle's reference."""
         with self._lock:
             return self._drift is not None and self._drift.drifted
 
@@ -113,7 +113,7 @@ class Answering:
         return self.answer(x)[1]
 
     def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
-        """Predict raw samples, and say which bundle did: `runtime` may be another one by now."""
+        """Predict raw samples, and return the bundle that did: `runtime` may be another one by now."""
         runtime = self._runtime
         try:
             answer = runtime.predict(x)
@@ -126,13 +126,13 @@ class Answering:
         return runtime, answer
 
     def feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
-        """Learn what raw samples (n, ...) were in truth, as class numbers (n,): is the bundle before any better?
+        """Compare running and previous bundle on raw samples (n, ...) with true class numbers (n,).
 
-        As long as the device remembers it and too few samples have come to tell, both predict them. What that shows,
-        `worse` says; who changes the slots acts on it.
+        Both predict the samples while the device still has the previous bundle and the evidence is insufficient.
+        `worse` gives the verdict; the owner of the slots acts on it.
 
         Raises:
-            ConfigError: the samples have another shape than the task's, or a label is no class of it.
+            ConfigError: the samples have another shape than the task's, or a label is not a class of it.
         """
         runtime = self._runtime
         x = runtime.as_batch(x)
@@ -156,24 +156,24 @@ class Answering:
 
     @property
     def worse(self) -> str:
-        """Why labelled samples speak for the bundle before the running one, or ""."""
+        """Why labelled samples favour the previous bundle, or ""."""
         with self._lock:
             return self._worse()
 
     @property
     def no_way_back(self) -> str:
-        """Why a bundle that the slots have given up still answers, or ""; `settle` tries again."""
+        """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
         return self._no_way_back
 
     def swap(self, allowed_ms: float | None = None) -> None:
-        """Load the slots' running bundle and let it answer.
+        """Load the slots' running bundle and put it into service.
 
         Args:
             allowed_ms: median latency of single samples above which a bundle on trial is given up.
 
         Raises:
-            UpdateRejected: it cannot be loaded; the one before goes on answering, also for the slots.
-            StoreError: the slots cannot be written; one that cannot be loaded is taken back by a later `settle`.
+            UpdateRejected: it cannot be loaded; the previous one stays in service, also for the slots.
+            StoreError: the slots cannot be written; a bundle that cannot be loaded is undone by a later `settle`.
         """
         with self._switching:
             folder, before = self._slots.running, self._runtime.digest
@@ -197,7 +197,7 @@ class Answering:
         self._allowed_ms = allowed_ms
 
     def settle(self) -> None:
-        """Go back where labelled samples speak for the bundle before; confirm one on trial that has proved itself.
+        """Revert if labelled samples favour the previous bundle; confirm a bundle on trial that has proved itself.
 
         Raises:
             StoreError: the slots cannot be written; the next call tries again.
@@ -227,7 +227,7 @@ class Answering:
                 raise
 
     def give_up(self, reason: str) -> None:
-        """Go back to the bundle before the running one, on trial or not. Nothing may be staged meanwhile."""
+        """Revert to the previous bundle, on trial or not. Nothing may be staged meanwhile."""
         runtime = self._runtime
         with self._lock:
             self._on_trial = False
@@ -239,12 +239,12 @@ class Answering:
         return load_update(folder, self.how, again=again)
 
     def _loaded(self, folder: Path) -> Runtime:
-        """Load the running bundle; where it cannot be loaded, the one before."""
+        """Load the running bundle or, failing that, the previous one."""
         try:
             return self._load(folder)
         except (FedgeError, OSError) as error:
             if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
-                raise  # it was asked for in a way that no bundle could answer
+                raise  # no bundle could run with these options
             try:
                 before = self._slots.go_back(f"it cannot be loaded: {error}", lasting=False)
             except StoreError as lost:
@@ -252,13 +252,13 @@ class Answering:
             return self._load(before)
 
     def _take_back(self) -> None:
-        """Have the slots give up the bundle that could not be loaded, if there is one."""
+        """Have the slots give up the bundle that could not be loaded, if any."""
         if self._unloadable:
             self._slots.roll_back(self._unloadable)
             self._unloadable = ""
 
     def _opponent(self) -> Runtime | None:
-        """The bundle before, if the idle slot still holds it."""
+        """The previous bundle, if the idle slot still holds it."""
         if self._before is None:
             return None
         if self._rival is None:
@@ -279,13 +279,13 @@ class Answering:
             self._before, self._rival = None, None
 
     def _worse(self) -> str:
-        """Why labelled samples speak for the bundle before, or "". The lock is held."""
+        """Why labelled samples favour the previous bundle, or "". The lock is held."""
         if self._before is None or not self._paired.worse(self._limits.accuracy_drop):
             return ""
         return "accuracy: the bundle before has a higher one on samples that were labelled since"
 
     def _take(self, runtime: Runtime, before: str | None = None) -> None:
-        """Let a bundle answer, for now not on trial; `before`: digest of the one to be compared with, if any."""
+        """Put a bundle into service, not yet on trial; `before`: digest of the one to compare with, if any."""
         reference = runtime.manifest.reference
         log.info(
             "event=answers bundle=%s release=%d engine=%s providers=%s",
@@ -325,7 +325,7 @@ class Answering:
             self._go_back(runtime, complaint)
 
     def _watched(self, n: int, latency_ms: float) -> str:
-        """Count work on trial; why the bundle is to be given up, or "". The lock is held."""
+        """Count work on trial; returns why to give the bundle up, or "". The lock is held."""
         self._trial_predictions += n
         if n == 1 and self._allowed_ms is not None:
             self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
@@ -347,9 +347,9 @@ class Answering:
             self._go_back(runtime, f"{MAX_FAILED + 1} predictions in a row failed: {error}")
 
     def _go_back(self, failed: Runtime, reason: str) -> None:
-        """Let the other slot's bundle answer instead of `failed`. The caller has cleared `_on_trial` under the lock."""
+        """Put the other slot's bundle into service instead of `failed`. The caller has cleared `_on_trial`, locked."""
         with self._switching:
-            if failed is not self._runtime:  # an abort and the device's own complaint came at once: the other was first
+            if failed is not self._runtime:  # a concurrent abort and complaint: the other one came first
                 return
             try:
                 self._slots.go_back(reason)
@@ -361,7 +361,7 @@ class Answering:
             self._return()
 
     def _return(self) -> None:
-        """Let the slots' running bundle answer again. The caller holds `_switching`."""
+        """Put the slots' running bundle back into service. The caller holds `_switching`."""
         folder = self._slots.running
         assert folder is not None
         try:
@@ -376,7 +376,7 @@ class Answering:
 
 
 def _digest(folder: Path) -> str | None:
-    """Of the bundle in a slot."""
+    """Digest of the bundle in a slot."""
     try:
         return digest_in(folder)
     except OSError:

@@ -1,7 +1,7 @@
-"""Concurrent requests share calls: what waits while the graph is busy goes into it together.
+"""Batches concurrent requests: those that wait while the graph is busy share the next call.
 
-One thread runs the graph, so that the event loop never waits for it. The queue is bounded: who comes when it is full
-is told so at once, and may come again.
+One thread runs the graph, so the event loop never waits for it. The queue is bounded: requests beyond it are refused at
+once and may be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer = tuple[Runtime, Prediction]
 
 
 class BusyError(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,14 +50,14 @@ class Batcher:
         max_delay_s: float = 0.0,
         max_waiting: int = 64,
     ) -> None:
-        """Make one for a model.
+        """Create the batcher of a model.
 
         Args:
-            answer: predicts samples (n, ...) and says by which bundle; called in the pool, once at a time.
+            answer: predicts samples (n, ...) and returns the bundle used; called in the pool, one call at a time.
             pool: of one thread, which several batchers may share.
-            max_batch: samples in a call; a request of more has one of its own.
+            max_batch: samples per call; a larger request gets its own call.
             max_delay_s: how long a request waits for others while the graph is idle.
-            max_waiting: requests that wait, beside those in the graph.
+            max_waiting: limit of waiting requests, not counting those in the graph.
         """
         self.statistics = Statistics()
         self._answer = answer
@@ -70,10 +70,10 @@ class Batcher:
         self._work: asyncio.Task[None] | None = None
 
     async def predict(self, x: NDArray[np.float32]) -> Answer:
-        """Predict samples (n, ...), perhaps together with those of others; n answers.
+        """Predict samples (n, ...), perhaps together with others; n answers.
 
         Raises:
-            BusyError: too many requests wait.
+            BusyError: too many requests are waiting.
             ConfigError: the samples have another shape than the task's.
         """
         held = sum(waiting.x.nbytes for waiting in self._waiting)
@@ -96,7 +96,7 @@ class Batcher:
         self._work = None
 
     async def _delay(self) -> None:
-        """Wait for a full call until the request in front has waited long enough."""
+        """Wait for a full call, or until the first request has waited long enough."""
         until = self._waiting[0].arrived + self._max_delay_s
         try:
             async with asyncio.timeout_at(until if self._max_delay_s else None):
@@ -107,7 +107,7 @@ class Batcher:
             pass
 
     def _next_group(self) -> list[_Waiting]:
-        """The requests in front that fit into a call together; without those whose client has gone."""
+        """The first requests that fit into one call, without those of clients that have gone."""
         group: list[_Waiting] = []
         n = 0
         while self._waiting:

@@ -36,7 +36,7 @@ MAX_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """All predictions for one input: as in `Prediction`, and the wall time of each call in ms."""
+    """All predictions for one input, as in `Prediction`, and the wall time of each call in ms."""
 
     index: NDArray[np.int64]
     probabilities: NDArray[np.float32]
@@ -163,7 +163,7 @@ def _record(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | No
 
 
 def _mean_energies(answers: Answers) -> list[float | None]:
-    """Mean over the samples on which a candidate was usable; None where it never was."""
+    """Mean over the samples on which a candidate was usable; None if there are none."""
     usable = np.isfinite(answers.energies)
     total = np.where(usable, answers.energies, 0).sum(axis=0)
     return [float(t / n) if n else None for t, n in zip(total, usable.sum(axis=0), strict=True)]

@@ -1,4 +1,4 @@
-"""Whether a device still sees what its bundle was made for."""
+"""Detects whether a device still sees what its bundle was made for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEGLIGIBLE: Final = 0.5
 
 @dataclass(slots=True)
 class _Mean:
-    """Exponential mean of a stream and how many samples it is worth."""
+    """Exponential mean of a stream, with its effective number of samples."""
 
     value: float = 0.0
     weight: float = 0.0  # Σ of the samples' weights
@@ -42,10 +42,10 @@ class _Mean:
 
 
 class Drift:
-    """Whether recent samples differ from those that the bundle was made with; feed it every prediction.
+    """Whether recent samples differ from those that the bundle was made with; `observe` every prediction.
 
-    Both the free energy and the gate's entropy are watched. A shift counts when it is larger than `NEGLIGIBLE`
-    deviations of single samples and more than `CERTAINTY` standard errors; the reference's own error is part of that.
+    Both the free energy and the gate's entropy are watched. A shift counts if it exceeds `NEGLIGIBLE` standard
+    deviations of single samples and `CERTAINTY` standard errors, including the reference's own error.
     """
 
     def __init__(self, reference: Reference) -> None:
@@ -54,7 +54,7 @@ class Drift:
         self._seen = 0
 
     def observe(self, weights: Floats, energies: Floats) -> None:
-        """Take in the outputs of a prediction, (n, M) each; samples without a usable candidate are left out."""
+        """Process the outputs of a prediction, (n, M) each; samples without a usable candidate are ignored."""
         for free, entropy in zip(free_energy(weights, energies).tolist(), gate_entropy(weights).tolist(), strict=True):
             if math.isfinite(free):
                 self._free.observe(free)
@@ -72,7 +72,7 @@ class Drift:
 
     @property
     def drifted(self) -> bool:
-        """Whether the shift is certain and large; not before a whole window was seen."""
+        """Whether the shift is certain and large; False until a whole window was seen."""
         if self._seen < WINDOW:
             return False
         error = math.sqrt(1 / self._free.n_effective + 1 / self._reference.n)
@@ -80,5 +80,5 @@ class Drift:
 
 
 def deviations(shift: float, std: float) -> float:
-    """`shift` in units of `std`, of which at least 0.05 is assumed: a constant on few samples is no certainty."""
+    """`shift` in units of `std`, but at least 0.05: a constant over few samples proves nothing."""
     return shift / max(std, 0.05)

@@ -1,10 +1,10 @@
-"""How a bundle is run.
+"""Engines: ways to run a bundle.
 
 fused       the skeleton: gate, all candidates and the fusion in one call of ONNX Runtime. The default.
-separate    a session for each candidate, gate and fusion in numpy: the same results, less memory where candidates
-            are large (their graph is optimised by itself).
-lazy        as separate, but a sample's candidates are run one after the other, best first, and not those that can
-            hardly matter any more: approximate.
+separate    a session for each candidate, gate and fusion in numpy: the same results, less memory if candidates are
+            large (each graph is optimised separately).
+lazy        as separate, but runs a sample's candidates one by one, best first, and skips those that can hardly
+            matter: approximate.
 int8        the graph of int8.onnx, candidates in 8 bits: approximate. The bundle must have been quantised.
 """
 
@@ -73,7 +73,7 @@ ProviderOptions = Annotated[
 
 
 class How(Struct, frozen=True, kw_only=True):
-    """How bundles are run: as `deploy.load` has it. Equal for a device's bundle and for the next one."""
+    """Options for running bundles, as in `deploy.load`; they apply to a device's present and later bundles."""
 
     engine: EngineChoice = "auto"
     mode: Mode = "normal"
@@ -83,10 +83,10 @@ class How(Struct, frozen=True, kw_only=True):
 
 
 def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str) -> How:
-    """What the flags of a command say.
+    """The options in a command's flags.
 
     Raises:
-        ConfigError: the options of the provider are none.
+        ConfigError: malformed provider options.
     """
     pairs = [text.partition("=") for text in provider_options.split(",") if text]
     if not all(key and equals for key, equals, _ in pairs):
@@ -100,7 +100,7 @@ class Engine(Protocol):
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers that run a part of it."""
+        """Execution providers in use."""
         ...
 
     def run(self, x: Floats) -> list[Floats]:
@@ -108,15 +108,15 @@ class Engine(Protocol):
         ...
 
     def run_all(self, x: Floats) -> list[Floats]:
-        """The outputs of `x` with nothing left out; what the engine knows stays as it is."""
+        """The outputs of `x` with nothing skipped; the engine's bounds stay unchanged."""
         ...
 
 
 def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
-    """The engine that `auto` stands for: fused, or separate where candidates are large.
+    """Resolve `auto`: fused, or separate if candidates are large.
 
     Raises:
-        ConfigError: there is no such engine, or the bundle lacks what it needs.
+        ConfigError: no such engine, or the bundle lacks what it needs.
     """
     manifest = bundle.manifest
     if engine == "auto":
@@ -132,17 +132,17 @@ def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
 
 
 def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode) -> Engine:
-    """Load a bundle into an engine that it has what it takes for.
+    """Load a bundle into an engine that it supports.
 
     Args:
         bundle: verified.
         engine: see the module.
         threads: of ONNX Runtime.
         providers: of ONNX Runtime, in order of preference.
-        mode: "shift": a flat prior, for samples that are unlike the device's own (`fusion.shifted`).
+        mode: "shift": a flat prior, for samples unlike the device's own (`fusion.shifted`).
 
     Raises:
-        ConfigError: the mode makes no sense for the bundle.
+        ConfigError: the mode does not apply to the bundle.
     """
     if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
         raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
@@ -164,14 +164,14 @@ def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[P
 
 
 class Whole:
-    """One graph that does everything."""
+    """One graph for everything."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers that run a part of it."""
+        """Execution providers in use."""
         return self._session.providers
 
     def run(self, x: Floats) -> list[Floats]:
@@ -198,7 +198,7 @@ class Separate:
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Execution providers that run a part of it."""
+        """Execution providers in use."""
         return self._sessions[0].providers
 
     def run(self, x: Floats) -> list[Floats]:
@@ -218,12 +218,12 @@ class Separate:
 
 
 class Lazy(Separate):
-    """Runs only candidates that can matter, sample by sample; those that were not run have no weight and no energy.
+    """Runs only candidates that can matter, sample by sample; skipped ones have no weight and no energy.
 
-    A candidate's score is at most its gate score and what the largest energy seen on the validation samples adds. The
-    private model is run first, and the one that a guard gives a share to, then the others by falling bound, until what
-    the rest could add is below `NEGLIGIBLE` of the mixture. An energy above its bound shows that the sample is unlike
-    those of the validation: the bound is raised for good, and all candidates are run for this sample.
+    A candidate's score is at most its gate score plus the contribution of the largest energy seen on the validation
+    samples. The private model and the guard's candidate run first, then the others by falling bound, until the rest
+    could add less than `NEGLIGIBLE` of the mixture. An energy above its bound shows that the sample is unlike the
+    validation samples: the bound is raised for good, and all candidates are run for this sample.
     """
 
     def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
@@ -273,12 +273,12 @@ class Lazy(Separate):
         return logits
 
     def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
-        """Whether candidates that were not run could have more than a negligible share beside those that were.
+        """Whether the candidates left could have more than a negligible share beside those that were run.
 
-        Of the experts at most `top` take part, and none whose bound is below the `top` best that were run.
+        At most `top` experts take part, and none whose bound is below the `top` best that were run.
 
         Args:
-            rest: those that were not run, by falling bound.
+            rest: those not run, by falling bound.
             bound: of every candidate's score.
             score: of those that were run.
         """

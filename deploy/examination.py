@@ -1,7 +1,7 @@
-"""Is a new bundle fit to answer on this device? Decided on the device's own samples, in a process of its own.
+"""Decides on the device's own samples whether a new bundle is fit for service, in a separate process.
 
-A graph that brings ONNX Runtime down takes only that process with it. Both bundles are measured there, one after the
-other, so that their latencies are those of the same moment.
+A graph that crashes ONNX Runtime takes down only that process. Both bundles are measured there in turn, so their
+latencies are comparable.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TIMEOUT_S: Final = 300.0
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a new bundle may cost, and how it has to prove itself when it answers."""
+    """Limits on a new bundle's cost, and its conditions of trial."""
 
-    accuracy_drop: NonNegative = 0.02  # share of the validation samples; more if so few samples cannot tell
-    latency_ratio: Annotated[float, Meta(ge=1)] = 1.5  # to the running bundle's median of single samples
-    latency_slack_ms: NonNegative = 1.0  # on top, for bundles that take next to nothing
-    latency_ms: NonNegative | None = None  # whatever the running one takes
+    accuracy_drop: NonNegative = 0.02  # share of the validation samples; more if few samples make it uncertain
+    latency_ratio: Annotated[float, Meta(ge=1)] = 1.5  # relative to the running bundle's median of single samples
+    latency_slack_ms: NonNegative = 1.0  # in addition, for very fast bundles
+    latency_ms: NonNegative | None = None  # independent of the running one
     probation_predictions: Annotated[int, Meta(ge=1)] = 20
     probation_s: NonNegative = 60.0
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """reason: why the new bundle must not answer; empty: it may. before: None where nothing answered.
+    """reason: why the new bundle must not serve; empty: it may. before: None if there was none.
 
-    warning: why it was measured on no samples though there is a file of them.
+    warning: why samples were not used although there is a file of them.
     """
 
     reason: str
@@ -51,11 +51,11 @@ class Examination(Struct, frozen=True, kw_only=True):
 
 
 def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
-    """Why the new bundle must not answer, or "".
+    """Why the new bundle must not serve, or "".
 
-    Its accuracy may fall by `accuracy_drop`, or by one standard error of the difference where that is more (of the
-    differences per sample: the samples are the same); a single sample decides nothing. All samples count, sensitive
-    ones too, and the running bundle may have learned from them: the verdict is told, and so names no figure.
+    Its accuracy may fall by `accuracy_drop`, or by one standard error of the difference if that is more (of the paired
+    differences per sample); a single sample decides nothing. All samples count, including sensitive ones, and the
+    running bundle may have learned from them: the verdict is reported, so it contains no figure.
     """
     if not now.finite:
         return "not-finite: it puts out numbers that are not finite on this device's samples"
@@ -74,7 +74,7 @@ def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
 
 
 def allowed_ms(before: Quality | None, limits: Limits) -> float | None:
-    """Median latency of single samples that a new bundle may have, given that of the running one; None: any."""
+    """Maximum median latency of single samples for a new bundle, given that of the running one; None: any."""
     bounds = [] if limits.latency_ms is None else [limits.latency_ms]
     if before is not None and before.latency_ms is not None:
         bounds.append(limits.latency_ratio * before.latency_ms + limits.latency_slack_ms)
@@ -88,7 +88,7 @@ def examine(
     limits: Limits,
     how: How = How(),
 ) -> Examination:
-    """Measure and compare in a child process, in the way that is to answer; what goes wrong is a reason."""
+    """Measure and compare in a child process, with the options of the service; any failure is a reason."""
     try:
         found = child.call(
             "deploy.examination:examined",
@@ -121,7 +121,7 @@ def examined(running: Path | None, staged: Path, home: Path, limits: Limits, how
     if running is not None:
         try:
             before = measure(load_update(running, how, again=True), validation)
-        except (FedgeError, OSError):  # a running bundle that is broken is no yardstick
+        except (FedgeError, OSError):  # a broken running bundle is no reference
             before = None
     return Examination(
         reason=verdict(before, now, limits),
@@ -132,7 +132,7 @@ def examined(running: Path | None, staged: Path, home: Path, limits: Limits, how
 
 
 def _samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
-    """What there is to measure on; a file that is damaged is none, or no release would ever be good enough here."""
+    """The samples to measure on; a damaged file counts as empty, or no release would ever pass here."""
     try:
         return load_validation(home, task), ""
     except ConfigError as error:

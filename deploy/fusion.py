@@ -1,8 +1,8 @@
 """The mixture's formula in float32 numpy, for engines that run the candidates one by one (fedge.md sections 9, 11).
 
-The same numbers as the skeleton's graph takes, from the gate's part, and the same outcome, also where a candidate's
+It uses the same tensors of the gate's part as the skeleton's graph and gives the same result, even if a candidate's
 logits are not finite. Between two networks nothing of this is in the processor's caches, so each call costs several
-times what it does in a loop: all that can be is computed when a bundle is loaded, and one pass over the logits gives
+times what it does in a loop: as much as possible is precomputed at load time, and one pass over the logits gives
 energies and probabilities.
 """
 
@@ -35,11 +35,11 @@ _NAN: Final = np.float32(np.nan)
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """r + log ω of a sample: two layers over its pixels, or over the sums of its windows' rows where these are large.
+    """r + log ω of a sample: two layers over its pixels, or over sums of windows if these are large.
 
     Attributes:
-        kernel: windows whose rows are summed first; (1, 1): the input as it is.
-        hidden: (F, H); the mean over a window, or over what is left of it, is part of it.
+        kernel: windows whose rows are summed first; (1, 1): the input unchanged.
+        hidden: (F, H); includes the mean over a window, or what remains of it.
         hidden_bias: (H,).
         out: (H, M).
         out_bias: (M,).
@@ -60,7 +60,7 @@ class Energies:
         scale: 1 / T.
         mean: (M,) μ.
         inverse_std: (M,) 1 / σ.
-        low: bounds of what counts of a standardised energy, infinite where all does.
+        low: bounds of the standardised energy, infinite if unclipped.
         high: see `low`.
         beta: β.
     """
@@ -75,22 +75,23 @@ class Energies:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """All that decides a prediction, given the logits of M candidates.
+    """Everything that determines a prediction, given the logits of M candidates.
 
-    A row is a candidate's logits once more: M rows give the energies, then M the probabilities softmax(l / T_k + κ_k π)
-    unless they are the same, and one the guard's if it has a share. What is mixed in logit space has the first M alone.
+    Each row is a copy of a candidate's logits: M rows for the energies, then M for the probabilities softmax(l / T_k +
+    κ_k π) unless they are the same, and one for the guard if it has a share. Mixing in logit space uses only the first
+    M.
 
     Attributes:
         gate: see `Gate`.
         energies: see `Energies`.
         rows: (R,) the candidate of each row.
         scale: (R, 1) factors of the rows' logits.
-        prior: (R, C) or (R, 1), what is added to them.
-        mixed: the row at which those of the probabilities begin; -1: logits are mixed.
+        prior: (R, C) or (R, 1), added to them.
+        mixed: index of the first row for probabilities; -1: logits are mixed.
         guard: the guard's share of the output, 0 without one.
         experts: indices of the candidates of which only the `top` best take part in a sample.
         top: see `experts`.
-        tame: where no logit has a larger absolute value, no row goes beyond `SAFE`.
+        tame: if no logit is larger in absolute value, no row exceeds `SAFE`.
     """
 
     gate: Gate
@@ -106,7 +107,7 @@ class Formula:
 
 
 def formula(manifest: Manifest, numbers: Numbers) -> Formula:
-    """The formula of a bundle, with the numbers of its gate's part."""
+    """The formula of a bundle, with the tensors of its gate's part."""
     experts = [k for k, c in enumerate(manifest.candidates) if c.role.is_shared]
     return prepared(manifest.task.input_shape, numbers, experts, manifest.fusion.top)
 
@@ -161,14 +162,14 @@ def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
 
 
 def guarding(how: Formula) -> int:
-    """The candidate that the guard gives a share to; -1: there is no guard."""
+    """The guard's candidate; -1: there is no guard."""
     return how.rows[-1] if how.guard else -1
 
 
 def only(how: Formula, kept: Sequence[int]) -> Formula:
     """The formula of some of its candidates, in ascending order, as if all others were dropped.
 
-    The guard's is one of them, if there is a guard.
+    If there is a guard, its candidate is one of them.
     """
     place = {k: i for i, k in enumerate(kept)}
     rows = [i for i, k in enumerate(how.rows) if k in place]
@@ -185,9 +186,9 @@ def only(how: Formula, kept: Sequence[int]) -> Formula:
 
 
 def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
-    """What a flat prior changes in a gate's part: gate scores 0 and no class prior.
+    """The changes that a flat prior makes to a gate's part: gate scores 0 and no class prior.
 
-    Candidates of weight 0 stay without.
+    Candidates of weight 0 keep it.
     """
     bias = numbers["gate.out.bias"]
     changed = {
@@ -216,7 +217,7 @@ def gate_scores(how: Formula, x: Floats) -> Floats:
 def counted_energy(how: Formula, k: int, logits: Floats) -> float:
     """β clip(ẽ) of candidate k with the logits (C,) of one sample; NaN where one of them is not finite."""
     numbers = how.energies
-    values: list[float] = logits.tolist()  # one sample is too little for numpy to be faster
+    values: list[float] = logits.tolist()  # for one sample numpy is not faster
     largest = max(values)
     if not math.isfinite(sum(values)):
         return math.nan
@@ -226,7 +227,7 @@ def counted_energy(how: Formula, k: int, logits: Floats) -> float:
 
 
 def counted(how: Formula, energy: Floats) -> Floats:
-    """What of standardised energies (..., M) counts: β clip(ẽ)."""
+    """The part of standardised energies (..., M) that counts: β clip(ẽ)."""
     numbers = how.energies
     clipped: Floats = np.minimum(np.maximum(energy, numbers.low), numbers.high)
     clipped *= numbers.beta
@@ -238,7 +239,7 @@ def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
     z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(len(gate), len(how.rows), -1)
     if np.maximum.reduce(np.abs(z), axis=None) < how.tame and np.maximum.reduce(np.abs(gate), axis=None) < np.inf:
         return _fused(how, z, logits, gate, tame=True)
-    with np.errstate(all="ignore"):  # what is not finite is dropped
+    with np.errstate(all="ignore"):  # non-finite values are dropped
         return _fused(how, z, logits, gate, tame=False)
 
 
@@ -281,7 +282,7 @@ def _usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
 
 
 def _drop(score: Floats, experts: NDArray[np.int64], top: int) -> None:
-    """Give all but the `top` best experts of each sample the score of a dropped candidate, in place."""
+    """Give each sample's experts outside the `top` best the score of a dropped candidate, in place."""
     others = np.argsort(-score[:, experts], axis=1, kind="stable")[:, top:]
     score[np.arange(len(score))[:, None], experts[others]] = LOWEST
 

@@ -1,4 +1,4 @@
-"""`fedge install`: give a device its first bundle, and its root of trust, by hand."""
+"""`fedge install`: manually gives a device its first bundle and its root of trust."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _read_root(path: Path) -> bytes:
 
 
 def install_in(home: Path, slots: Slots, new: Bundle) -> None:
-    """Stage, examine, switch; confirmed at once: a person stands by, or nothing has answered before.
+    """Stage, examine, switch; confirmed at once, since a person is present or nothing has served before.
 
-    What is damaged does not count; a device that has no second bundle gets this one twice.
+    A damaged bundle does not count; a device without a second bundle gets this one twice.
 
     Args:
         home: of the device.
@@ -115,7 +115,7 @@ def install_in(home: Path, slots: Slots, new: Bundle) -> None:
 
 
 def _task_in(slots: Slots) -> TaskSpec | None:
-    """What the device does, as a slot says whose manifest can be read."""
+    """The device's task, from a slot with a readable manifest."""
     for folder in (slots.running, slots.staged):
         if folder is not None:
             with contextlib.suppress(UpdateRejected, OSError):
@@ -124,7 +124,7 @@ def _task_in(slots: Slots) -> TaskSpec | None:
 
 
 def _hand_over(new: Bundle, home: Path) -> None:
-    """Give the bundle to the process that serves HOME, by the inbox, and wait until it answers there.
+    """Hand the bundle to the process that serves HOME through the inbox, and wait until it is in service.
 
     Raises:
         ConfigError: the release is not the highest there, or HOME is used by another command.
@@ -159,7 +159,7 @@ def _hand_over(new: Bundle, home: Path) -> None:
 
 
 def _answers(new: Bundle, home: Path) -> bool:
-    """Whether the bundle that was handed over answers by now.
+    """Whether the new bundle is in service by now.
 
     Raises:
         UpdateRejected: it is not fit.
@@ -171,10 +171,10 @@ def _answers(new: Bundle, home: Path) -> bool:
 
 
 def _require_highest(new: Bundle, home: Path) -> None:
-    """See that nothing newer than the bundle answers, or is on its way by the inbox.
+    """Refuse unless the bundle is newer than the one in service and any in the inbox.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: it is not.
     """
     release, (now, digest) = new.manifest.release, _answering(home)
     if digest != new.digest and now >= release:
@@ -188,7 +188,7 @@ def _require_highest(new: Bundle, home: Path) -> None:
 
 
 def _answering(home: Path) -> tuple[int, str]:
-    """Release and digest of the bundle that answers in a HOME where one was installed."""
+    """Release and digest of the bundle in service in a HOME where one was installed."""
     folder = slot_in(home, state_of(home).running or "a")
     try:
         manifest, digest = look(folder)

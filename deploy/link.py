@@ -1,12 +1,12 @@
-"""A device's runtime on the wire: the fleet's rollout comes in, how the device is goes out.
+"""A device's runtime on the wire: the fleet's rollout comes in, the device's health goes out.
 
     Rollout, retained  ──▶  `decide`: what to do next  ──▶  fetch the metadata, verify them (`deploy.trust`)
     Health, retained   ◀──  `phase_of`: where it stands      fetch what is missing, into the content store
                                                              stage, examine, switch, serve on trial, settle
 
-Nothing is believed that the metadata do not sign; nothing that answers is touched before the new bundle has passed its
-examination. Whatever is cut off whenever, the next process looks at the slots and goes on: `decide` knows no history
-but what lies there. The inbox HOME/bundles goes the same way, without signatures: who writes there owns the device.
+Only signed metadata are believed; the bundle in service is not touched before the new one has passed its examination.
+After any interruption, the next process continues from the slots: `decide` uses no other history. Bundles in the inbox
+HOME/bundles go the same way, without signatures: whoever can write there owns the device.
 """
 
 from __future__ import annotations
@@ -87,20 +87,19 @@ class Do(Enum):
     """What a device does next."""
 
     NOTHING = auto()
-    SETTLE = auto()  # see whether the bundle has proved itself, or proved worse than the one before
-    GO_BACK = auto()  # the rollout was aborted, and its bundle answers here
+    SETTLE = auto()  # check whether the bundle has proved itself, or is worse than the previous one
+    GO_BACK = auto()  # the rollout was aborted, but its bundle is in service here
     INSTALL = auto()  # fetch the rollout's bundle and try it
     TAKE_IN = auto()  # try the bundle of the inbox
 
 
 class Situation(Struct, frozen=True, kw_only=True):
-    """All that `decide` and `phase_of` look at.
+    """The input of `decide` and `phase_of`.
 
     state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
-    manifest that it names; refused: why this device does not want that bundle; switched: a rollout had it
-    answer here; judged: why the announcement is not to be trusted; failed: why it could not be fetched; waiting: until
-    the next attempt; worse: labelled samples speak for the bundle before the running one; stuck: why a bundle that was
-    given up still answers.
+    manifest that it names; refused: why this device rejects that bundle; switched: a rollout put it into service here;
+    judged: why the announcement is not trusted; failed: why it could not be fetched; waiting: until the next attempt;
+    worse: labelled samples favour the previous bundle; stuck: why a bundle that was given up is still in service.
     """
 
     state: RolloutState | None = None
@@ -135,7 +134,7 @@ def decide(now: Situation) -> Do:
 
 
 def phase_of(now: Situation) -> tuple[Phase, str]:
-    """Where the device stands with the rollout's release, and why."""
+    """The device's phase for the rollout's release, and why."""
     if now.stuck:
         return Phase.FAILED, now.stuck
     if now.state is not None and now.takes_part and now.announced != now.running:
@@ -149,19 +148,19 @@ def phase_of(now: Situation) -> tuple[Phase, str]:
 
 
 def announced(rollout: Rollout) -> str | None:
-    """Digest of the manifest that a rollout names; it is a claim until the metadata have said so."""
+    """Digest of the manifest that a rollout names; only a claim until the metadata confirm it."""
     folder, _, name = rollout.target.rpartition("/")
     names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
     return next((names[file] for file in rollout.metadata if file in names), None)
 
 
 def announcement(rollout: Rollout) -> str:
-    """Names what a rollout wants to be believed: equal for equal metadata and target."""
+    """Identifies a rollout's claim: equal for equal metadata and target."""
     return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
 
 
 def too_much(metadata: Mapping[str, BlobRef]) -> str:
-    """Why not a byte of these metadata is worth asking for, or ""."""
+    """Why these metadata are too large or too many to request at all, or ""."""
     largest = max((ref.size_bytes for ref in metadata.values()), default=0)
     total = sum(ref.size_bytes for ref in metadata.values())
     if largest > MAX_METADATA_BYTES:
@@ -172,27 +171,27 @@ def too_much(metadata: Mapping[str, BlobRef]) -> str:
 
 
 def retry_s(attempt: int, draw: float) -> float:
-    """Pause before attempt number `attempt` + 1, from half to all of a doubling step; `draw` in [0, 1)."""
+    """Pause before attempt number `attempt` + 1: half to all of a doubling interval; `draw` in [0, 1)."""
     return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """Why an announcement is not to be trusted, and when by our clock that was found."""
+    """Why an announcement is not trusted, and when by our clock that was found."""
 
     announcement: str
     reason: str
     at: float
 
     def holds_for(self, claim: str) -> bool:
-        """Whether it still says so; what has expired by a clock that was since set back may not have expired."""
+        """Whether it still applies; after the clock was set back, expiry must be checked again."""
         return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """HOME/outcome.json: what the last examination found. `switched`: the bundle was let answer after it.
+    """HOME/outcome.json: the result of the last examination. `switched`: the bundle then went into service.
 
-    against: digest of the bundle that answered then. signed: digests of the last bundles that came here by a rollout,
-    newest first. All others may have been made on this device, with its sensitive samples: what they are is not told.
+    against: digest of the bundle in service at that time. signed: digests of the latest bundles from rollouts, newest
+    first. All others may have been made on this device from its sensitive samples: their identity is not reported.
     """
 
     rollout: str | None = None
@@ -215,8 +214,8 @@ class Link:
         async with transport:
             await link.run()  # until it is cancelled
 
-    Nothing that a peer sends ends it; what it cannot do now it tries again later, while the device goes on answering.
-    Without a broker `follow()` alone minds the inbox. `rules`: what may leave, by the device's owner.
+    No peer can end it; what is impossible now is tried again later, while the device stays in service. Without a
+    broker, `follow()` alone handles the inbox. `rules`: what may leave, by the device's owner.
     """
 
     def __init__(
@@ -238,14 +237,14 @@ class Link:
         self._limits = limits
         self._rules = rules
         self._rollout: Rollout | None = None
-        self._distrusted = ""  # why the last announcement does not count
+        self._distrusted = ""  # why the last announcement is ignored
         self._outcome = _read_outcome(home)
         if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
             answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
-        self._damaged: dict[Path, Fingerprint] = {}  # bundles in the inbox, as they were when they could not be read
+        self._damaged: dict[Path, Fingerprint] = {}  # unreadable bundles in the inbox, as they were then
         self._judged: Judgement | None = None
-        self._failed: tuple[str, str] | None = None  # announcement, what went wrong
-        self._n_failures = 0  # of that announcement, in a row
+        self._failed: tuple[str, str] | None = None  # announcement, and its failure
+        self._n_failures = 0  # consecutive failures of that announcement
         self._retry_at = 0.0
         self._no_way_back: str | None = None  # rollout
         self._fetching = False
@@ -255,7 +254,7 @@ class Link:
         self._trusting = threading.Lock()
 
     async def attach(self, transport: Transport) -> None:
-        """Subscribe. Do it before the transport is entered.
+        """Subscribe. Call it before the transport is entered.
 
         Raises:
             ConfigError: the certificate is not this device's.
@@ -275,7 +274,7 @@ class Link:
         transport.on_connect(self._on_connect)
 
     async def run(self) -> None:
-        """Follow the rollout and the inbox, and tell how the device is, until cancelled."""
+        """Follow the rollout and the inbox, and report health, until cancelled."""
         loop = asyncio.get_running_loop()
         failure: asyncio.Future[None] = loop.create_future()
         background = Background(lambda error: None if failure.done() else failure.set_exception(error))
@@ -292,7 +291,7 @@ class Link:
     async def _on_rollout(self, inbound: Inbound) -> None:
         try:
             self._rollout = await asyncio.to_thread(self._announced, inbound.payload) if inbound.payload else None
-        except (UpdateRejected, StoreError) as error:  # what was announced before is what counts
+        except (UpdateRejected, StoreError) as error:  # the previous announcement stays in force
             log.warning("event=announcement_refused reason=%r", str(error))
             self._distrusted = f"announcement refused: {error}"
             self._news.set()
@@ -306,7 +305,7 @@ class Link:
         """The rollout of a genuine announcement.
 
         Raises:
-            UpdateRejected: it is not to be trusted.
+            UpdateRejected: it is not trusted.
             ProtocolError: it is malformed.
             StoreError: the disk is full or broken.
         """
@@ -314,19 +313,19 @@ class Link:
         try:
             with self._trusting:
                 return Trust(self._home).rollout(announcement, self._federation)
-        except ConfigError:  # no root of trust: nothing can be installed or taken back here, which is then reported
+        except ConfigError:  # without a root of trust nothing can be installed or undone here; that is reported
             rollout = decode(announcement.rollout, Rollout)
             return rollout if rollout.state in INSTALLING else None
 
     async def _on_connect(self) -> None:
-        self._unsaid.set()  # a broker that forgot everything is told again
+        self._unsaid.set()  # for a broker that lost its state
 
     # ------------------------------------------------------------------------------------------------- deciding
 
     async def follow(self) -> None:
-        """Mind the slots, the bundle on trial, the inbox and the rollout, until cancelled.
+        """Handle the slots, the bundle on trial, the inbox and the rollout, until cancelled.
 
-        It is all that there is without a broker. The slots are mended first, while the bundle in memory answers.
+        Without a broker, this alone runs. The slots are repaired first, while the bundle in memory stays in service.
         """
         mended_at = -MEND_S
         while True:
@@ -336,7 +335,7 @@ class Link:
                     mended_at = time.monotonic()
                     await asyncio.to_thread(self._slots.mend)
                 pause_s = await self._step()
-            except (FedgeError, OSError) as error:  # it may be mended; the bundle in memory answers all the while
+            except (FedgeError, OSError) as error:  # may be repaired later; the bundle in memory stays in service
                 log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
                 pause_s = LOOK_S
             if pause_s > 0 and not self._news.is_set():
@@ -345,7 +344,7 @@ class Link:
                         await self._news.wait()
 
     async def _step(self) -> float:
-        """Do what is next; the time until the next look, if no rollout comes in before."""
+        """Take the next step; returns the time until the next check, unless a rollout arrives earlier."""
         rollout, inbox = self._rollout, self._inbox()
         situation = self._situation(rollout, inbox)
         match decide(situation):
@@ -402,14 +401,14 @@ class Link:
         )
 
     def _inbox(self) -> Path | None:
-        """The newest bundle written on this device that is newer than the one that answers and was not refused."""
+        """The newest inbox bundle that is newer than the one in service and was not refused."""
         runtime = self._answering.runtime
         known = {*self._slots.state.refused, runtime.digest}
         damaged = {folder for folder, seen in self._damaged.items() if _fingerprint(folder) == seen}
         return newest_in_inbox(self._home, runtime.manifest.release, known, damaged)
 
     def _wanted(self, rollout: Rollout) -> bool:
-        """Whether what was begun for this rollout is still to be done."""
+        """Whether the work begun for this rollout is still wanted."""
         now = self._rollout
         return (
             now is not None
@@ -428,7 +427,7 @@ class Link:
         self._tell()
 
     async def _install(self, rollout: Rollout) -> None:
-        """From the announcement to the trial, or to the reason why not."""
+        """Take an announcement to the trial, or to the reason for refusal."""
         self._fetching = True
         self._tell()
         try:
@@ -437,7 +436,7 @@ class Link:
                 self._fetching = False
                 await self._try(manifest, rollout)
         except UpdateRejected as error:
-            if str(error).startswith("clock"):  # it can be set
+            if str(error).startswith("clock"):  # the clock can be set
                 self._failure(rollout, error)
             else:
                 self._judged = Judgement(announcement=announcement(rollout), reason=str(error), at=time.time())
@@ -453,7 +452,7 @@ class Link:
             self._tell()
 
     def _failure(self, rollout: Rollout, error: Exception) -> None:
-        """Something that may be better next time."""
+        """Record a failure that may be temporary."""
         claim = announcement(rollout)
         again = self._failed is not None and self._failed[0] == claim
         self._n_failures = self._n_failures + 1 if again else 1
@@ -464,9 +463,10 @@ class Link:
         log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
 
     async def _while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
-        """The work's result; None as soon as another rollout, a pause or an end of this one came in.
+        """The work's result; None as soon as a new rollout, a pause or an end of this one arrives.
 
-        None, too, where labelled samples speak against the bundle that answers: that comes first, then the work again.
+        Also None if labelled samples turn against the bundle in service: that is handled first, then the work is
+        repeated.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -481,10 +481,10 @@ class Link:
             await asyncio.wait({task})
 
     async def _verified(self, rollout: Rollout) -> bytes | None:
-        """Fetch the metadata, verify them, fetch the parts that are missing; the manifest. None: the bundle is refused.
+        """Fetch and verify the metadata, then fetch missing parts; returns the manifest. None: the bundle is refused.
 
         Raises:
-            UpdateRejected: the metadata are not to be trusted, or the release is older than one before.
+            UpdateRejected: the metadata are not trusted, or the release is older than one before.
             ProtocolError, StoreError, TransportError, TimeoutError: something could not be fetched or stored.
         """
         self._forget_others(rollout)
@@ -509,14 +509,14 @@ class Link:
         return data
 
     def _forget_others(self, rollout: Rollout) -> None:
-        """Whoever may announce may do so often: what was begun for another announcement is not kept."""
+        """Drop what was begun for other announcements, which may be frequent."""
         named = {ref.digest for ref in rollout.metadata.values()}
         for path in self._received.path("").iterdir():
             if path.name.partition(".")[0] not in named:
                 path.unlink(missing_ok=True)
 
     def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
-        with self._trusting:  # one that was cancelled may still be at it
+        with self._trusting:  # a cancelled one may still be running
             return Trust(self._home).manifest(files, target)
 
     async def _fetch(self, receiver: Receiver, ref: BlobRef, within_s: float) -> Path:
@@ -530,10 +530,10 @@ class Link:
             )
 
     def _fit(self, data: bytes, digest: str) -> Manifest | None:
-        """A genuine manifest, parsed, if this device can run it; otherwise it is refused for good and None comes back.
+        """Parse a genuine manifest. If this device cannot run it, refuse it for good and return None.
 
         Raises:
-            UpdateRejected: `rollback`, it is older than what was run before.
+            UpdateRejected: `rollback`: it is older than what was run before.
         """
         try:
             manifest = decode_manifest(data)
@@ -551,7 +551,7 @@ class Link:
         return manifest
 
     def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:
-        """See that there is room for what is fetched, and for a slot of its own beside the one that it replaces."""
+        """Check for room for the download and for a separate slot beside the one it replaces."""
         if fetched_bytes > MAX_RELEASE_BYTES:
             raise UpdateRejected(f"oversized: parts of {fetched_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
         free = shutil.disk_usage(self._home).free
@@ -561,7 +561,7 @@ class Link:
             )
 
     async def _take_in(self, folder: Path) -> None:
-        """Try a bundle that was written on this device. One that is damaged is none until it has changed."""
+        """Try a bundle from the inbox. A damaged one is ignored until it changes."""
         seen = _fingerprint(folder)
         try:
             bundle = await asyncio.to_thread(read, folder)
@@ -578,7 +578,7 @@ class Link:
         self._tell()
 
     async def _try(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
-        """Stage, examine, switch; all parts are there, or in a folder.
+        """Stage, examine, switch; all parts are in the store, or in a folder.
 
         Raises:
             StoreError: a part was damaged meanwhile, or the disk is full or broken.
@@ -615,7 +615,7 @@ class Link:
         await asyncio.to_thread(self._slots.switch, None if rollout is None else rollout.id)
         try:
             await asyncio.to_thread(self._answering.swap, allowed_ms(found.before, self._limits))
-        except FedgeError as error:  # the one before goes on answering
+        except FedgeError as error:  # the previous one stays in service
             log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
         self._tell()
 
@@ -630,7 +630,7 @@ class Link:
     # ------------------------------------------------------------------------------------------------- outwards
 
     def _tell(self) -> None:
-        """Say how the device is, if it is otherwise than was said."""
+        """Report the device's health if it has changed."""
         health = self._now()
         said = self._health
         self._health = health
@@ -666,7 +666,7 @@ class Link:
         )
 
     async def _publish(self) -> None:
-        """Publish what `_tell` found, and the newest now and then."""
+        """Publish what `_tell` found, and repeat the newest from time to time."""
         topic = self._topics.agent(self._id, "health")
         while True:
             try:
@@ -686,12 +686,12 @@ class Link:
 
 
 def _lasting(health: Health) -> Health:
-    """What of it is worth a message of its own when it changes."""
+    """The part of it whose change deserves a message."""
     return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """What changes when a folder's files do."""
+    """A value that changes with a folder's files."""
     with contextlib.suppress(OSError):
         found = [(path.name, path.lstat()) for path in sorted(folder.iterdir())]
         return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found)

@@ -1,4 +1,4 @@
-"""What a server of models counts, for Prometheus. Needs prometheus_client, which `fedge[metrics]` brings."""
+"""Counters of a model server, for Prometheus. Needs prometheus_client (`fedge[metrics]`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedge.openmetrics import family
 
 
 def metrics(models: Sequence[Served], connections: int, turned_away: int) -> Iterator[Metric]:
-    """The metrics of all models, whose names are the label `model`, and of the port."""
+    """The metrics of all models, by label `model`, and of the port."""
     each = [(model, model.statistics, [model.name]) for model in models]
     yield family("gauge", "fedge_serve_connections", "Clients that are connected.", [], [([], connections)])
     yield family(

@@ -1,10 +1,10 @@
-"""The Open Inference Protocol: the bytes of a request in, samples out; a prediction in, the bytes of a response. No IO.
+"""The Open Inference Protocol: parses requests into samples, and formats predictions as responses. No IO.
 
 Source: Open Inference Protocol 2 (KServe), REST, with Triton's binary tensor data extension: a tensor with the
 parameter `binary_data_size` has its elements after the JSON object, in the order of the tensors, little-endian, row
-after row; an element of BYTES is its length in 4 bytes and itself.
+after row; an element of BYTES is its length in 4 bytes, then its content.
 
-JSON has no NaN: a number of an output that is not finite is null there, and what it is in binary.
+JSON has no NaN: non-finite output values are null in JSON and unchanged in binary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An output that a client asked for."""
+    """A requested output."""
 
     name: str
     binary: bool
@@ -55,9 +55,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks. `x`: (n, ...) float32, finite, raw samples; or PNG and JPEG pictures, a sample each.
+    """A parsed request. `x`: (n, ...) float32, finite, raw samples; or PNG and JPEG images, one per sample.
 
-    `label`: name of the class that the one sample has in truth, if the client knows.
+    `label`: the true class name of a single sample, if the client knows it.
     """
 
     id: str | None
@@ -68,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A body, and the length of the JSON object at its start where binary tensors follow it."""
+    """A body, and the length of its initial JSON object if binary tensors follow."""
 
     body: bytes
     header_bytes: int | None = None
@@ -115,7 +115,7 @@ class _Request(Struct, frozen=True):
 
 
 def decode(body: bytes, header_bytes: int | None = None) -> Request:
-    """Parse a request from anybody.
+    """Parse an untrusted request.
 
     Args:
         body: a JSON object, and binary tensors after it.
@@ -141,7 +141,7 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
 
 
 def _wanted(request: _Request) -> tuple[Wanted, ...]:
-    """The outputs by name; all of them where none is named."""
+    """The requested outputs by name; all if none is named."""
     default = request.parameters.get("binary_data_output") is True
     asked = request.outputs or tuple(_OutputTensor(name) for name in OUTPUTS)
     names = [tensor.name for tensor in asked]
@@ -156,7 +156,7 @@ def _wanted(request: _Request) -> tuple[Wanted, ...]:
 
 
 def _samples(tensor: _InputTensor, tail: bytes) -> NDArray[np.float32] | tuple[bytes, ...]:
-    """The elements of the input, and that there are as many as its shape says."""
+    """The elements of the input, checked against its shape."""
     if not 0 < tensor.shape[0] <= MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {tensor.shape[0]} samples; send 1 to {MAX_SAMPLES} in a request")
     size = tensor.parameters.get("binary_data_size")
@@ -193,7 +193,7 @@ def _samples(tensor: _InputTensor, tail: bytes) -> NDArray[np.float32] | tuple[b
 
 
 def _from_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) -> NDArray[Any]:
-    """The elements of JSON: one flat list, or lists in lists as the shape says."""
+    """The elements in JSON: a flat list, or nested lists of the given shape."""
     text = bytes(tensor.data)
     depth = len(tensor.shape) if re.match(rb"\s*\[\s*\[", text) else 1
     try:
@@ -223,7 +223,7 @@ def _finite(x: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
-    """PNG and JPEG files: as they are in binary, base64 in JSON."""
+    """PNG and JPEG files: raw in binary, base64 in JSON."""
     pictures = _from_base64(tensor) if tail is None else _lengths_and_bytes(tail)
     if len(pictures) > MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {len(pictures)} pictures; send 1 to {MAX_SAMPLES} in a request")
@@ -253,10 +253,10 @@ def _lengths_and_bytes(tail: bytes) -> tuple[bytes, ...]:
 
 
 def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float32]:
-    """Raw samples of pictures, (n, height, width) or (n, height, width, 3) float32. Takes its time.
+    """Raw samples of images, (n, height, width) or (n, height, width, 3) float32. Slow.
 
     Raises:
-        ConfigError: the task takes no pictures, or one cannot be read.
+        ConfigError: the task takes no images, or one cannot be read.
     """
     images = [load_image(task, io.BytesIO(picture), f"number {i}", MAX_PIXELS) for i, picture in enumerate(pictures)]
     return np.stack(images).astype(np.float32)
@@ -294,17 +294,17 @@ def _binary(datatype: str, values: Any) -> bytes:
 
 
 def version(manifest: Manifest) -> str:
-    """A model's only version: the release that answers now."""
+    """A model's only version: the release in service."""
     return str(manifest.release)
 
 
 def taken(task: TaskSpec) -> tuple[str, ...]:
-    """The datatypes that the input may have; the protocol has a place for one alone."""
+    """The accepted datatypes of the input; the protocol has room for only one."""
     return (*DATATYPES, *(("BYTES",) if task.preprocessing.image_mode else ()))
 
 
 def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
-    """What a model takes and gives, as the protocol describes it; -1: as many as there are samples."""
+    """A model's inputs and outputs as the protocol describes them; -1: the number of samples."""
     return {
         "name": name,
         "versions": [version(manifest)],
@@ -325,7 +325,7 @@ def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def configuration(name: str, manifest: Manifest) -> dict[str, Any]:
-    """The same in the words of Triton's model configuration extension."""
+    """The same in Triton's model configuration extension."""
 
     def tensor(described: dict[str, Any]) -> dict[str, Any]:
         kind = described["datatype"].replace("BYTES", "STRING")

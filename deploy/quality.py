@@ -1,4 +1,4 @@
-"""How a bundle does on the device's own validation samples, and on samples whose class is told later."""
+"""A bundle's quality on the device's own validation samples, and on samples that are labelled later."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ERROR: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A bundle on validation samples. correct: (n,) bool, None without labels; finite: of all probabilities.
+    """A bundle's results on validation samples. correct: (n,) bool, None without labels; finite: all probabilities.
 
-    quality: what may be told, of the samples that are not marked sensitive.
+    quality: the reportable part, on non-sensitive samples.
     """
 
     quality: Quality
@@ -42,16 +42,16 @@ class Measured:
 
 @dataclass(slots=True)
 class Paired:
-    """Two bundles on the same labelled samples as they come in; those that one alone gets right tell them apart."""
+    """Two bundles on the same labelled samples, told apart by those that only one gets right."""
 
     n: int = 0
     right_before: int = 0
     right_now: int = 0
-    lost: int = 0  # samples that the bundle before alone gets right
-    won: int = 0  # samples that the new one alone gets right
+    lost: int = 0  # only the previous bundle is right
+    won: int = 0  # only the new one is right
 
     def observe(self, before: NDArray[np.bool_], now: NDArray[np.bool_]) -> None:
-        """Take in samples, (n,) each: which of them either bundle gets right."""
+        """Add samples, (n,) each: whether each bundle is right."""
         self.n += len(now)
         self.right_before += int(before.sum())
         self.right_now += int(now.sum())
@@ -59,14 +59,14 @@ class Paired:
         self.won += int((now & ~before).sum())
 
     def worse(self, accuracy_drop: float) -> bool:
-        """Whether the new bundle's accuracy is lower by more than `accuracy_drop`, and not by chance.
+        """Whether the new bundle's accuracy is lower by more than `accuracy_drop`, beyond chance.
 
-        Were both equally good, a sample would be lost or won with probability 1/2. The evidence against that is the
+        If both were equally good, a sample would be lost or won with probability 1/2. The evidence against that is the
         likelihood ratio, averaged over all other probabilities p (Robbins 1970),
 
             E = 2^(l + w) ∫ p^l (1 - p)^w dp = 2^(l + w) l! w! / (l + w + 1)!,
 
-        which exceeds 1/`ERROR` with probability `ERROR` at most, however often one looks (Ville's inequality).
+        which exceeds 1/`ERROR` with probability `ERROR` at most, however often it is checked (Ville's inequality).
         """
         if self.lost - self.won <= accuracy_drop * self.n:
             return False
@@ -75,7 +75,7 @@ class Paired:
 
 
 def measure(runtime: Runtime, validation: Validation) -> Measured:
-    """Predict all validation samples in batches and some one by one; without any, a sample of zeros for the time."""
+    """Predict all validation samples in batches and some singly; without any, time a sample of zeros."""
     n, told = len(validation.x), validation.told
     answers = [runtime.predict_inputs(validation.x[i : i + BATCH]) for i in range(0, n, BATCH)]
     single = validation.x[told][:TIMED] if told.any() else np.zeros((1, *runtime.task.input_shape), np.float32)
@@ -103,7 +103,7 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
 
 
 def _shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
-    """How much stranger samples are to the bundle than those it was made with, in deviations; None: nobody can tell."""
+    """How much stranger samples are than the bundle's reference, in standard deviations; None: unknown."""
     reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
     if not isinstance(reference, Reference) or not len(usable):
         return None
@@ -111,7 +111,7 @@ def _shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
 
 
 def _indecision(entropy: NDArray[np.float64], n_candidates: int) -> float | None:
-    """Mean gate entropy as a share of log M, the largest that M candidates can have; None with one, or no sample."""
+    """Mean gate entropy as a share of its maximum, log M; None for one candidate or no sample."""
     return None if n_candidates == 1 or not len(entropy) else min(1.0, float(entropy.mean()) / math.log(n_candidates))
 
 

@@ -1,8 +1,8 @@
 """Prediction over MQTT: a sensor publishes an inference request, the device answers.
 
-The request is the JSON of the Open Inference Protocol on agents/{id}/predict. With MQTT 5 the answer goes to the
-message's response topic, with its correlation data; without a response topic to agents/{id}/predictions, where the
-request's `id` tells whose it is. Bad input is answered with {"error": ...}.
+The request is Open Inference Protocol JSON on agents/{id}/predict. With MQTT 5 the answer goes to the message's
+response topic, with its correlation data; without a response topic to agents/{id}/predictions, identified by the
+request's `id`. Bad input is answered with {"error": ...}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPIRES_S: Final = 60
 
 
 class Sensor:
-    """Answers the samples of sensors. Async context manager inside its transport's: leaving it drops what is open."""
+    """Answers sensor requests. Async context manager inside its transport's; on exit open requests are dropped."""
 
     def __init__(self, model: Served, transport: Transport, federation: str, device_id: str) -> None:
         topics = Topics(federation)
@@ -53,7 +53,7 @@ class Sensor:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def handle(self, message: Inbound) -> None:
-        """Take in a sample; its answer is published when there is one."""
+        """Accept a request; the answer is published when ready."""
         if message.retained:
             log.warning("event=ignored topic=%s reason='a sample must not be retained'", message.topic)
             return
@@ -86,11 +86,11 @@ class Sensor:
             TransportError,
             StoreError,
             ValueError,
-        ) as error:  # a topic and correlation data that leave no room for any answer
+        ) as error:  # topic and correlation data leave no room for an answer
             log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:
-        """Nobody has this device write on topics of the federation that mean something else."""
+        """Prevent senders from making this device write on other topics of the federation."""
         if set(topic) & set("+#\0") or topic.count("/") >= MAX_LEVELS:
             return False
         ours = topic == self._answers or topic.startswith(f"{self._answers}/")

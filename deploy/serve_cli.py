@@ -1,4 +1,4 @@
-"""`fedge serve`: answer inference requests over HTTP, and those of sensors over MQTT."""
+"""`fedge serve`: answers inference requests over HTTP, and over MQTT from sensors."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is served under a name; of a device its home and slots."""
+    """A model served under a name; for a device, with its home and slots."""
 
     name: str
     answers: Answers
@@ -158,7 +158,7 @@ class _Model:
 
 
 def _named(text: str) -> tuple[str | None, Path]:
-    """Name and folder of FOLDER and NAME=FOLDER."""
+    """Name and folder in FOLDER or NAME=FOLDER."""
     name, equals, path = text.partition("=")
     if equals and re.match(NAME, name) is None:
         raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={path}")
@@ -170,7 +170,7 @@ def _how(settings: ServeSettings) -> How:
 
 
 def _model(settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack) -> _Model:
-    """A bundle, or what is installed in a home."""
+    """A bundle, or the one installed in a home."""
     if (folder / "slots.json").exists() or (folder / "bundles").is_dir():
         return _device(settings, name, folder, held)
     name = name or folder.resolve().name
@@ -180,7 +180,7 @@ def _model(settings: ServeSettings, name: str | None, folder: Path, held: contex
 
 
 def _device(settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack) -> _Model:
-    """What is installed in a home, which is ours as long as `held` is."""
+    """The bundle installed in a home, which is ours while `held` is."""
     slots = held.enter_context(owned(home))
     if slots.running is None and (first := newest_in_inbox(home, 0, slots.state.refused)) is not None:
         install_in(home, slots, read(first))
@@ -235,7 +235,7 @@ async def _run(
 
 
 async def _followed(model: _Model) -> None:
-    """Take in what the agent writes and `fedge install` brings, without a fleet."""
+    """Take in bundles from the agent and `fedge install`, without a fleet."""
     assert model.home is not None
     assert model.slots is not None
     assert isinstance(model.answers, Answering)
@@ -243,7 +243,7 @@ async def _followed(model: _Model) -> None:
 
 
 async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
-    """Run what goes on beside the port; the first of it that fails ends all."""
+    """Run background work beside the port; the first failure ends everything."""
     with first_failure():  # one line for the user, as without tasks
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in beside]
@@ -255,7 +255,7 @@ async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, 
 async def _on_broker(
     settings: ServeSettings, broker: BrokerSettings, served: Served, model: _Model, rules: Rules
 ) -> None:
-    """All that this device does over MQTT, until cancelled; HTTP goes on while the broker is away."""
+    """All of this device's MQTT work, until cancelled; HTTP continues while the broker is away."""
     assert settings.federation is not None
     assert settings.id is not None
     topics = Topics(settings.federation)
@@ -279,7 +279,7 @@ async def _on_broker(
 
 
 def _say(url: str, served: Sequence[Served], as_json: bool) -> None:
-    """What is served, and on which providers."""
+    """Report what is served, and on which providers."""
     if as_json:
         providers = {model.name: list(model.runtime.providers) for model in served}
         names = [model.name for model in served]

@@ -1,4 +1,4 @@
-"""A model that is served: from the bytes of an inference request to those of its response, whatever carries them."""
+"""A served model: from the bytes of an inference request to those of its response, over any transport."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from fedge.errors import ConfigError
 
 
 class Answers(Protocol):
-    """What can be served: a `Fixed` bundle, or an `Answering` device whose bundle changes."""
+    """The interface of what can be served: a `Fixed` bundle, or an `Answering` device whose bundle changes."""
 
     @property
     def runtime(self) -> Runtime:
-        """The bundle that answers now."""
+        """The bundle in service."""
 
     @property
     def drifted(self) -> bool:
-        """Whether what is asked has left the bundle's reference."""
+        """Whether inputs have left the bundle's reference."""
 
     def answer(self, x: NDArray[np.float32]) -> Answer:
-        """Predict raw samples, as `Runtime.predict`, and say which bundle did."""
+        """Predict raw samples, as `Runtime.predict`, and return the bundle that did."""
 
     def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
-        """Learn what raw samples were in truth."""
+        """Learn the true classes of raw samples."""
 
 
 class Fixed:
-    """A bundle that is never changed. `answer` is called by one thread at a time."""
+    """A bundle that never changes. Only one thread at a time may call `answer`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -45,7 +45,7 @@ class Fixed:
 
     @property
     def drifted(self) -> bool:
-        """Whether what is asked has left the bundle's reference; never where it has none."""
+        """Whether inputs have left the bundle's reference; never without one."""
         return self._drift is not None and self._drift.drifted
 
     def answer(self, x: NDArray[np.float32]) -> Answer:
@@ -56,14 +56,14 @@ class Fixed:
         return self.runtime, prediction
 
     def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
-        """There is no other bundle that could be better."""
+        """No effect: there is no other bundle to compare with."""
 
 
 class Served:
     """A model under its name. Belongs to one event loop."""
 
     def __init__(self, name: str, model: Answers, batcher: Batcher, pictures: Executor) -> None:
-        """`pictures`: beside the graph, where PNG and JPEG files are read and labelled samples compared."""
+        """`pictures`: a second pool, for reading PNG and JPEG files and comparing labelled samples."""
         self.name = name
         self._model = model
         self._batcher = batcher
@@ -72,17 +72,17 @@ class Served:
 
     @property
     def runtime(self) -> Runtime:
-        """The bundle that answers now."""
+        """The bundle in service."""
         return self._model.runtime
 
     @property
     def manifest(self) -> Manifest:
-        """Of the bundle that answers now."""
+        """Of the bundle in service."""
         return self._model.runtime.manifest
 
     @property
     def drifted(self) -> bool:
-        """Whether what is asked has left the bundle's reference."""
+        """Whether inputs have left the bundle's reference."""
         return self._model.drifted
 
     async def infer(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
@@ -90,7 +90,7 @@ class Served:
 
         Raises:
             ConfigError: it is malformed, or the samples do not fit the task; the text says what to change.
-            BusyError: too many requests wait.
+            BusyError: too many requests are waiting.
         """
         with self.statistics.request(_outcome):
             return await self._answered(body, header_bytes)
@@ -131,7 +131,7 @@ class Served:
 
 
 def _outcome(error: BaseException) -> str | None:
-    """Of a request that ends with this error, as `Statistics` counts it."""
+    """The outcome of a request that ends with this error, as `Statistics` counts it."""
     match error:
         case ConfigError():
             return "refused"

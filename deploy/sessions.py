@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: how they are set up, and on what they run."""
+"""ONNX Runtime sessions: their options and execution providers."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Provider = str | tuple[str, dict[str, str]]
 
 
 def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> list[tuple[Provider, ...]]:
-    """Lists of execution providers to try one after the other; the first of each has to run at least a part.
+    """Lists of execution providers to try in turn; the first of a list must run at least part of the graph.
 
     Args:
-        provider: "auto": each of `PREFERENCE` that is there, then the CPU. Or the one that is to run, by its name or
-            that of `NAMES`: there is one list then. The CPU stands in for what it cannot do, CUDA first for TensorRT.
-        options: of the provider that is named, as ONNX Runtime calls them.
+        provider: "auto": each of `PREFERENCE` that is available, then the CPU. Or a provider by its name or that of
+            `NAMES`, which gives one list. The CPU takes over what it cannot do; for TensorRT, CUDA comes first.
+        options: ONNX Runtime's options for the named provider.
 
     Raises:
-        ConfigError: this ONNX Runtime has no such provider, or options have none.
+        ConfigError: this ONNX Runtime has no such provider, or there are options without a provider.
     """
     available, installed = onnxruntime.get_available_providers(), wheels()
     if len(installed) > 1:
@@ -83,9 +83,9 @@ def _cached(options: dict[str, str]) -> dict[str, str]:
 
 
 class Session:
-    """A graph that is ready to run, in memory of its own: what becomes of its files no longer matters.
+    """A graph ready to run, in its own memory: changes to its files no longer matter.
 
-    ONNX Runtime before 1.24 maps the files instead, which must then not be changed in place.
+    ONNX Runtime before 1.24 maps the files instead; they must then not be changed in place.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class Session:
         *,
         parts: Sequence[str] = (),
     ) -> None:
-        """Load a graph whose parts lie in `folder`.
+        """Load a graph whose parts are in `folder`.
 
         Args:
             graph: serialised, or a file that holds it.
             folder: of the bundle.
             threads: for the nodes of the graph.
             providers: in order of preference.
-            numbers: initializers of the graph that get other values.
+            numbers: initializers of the graph to override.
             parts: names of the files in `folder` that the graph refers to.
         """
         options = session_options(folder, threads)
-        self._held = {  # ONNX Runtime refers to this memory as long as the session lives
+        self._held = {  # ONNX Runtime uses this memory as long as the session lives
             name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
             for name, value in (numbers or {}).items()
         }

@@ -1,15 +1,15 @@
-"""Two slots for bundles, one of which answers: switching is one atomic write, and the last good bundle is always there.
+"""Two bundle slots, one in service: switching is one atomic write, and the last good bundle is always there.
 
-    HOME/slot-a, slot-b      bundle folders, each with bytes of its own: damage to one file harms one of them
-    HOME/slots.json          `State`: which slot answers, which one is good, what is on trial
-    HOME/parts/<sha256>      what came over the wire for a bundle that is not staged yet
+    HOME/slot-a, slot-b      bundle folders without shared bytes: damage to one file harms only one of them
+    HOME/slots.json          `State`: which slot is in service, which is good, what is on trial
+    HOME/parts/<sha256>      received files of a bundle that is not staged yet
 
-A new bundle is staged into the slot that does not answer, verified there, and switched to on trial. It becomes the good
-one when it is confirmed; until then the other slot is left alone. Whatever is cut off whenever: `slots.json` is the old
-one or the new one, and the slots that it names are whole, since a slot is written only while nothing names it.
+A new bundle is staged into the idle slot, verified there, and put into service on trial. Once confirmed it is the good
+one; until then the other slot is left alone. After any interruption, `slots.json` is the old one or the new one, and
+the slots that it names are intact, since a slot is written only while nothing names it.
 
-Disks fail, too: a slot that is damaged gives way to the other one and is made whole from it (`Slots.mend`), and what is
-damaged here is never taken for a bad release.
+Disks fail, too: a damaged slot gives way to the other one and is repaired from it (`Slots.mend`), and damage on this
+disk is never mistaken for a bad release.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ Slot = Literal["a", "b"]
 
 
 class Trial(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The running bundle has yet to prove itself. `starts`: processes that ran it, 0 until it answers."""
+    """The running bundle has yet to prove itself. `starts`: number of processes that ran it, 0 before its service."""
 
     rollout: str | None
     starts: Count = 0
 
 
 class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of slots.json. `good` is not `running` exactly while something is on trial."""
+    """Content of slots.json. `good` differs from `running` exactly while something is on trial."""
 
     running: Slot | None = None
     good: Slot | None = None
@@ -71,24 +71,24 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def slot_in(home: Path, slot: Slot) -> Path:
-    """Folder of a slot; where fedge 0.1 had it as long as it could not be moved."""
+    """A slot's folder; that of fedge 0.1 while it could not be moved."""
     folder, before = home / f"slot-{slot}", home / "slots" / slot
     return before if before.is_dir() and not folder.exists() else folder
 
 
 @contextmanager
 def owned(home: Path) -> Iterator[Slots]:
-    """The bundles of a device for this process alone; the kernel gives them back when it ends, however it ends.
+    """Exclusive use of a device's bundles; the kernel releases them however the process ends.
 
     Raises:
-        InUseError: another process owns them.
-        ConfigError: the folder's name is no UTF-8.
+        InUseError: another process uses them.
+        ConfigError: the folder's name is not UTF-8.
         StoreError: the folder cannot be read or written.
     """
     require_utf8(home)
     make_folder(home)
     try:
-        handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # a file for it might be lost, or read-only
+        handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # a lock file might be lost, or read-only
     except OSError as error:
         raise StoreError(f"cannot open {home}: {error}") from error
     try:
@@ -104,7 +104,7 @@ def owned(home: Path) -> Iterator[Slots]:
 
 
 def state_of(home: Path) -> State:
-    """The state as the process that owns the bundles has last written it.
+    """The state last written by the process that owns the bundles.
 
     Raises:
         StoreError: it cannot be read.
@@ -118,7 +118,7 @@ def state_of(home: Path) -> State:
 
 
 def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:
-    """The folder in HOME/bundles with the highest number above this one whose bundle is neither known nor damaged."""
+    """The highest-numbered folder in HOME/bundles above this number whose bundle is neither known nor damaged."""
     bundles = home / "bundles"
     numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
     for number in sorted(numbers, reverse=True):
@@ -137,13 +137,13 @@ def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Cont
 
 
 class Slots:
-    """The bundles of one device. One process at a time changes them: it has them from `owned`."""
+    """The bundles of one device. Only the process that has them `owned` may change them."""
 
     def __init__(self, home: Path) -> None:
-        """Open the folder, or make it; what a crash left half done is removed where the disk may be written."""
+        """Open or create the folder; remove leftovers of a crash if the disk is writable."""
         self._home = home
         self._file = home / "slots.json"
-        with contextlib.suppress(OSError):  # who has to write there will say so
+        with contextlib.suppress(OSError):  # later writes report the error
             home.mkdir(parents=True, exist_ok=True)
             self._tidy_up()
         self.state = self._load()
@@ -164,7 +164,7 @@ class Slots:
 
     @property
     def parts(self) -> BlobFolder:
-        """Where what is fetched for a bundle lies until it is confirmed.
+        """The folder for a bundle's fetched files until it is confirmed.
 
         Raises:
             OSError: the folder cannot be made.
@@ -173,7 +173,7 @@ class Slots:
 
     @property
     def running(self) -> Path | None:
-        """Folder of the bundle that answers; None before the first."""
+        """Folder of the bundle in service; None before the first."""
         return self._path(self.state.running)
 
     @property
@@ -183,13 +183,13 @@ class Slots:
 
     @property
     def staged(self) -> Path:
-        """Folder of the slot that does not answer; it holds the staged bundle, the last one, or nothing."""
+        """Folder of the idle slot, with the staged bundle, the previous one, or nothing."""
         return self._folder(self._idle)
 
     def lacks(self, manifest: Manifest) -> list[tuple[str, int]]:
-        """Digest and size of the graphs and the parts that are on the device nowhere whole, each once, in their order.
+        """Digest and size of the graphs and parts of which no intact copy is on the device, in order, each once.
 
-        All that is there is hashed; a damaged file in the store is removed, so that it can be fetched again.
+        Everything present is hashed; a damaged file in the store is removed, so that it can be fetched again.
         """
         missing: dict[str, int] = {}
         for name, part in manifest.files.items():
@@ -200,10 +200,10 @@ class Slots:
         return list(missing.items())
 
     def may_take(self, manifest: Manifest, digest: str) -> None:
-        """See that a bundle is not one that was refused, nor older than what was run before.
+        """Refuse a bundle that was refused before or is older than what was run.
 
         Raises:
-            UpdateRejected: it is; the text says why.
+            UpdateRejected: so it is; the text says why.
         """
         if digest in self.state.refused:
             raise UpdateRejected(f"release {manifest.release} was refused before: {self.state.refused[digest]}")
@@ -215,9 +215,9 @@ class Slots:
     # ------------------------------------------------------------------------------------------------- changing
 
     def boot(self) -> Path | None:
-        """A process begins: the folder that it should load.
+        """Begin a process; returns the folder that it should load.
 
-        A trial at which too many processes died is given up. Where that cannot be counted, the good bundle answers.
+        A trial during which too many processes died is given up. If that cannot be counted, the good bundle serves.
         """
         trial = self.state.trial
         if trial is not None:
@@ -233,20 +233,20 @@ class Slots:
         return self.running
 
     def started(self) -> None:
-        """This process runs the bundle on trial."""
+        """Record that this process runs the bundle on trial."""
         trial = self.state.trial
         assert trial is not None
         self._save(msgspec.structs.replace(self.state, trial=msgspec.structs.replace(trial, starts=trial.starts + 1)))
 
     def stage(self, manifest: bytes, folder: Path | None = None) -> Bundle:
-        """Build the idle slot from copies of what is on the device, and verify it. Nothing that answers is touched.
+        """Build the idle slot from copies of files on the device, and verify it. The bundle in service is not touched.
 
         Args:
             manifest: of the bundle.
-            folder: where else its files may lie, beside the store and the slots.
+            folder: a further place for its files, besides the store and the slots.
 
         Raises:
-            UpdateRejected: the manifest or a file that is as the manifest says is malformed.
+            UpdateRejected: the manifest is malformed, or a file that matches it.
             StoreError: a file is missing or damaged, a bundle is on trial, or the disk is full or broken.
         """
         if self.state.trial is not None:
@@ -254,10 +254,10 @@ class Slots:
         return self._build(self._idle, manifest, folder)
 
     def switch(self, rollout: str | None = None) -> None:
-        """Let the staged bundle answer, on trial.
+        """Put the staged bundle into service, on trial.
 
         Raises:
-            UpdateRejected: what lies in the slot is no bundle.
+            UpdateRejected: the slot holds no bundle.
             StoreError: it cannot be written.
         """
         manifest, _ = look(self.staged)
@@ -271,15 +271,16 @@ class Slots:
         )
 
     def confirm(self) -> None:
-        """The bundle on trial has proved itself; it is the good one from now on."""
+        """Make the bundle on trial the good one."""
         if self.state.trial is not None:
             self._save(msgspec.structs.replace(self.state, good=self.state.running, trial=None))
             self._sweep()
 
     def mend(self) -> None:
-        """See that both slots are whole and share no bytes, unless one is on trial: what is damaged is copied anew.
+        """Check that both slots are intact and share no bytes, unless one is on trial; replace damaged files.
 
-        A file is taken from wherever it is whole; a slot that lacks one for good becomes a copy of the other.
+        An intact copy from anywhere on the device will do; a slot that lacks a file for good becomes a copy of the
+        other.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -292,9 +293,9 @@ class Slots:
                 self._mend(slot)
 
     def roll_back(self, reason: str) -> None:
-        """Give the bundle on trial up for the last good one, and remember it as refused.
+        """Give up the bundle on trial for the last good one, and remember it as refused.
 
-        It is not refused where it is damaged: that is this disk's fault, and it may be fetched once more.
+        A damaged bundle is not refused: that is this disk's fault, and it may be fetched again.
         """
         self._roll_back(reason, lasting=True)
 
@@ -316,14 +317,14 @@ class Slots:
         )
 
     def go_back(self, reason: str, *, lasting: bool = True) -> Path:
-        """Let the bundle before the running one answer, also after the running one was confirmed; its folder.
+        """Put the previous bundle into service, even after the running one was confirmed; returns its folder.
 
         Args:
-            reason: why, for the log and for those who bring the bundle again.
-            lasting: whether that must be written down; where it need not, it holds for this process at least.
+            reason: for the log and for later attempts to install the bundle.
+            lasting: whether this must be written; if not, it holds at least for this process.
 
         Raises:
-            StoreError: there is no other bundle, or it is not whole, or it cannot be written down.
+            StoreError: there is no other bundle, it is not intact, or the change cannot be written.
         """
         if self.running is None or (self.state.trial is not None and self.state.good is None):
             raise StoreError("there is no bundle to go back to")
@@ -343,7 +344,7 @@ class Slots:
         return folder
 
     def refuse(self, digest: str, reason: str) -> None:
-        """Remember a bundle that is not to be tried again."""
+        """Remember a bundle that must not be tried again."""
         self._save(msgspec.structs.replace(self.state, refused=_remembered(self.state.refused, digest, reason)))
 
     # ------------------------------------------------------------------------------------------------- within
@@ -359,7 +360,7 @@ class Slots:
         return slot_in(self._home, slot)
 
     def _sources(self, name: str, part: Part, folder: Path | None = None) -> Iterator[Path]:
-        """Where a file of a bundle may lie on this device."""
+        """Possible places of a bundle's file on this device."""
         if folder is not None:
             yield folder / name
         yield self._home / "parts" / part.digest
@@ -367,7 +368,7 @@ class Slots:
             yield self._folder(slot) / name
 
     def _build(self, slot: Slot, manifest: bytes, folder: Path | None = None) -> Bundle:
-        """Replace a slot by a bundle, all of whose bytes are copied."""
+        """Replace a slot with a bundle; all bytes are copied."""
         target = self._folder(slot)
         parsed = decode(manifest)
         try:
@@ -381,7 +382,7 @@ class Slots:
         return replace(bundle, folder=target)
 
     def _mend(self, slot: Slot) -> None:
-        """Build a slot anew, as what it was or else as the other one."""
+        """Rebuild a slot with its own bundle or else the other one."""
         folder = self._folder(slot)
         other = self.running if slot == self._idle else self.staged
         assert other is not None
@@ -395,7 +396,7 @@ class Slots:
         log.warning("event=slot_mended slot=%s", folder)
 
     def _load(self) -> State:
-        """The state on the disk; should it be lost or unreadable, one that runs the newest bundle that is whole."""
+        """The state on disk or, if lost or unreadable, one that runs the newest intact bundle."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=State)
         except (OSError, *MALFORMED) as error:
@@ -413,9 +414,9 @@ class Slots:
         return self.state
 
     def _save(self, state: State, *, lasting: bool = True) -> None:
-        """Write the state down; not `lasting`: where that fails, it is the state of this process all the same."""
+        """Write the state; if not `lasting` and that fails, it still holds for this process."""
         try:
-            if self._file.is_dir():  # a damaged disk's; nobody else puts a folder there
+            if self._file.is_dir():  # left by a damaged disk
                 shutil.rmtree(self._file, ignore_errors=True)
             write_atomically(self._file, msgspec.json.format(msgspec.json.encode(state), indent=2))
         except StoreError as error:
@@ -425,7 +426,7 @@ class Slots:
         self.state = state
 
     def _sweep(self) -> None:
-        """Empty the store: what a slot needs lies in the slot, and the rest is of transfers that were given up."""
+        """Empty the store: the slots have their own files, the rest belongs to abandoned transfers."""
         for left in (self._home / "parts").glob("*"):
             with contextlib.suppress(OSError):
                 left.unlink()
@@ -437,7 +438,7 @@ def _remembered(refused: Mapping[str, str], digest: str, reason: str) -> dict[st
 
 
 def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:
-    """Copy a file from the first place where it is whole.
+    """Copy a file from the first intact source.
 
     Raises:
         StoreError: there is none.
@@ -464,5 +465,5 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _shares(folder: Path) -> bool:
-    """Whether a file of a slot has a second name, as those of fedge 0.1 have: what is done to that is done to this."""
+    """Whether a file of a slot is hard-linked, as in fedge 0.1, so that a change elsewhere would change it here."""
     return any(path.lstat().st_nlink > 1 for path in folder.iterdir())

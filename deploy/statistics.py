@@ -1,4 +1,4 @@
-"""What a served model has been asked since the process began, as Triton's statistics extension counts it."""
+"""Request statistics of a served model since the process began, as in Triton's statistics extension."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ OUTCOMES: Final = ("answered", "refused", "busy", "failed")
 
 @dataclass(slots=True)
 class Duration:
-    """How often, and how long in all."""
+    """A count and its total duration."""
 
     count: int = 0
     ns: int = 0
 
     def add(self, ns: int, count: int = 1) -> None:
-        """`count` times more, each of which took `ns`."""
+        """Add `count` times, each of which took `ns`."""
         self.count += count
         self.ns += count * ns
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Once more, if nothing is raised."""
+        """Count the block once, unless it raises."""
         begin = time.perf_counter_ns()
         yield
         self.add(time.perf_counter_ns() - begin)
@@ -53,7 +53,7 @@ class Statistics:
 
     @contextmanager
     def request(self, outcome_of: Callable[[BaseException], str | None]) -> Iterator[None]:
-        """Count what is done within as one request; `outcome_of` an error: None where nobody waits any more."""
+        """Count the block as one request; `outcome_of` an error: None if nobody waits any more."""
         begin = time.perf_counter_ns()
         outcome: str | None = "answered"
         try:
@@ -70,13 +70,13 @@ class Statistics:
                 self.buckets[bisect_left(SECONDS, ns / 1e9)] += 1
 
     def call(self, n_samples: int, n_requests: int, ns: int) -> None:
-        """The graph was run once for so many samples of so many requests."""
+        """Count a call of the graph for so many samples of so many requests."""
         self.batches[n_samples].add(ns)
         self.graph.add(ns, n_requests)
         self.n_samples += n_samples
 
     def told(self) -> dict[str, Any]:
-        """In the words of the extension: https://github.com/triton-inference-server/server, extension_statistics.md."""
+        """In the extension's format: https://github.com/triton-inference-server/server, extension_statistics.md."""
         answered = self.outcomes["answered"]
         other = [self.outcomes[outcome] for outcome in OUTCOMES if outcome != "answered"]
         failed = Duration(sum(one.count for one in other), sum(one.ns for one in other))

@@ -1,12 +1,12 @@
-"""Bytes from anywhere in, a trusted manifest out: the client side of The Update Framework, by python-tuf.
+"""Untrusted bytes in, a trusted manifest out: the client side of The Update Framework, with python-tuf.
 
 The device holds HOME/root.json, the root of trust that was installed with it, and HOME/trust, the newest metadata that
-it has verified. Everything that comes over the wire is untrusted: the signed roles decide which manifest is genuine,
-current and not older than what was seen before, and the manifest's digests decide about everything below it.
+it has verified. Everything from the wire is untrusted: the signed roles decide which manifest is genuine, current and
+not older than earlier ones, and the manifest's digests decide about everything below it.
 
-What is refused: unsigned or forged metadata, too few or revoked keys (forgery); older versions than those seen
-(rollback); what has expired (freeze); files of different releases together (mix and match); more bytes than announced
-(endless data); a target of another digest or size (alteration).
+It refuses unsigned or forged metadata and too few or revoked keys (forgery); older versions than those seen (rollback);
+expired metadata (freeze); files of different releases together (mix and match); more bytes than announced (endless
+data); a target of another digest or size (alteration).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TARGETS: Final = "fedge:targets/"
 
 
 class _Announced(Struct, frozen=True):
-    """The latest announcement that was believed, and the keys that had signed it."""
+    """The latest accepted announcement, and the keys that signed it."""
 
     keyids: list[str]
     version: int
@@ -57,7 +57,7 @@ class Trust:
         """Open the folder of a device that has its root of trust.
 
         Raises:
-            ConfigError: HOME/root.json is not there.
+            ConfigError: HOME/root.json is missing.
         """
         self._root = home / "root.json"
         self._folder = home / "trust"
@@ -76,8 +76,8 @@ class Trust:
             The target's bytes, verified.
 
         Raises:
-            UpdateRejected: the metadata or the target are not to be trusted; the text names the reason. What was
-                verified before is still what counts.
+            UpdateRejected: the metadata or the target are not trusted; the text gives the reason. What was verified
+                before stays in force.
             StoreError: the disk is full or broken.
         """
         self._check_clock()
@@ -92,11 +92,11 @@ class Trust:
             return Path(updater.download_target(found)).read_bytes()
 
     def rollout(self, announcement: Announcement, federation: str) -> Rollout:
-        """Verify an announcement: the newest root's role `timestamp` has signed it, and none before was a later one.
+        """Verify an announcement: signed by the newest root's role `timestamp`, and later than all before.
 
         Raises:
-            UpdateRejected: it is not to be trusted; the text names the reason.
-            ProtocolError: what was signed is no rollout.
+            UpdateRejected: it is not trusted; the text gives the reason.
+            ProtocolError: the signed content is not a rollout.
             StoreError: the disk is full or broken.
         """
         from securesystemslib.signer import Signature
@@ -104,7 +104,7 @@ class Trust:
         from tuf.api.metadata import Metadata, Root, Timestamp
 
         with self._judging():
-            with contextlib.suppress(DownloadError):  # of the other roles: the roots are all that is looked for
+            with contextlib.suppress(DownloadError):  # of the other roles: only the roots are needed
                 self._updater(announcement.roots).refresh()
             root = Metadata[Root].from_file(str(self._folder / "root.json")).signed
             signatures = {keyid: Signature(keyid, text) for keyid, text in announcement.signatures.items()}
@@ -114,7 +114,7 @@ class Trust:
             return rollout
 
     def _require_newest(self, version: int, keyids: list[str]) -> None:
-        """See that no later announcement came before by these keys; what was counted by a stolen one ends with it."""
+        """Refuse unless it is the latest announcement by these keys; replacing a stolen key resets the count."""
         path = self._folder / "announced.json"
         before = 0
         with contextlib.suppress(FileNotFoundError, *MALFORMED):  # a power cut may have left anything
@@ -126,7 +126,7 @@ class Trust:
             write_atomically(path, msgspec.json.encode(_Announced(keyids, version)))
 
     def _updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
-        """python-tuf's client over the files that were received."""
+        """A python-tuf client over the received files."""
         from tuf.ngclient import Updater, UpdaterConfig
 
         return Updater(
@@ -147,7 +147,7 @@ class Trust:
 
     @contextlib.contextmanager
     def _judging(self) -> Iterator[None]:
-        """What python-tuf writes within is on the disk afterwards, and what it refuses is an `UpdateRejected`."""
+        """Make python-tuf's writes durable, and turn its refusals into `UpdateRejected`."""
         from tuf.api.exceptions import DownloadError, RepositoryError
 
         make_folder(self._folder)
@@ -168,7 +168,7 @@ class Trust:
             raise StoreError(f"cannot write {self._folder}: {error}") from error
 
     def _check_clock(self) -> None:
-        """A clock behind the last verification makes expired metadata look fresh."""
+        """Refuse a clock behind the last verification, which would make expired metadata look fresh."""
         verified = self._folder / "timestamp.json"
         try:
             last = verified.stat().st_mtime
@@ -182,7 +182,7 @@ class Trust:
             )
 
     def _remove_torn(self) -> None:
-        """Files that a power cut left empty or half written are as good as not there; they are fetched again."""
+        """Remove files that a power cut left empty or incomplete; they are fetched again."""
         for path in (*self._folder.glob("*.json"), *self._folder.glob("root_history/*.json")):
             try:
                 json.loads(path.read_bytes())
@@ -192,7 +192,7 @@ class Trust:
             path.unlink(missing_ok=True)
 
     def _force_to_disk(self) -> None:
-        """python-tuf renames files into place without forcing them to the disk."""
+        """Flush python-tuf's files, which it renames into place without fsync."""
         history = self._folder / "root_history"
         for path in (*self._folder.glob("*.json"), *history.glob("*.json")):
             handle = os.open(path, os.O_RDONLY)
@@ -206,10 +206,10 @@ class Trust:
 
 
 def install_root(home: Path, root: bytes) -> None:
-    """Give a device its root of trust; one that is there is replaced, and what was verified under it forgotten.
+    """Install a device's root of trust; an existing one is replaced, and what was verified under it forgotten.
 
     Raises:
-        ConfigError: it is no root metadata that its own keys have signed.
+        ConfigError: not root metadata signed by its own keys.
         StoreError: the disk is full or broken.
     """
     from tuf.api.exceptions import RepositoryError
@@ -229,7 +229,7 @@ def install_root(home: Path, root: bytes) -> None:
 
 
 def _given(files: Mapping[str, bytes]) -> FetcherInterface:
-    """A fetcher that finds everything among the files that were received."""
+    """A fetcher that serves only the received files."""
     from tuf.api.exceptions import DownloadHTTPError
     from tuf.ngclient import FetcherInterface
 

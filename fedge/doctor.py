@@ -1,4 +1,4 @@
-"""`fedge doctor`: what is wrong on this machine with an agent, a coordinator or a runtime, and what to do about it."""
+"""`fedge doctor`: diagnoses problems of an agent, a coordinator or a runtime on this machine and suggests remedies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ State = Literal["ok", "warning", "bad"]
 
 
 class Finding(Struct, frozen=True, omit_defaults=True):
-    """What was found, and what to `do` about it."""
+    """A finding, and what to `do` about it."""
 
     check: str
     state: State
@@ -138,7 +138,7 @@ def _torch() -> Finding:
 
 
 def torch_here() -> str:
-    """Its version, and the GPU that it sees."""
+    """Torch's version, and the GPU that it sees."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -166,7 +166,7 @@ def _onnxruntime() -> Iterator[Finding]:
 
 
 def providers_here() -> tuple[list[str], list[str], list[str]]:
-    """The execution providers that can run a graph, those that cannot, and the wheels that are installed."""
+    """Execution providers that work, those that do not, and the installed wheels."""
     from fedge.ort import at_work, onnxruntime, session_options, wheels
 
     there = [p for p in onnxruntime.get_available_providers() if p != "AzureExecutionProvider"]  # in each: a service
@@ -192,7 +192,7 @@ def _relu() -> bytes:
 
 
 def of_the_home(home: Path | None) -> Iterator[Finding]:
-    """Whether its disk takes what a process keeps there, and how fast."""
+    """Whether the home's disk accepts writes, and how fast."""
     if home is None:
         return
     if not home.is_dir():
@@ -226,7 +226,7 @@ def of_the_home(home: Path | None) -> Iterator[Finding]:
 
 
 def of_the_certificates(settings: DoctorSettings) -> Iterator[Finding]:
-    """Dates, authority and name of the own one, and the age of the list of those revoked."""
+    """Validity, authority and name of our certificate, and the age of the revocation list."""
     if settings.identity is None and settings.cert_file is None:
         return
     try:
@@ -273,7 +273,7 @@ def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> I
 
 
 def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
-    """Whether it can be reached, is who it should be, lets us in, and lets us speak and listen."""
+    """Whether the broker is reachable, authentic, lets us in, and lets us publish and subscribe."""
     if settings.broker is None:
         return
     try:
@@ -305,7 +305,7 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _knock(broker: BrokerSettings) -> None:
-    """A TCP connection, and TLS where it is asked for."""
+    """Open a TCP connection, with TLS if requested."""
     with socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S) as tcp:
         if broker.ca_file is not None:
             context = ssl.create_default_context(cafile=broker.ca_file)
@@ -315,7 +315,7 @@ def _knock(broker: BrokerSettings) -> None:
 
 
 async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> Finding:
-    """Log in, listen and say something that nobody listens to, under a name that throws nobody off."""
+    """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody."""
     topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
     listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
     do = "see user name and password, or the certificate; is it revoked? The broker's log says more"
@@ -338,4 +338,4 @@ async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -
 
 
 async def _ignore(_: object) -> None:
-    """Nobody needs it."""
+    """Ignore a message."""

@@ -1,13 +1,13 @@
-"""What may leave a device: the rules of its owner, and the one door that everything goes through.
+"""What may leave a device: the owner's rules, and the door that every message passes.
 
-The owner's file (HOME/egress.toml, or another one) names a preset, and kinds (`fedge.step.Reveals`) beside it:
+The owner's file (HOME/egress.toml, or another one) names a preset, and further kinds (`fedge.step.Reveals`):
 
     [egress]
     preset = "strict"
     allow = "loss, machine"
 
-`Rules` leave out of a message what the owner withholds. The `Door` stands in the transport (`Transport`, argument
-`door`). It takes nothing for granted: it looks into each message once more, and notes it before it leaves.
+`Rules` remove from a message what the owner withholds. The `Door` is part of the transport (`Transport`, argument
+`door`). It takes nothing for granted: it checks each message again and records it before it leaves.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EgressSettings(Struct, frozen=True, kw_only=True):
 
 
 class WithheldError(Exception):
-    """A message cannot do without a field that may not leave."""
+    """A message needs a field that may not leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ class Rules:
         return tuple(kind for kind in Reveals if kind not in self.allowed)
 
     def stripped(self, message: S, told: Told | None = None) -> S:
-        """The message without what may not leave. `told`: what its fields let out; None: `TOLD` says it.
+        """The message without what may not leave. `told`: what its fields reveal; None: as in `TOLD`.
 
         Raises:
-            WithheldError: it cannot do without.
+            WithheldError: a required field is withheld.
         """
         told = TOLD[type(message)] if told is None else told
         left_out: dict[str, object] = {}
@@ -139,7 +139,7 @@ class Rules:
             return _default(field)
 
     def permitted(self, action: Action) -> bool:
-        """Whether the action can be carried out as it is."""
+        """Whether the action can be carried out unchanged."""
         return action.sparing(self.withheld) == action
 
 
@@ -148,19 +148,19 @@ ALL: Final = Rules(frozenset(Reveals))
 
 
 def without_figures(rules: Rules, home: Path) -> Rules:
-    """For a runtime: the rules without figures that have no noise, once differential privacy was promised in this home.
+    """For a runtime: the rules without noise-free figures, once differential privacy was promised in this home.
 
-    What a rollout came to still leaves where the owner allows it: the one bit that docs/privacy.md names.
+    The outcome of a rollout still leaves if the owner allows it: the one bit described in docs/privacy.md.
     """
     private = (home / PRIVACY_LEDGER).exists()
     return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.TEXT}) if private else rules
 
 
 def rules_of(home: Path | None, own: Path | None, config: Path | None) -> Rules:
-    """The rules of a device's owner: of the file `own`, or of HOME/egress.toml; without either the preset default.
+    """The owner's rules: from the file `own` or HOME/egress.toml; without either, the preset default.
 
     Raises:
-        ConfigError: the file is wrong or not there, or `config`, which says how a process runs, has a section [egress].
+        ConfigError: the file is wrong or missing, or `config`, which configures a process, has a section [egress].
     """
     if section_of(config, "egress"):
         raise ConfigError(
@@ -191,7 +191,7 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 
 
 def kinds_in(message: Struct, told: Told | None = None) -> Iterator[Reveals]:
-    """What a message lets out: of each field that says anything. `told`: as in `Rules.stripped`."""
+    """The kinds in a message's non-empty fields. `told`: as in `Rules.stripped`."""
     told = TOLD[type(message)] if told is None else told
     for field in fields_of(type(message)):
         value = getattr(message, field.name)
@@ -203,9 +203,9 @@ def kinds_in(message: Struct, told: Told | None = None) -> Iterator[Reveals]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the door sees of a message: its kind, the step and the order that it is about, what it lets out.
+    """The door's view of a message: its kind, its step and order, and what it reveals.
 
-    `blobs`: that may follow it, by digest.
+    `blobs`: those that may follow it, by digest.
     """
 
     message: str
@@ -215,13 +215,13 @@ class Seen:
 
 
 class Door:
-    """Everything that leaves a device goes through it: what its owner withholds stays, the rest is noted first.
+    """The exit for everything that leaves a device: withheld data is stopped, the rest is recorded first.
 
     Args:
         rules: of the owner.
-        home: of the device, where its ledger is; None: it has none, and nothing is noted.
+        home: of the device, with its ledger; None: nothing is recorded.
         topics: of the federation.
-        action_of: what an open order asks for; None: no such order is open.
+        action_of: the action of an open order; None: no such order.
     """
 
     def __init__(
@@ -238,8 +238,8 @@ class Door:
         """Let a message out.
 
         Raises:
-            TransportError: the owner withholds something of it, or it is none that a device sends.
-            StoreError: it cannot be noted.
+            TransportError: the owner withholds part of it, or it is not a device's message.
+            StoreError: it cannot be recorded.
         """
         try:
             seen = self._look(topic, payload)
@@ -257,7 +257,7 @@ class Door:
             del self._blobs[digest]
 
     def close(self) -> None:
-        """Let go of the ledger."""
+        """Close the ledger."""
         if self._ledger is not None:
             self._ledger.close()
 
@@ -272,12 +272,12 @@ class Door:
             return Seen(leaf, "", frozenset())
         if leaf == "blobs" and rest and rest[0] in self._blobs:
             return self._blobs[rest[0]]
-        if leaf == "predictions" or not topic.startswith(f"{ROOT}/"):  # a sensor names where its answer goes
+        if leaf == "predictions" or not topic.startswith(f"{ROOT}/"):  # a sensor chooses the topic of its answer
             return Seen("predictions", "", frozenset({Reveals.ANSWERS}))
         raise TransportError(f"held back: nothing that a device sends goes to {topic}")
 
     def _result(self, report: Report) -> Seen:
-        """A report with a result, and the tensors that it names."""
+        """A report's result and the tensors that it names."""
         action = self._action_of(report.order_id)
         if action is None:
             raise ProtocolError("unknown-order", f"no open order is called {report.order_id}")

@@ -79,7 +79,7 @@ def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: boo
 
 
 def in_words(line: Line) -> str:
-    """One line of the ledger for people."""
+    """One line of the ledger in plain words."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(line.last)) if line.day else "before that    "
     step, _, order = line.about.rpartition(" ")
     about = f" of {step or 'no result'}, order {order}" if order else ""
@@ -88,11 +88,11 @@ def in_words(line: Line) -> str:
 
 
 def _words(kind: str) -> str:
-    return Reveals(kind).words if kind in list(Reveals) else kind  # of a newer fedge
+    return Reveals(kind).words if kind in list(Reveals) else kind  # from a newer fedge
 
 
 def fields() -> Iterator[tuple[Reveals, list[str]]]:
-    """Each kind with the fields that let it out: of messages, then of the results of steps."""
+    """Each kind with the fields that reveal it: of messages, then of step results."""
     places: list[tuple[str, str, Reveals]] = [
         (kind.__name__, field, told.get(field, Reveals.NOTHING))
         for kind, told in TOLD.items()

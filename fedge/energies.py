@@ -1,7 +1,7 @@
-"""What the outputs of a mixture say about the samples: free energy, gate entropy, outliers.
+"""What a mixture's outputs say about samples: free energy, gate entropy, outliers.
 
-The energies are the graph's: logsumexp of a candidate's logits, standardised by its validation samples, so that a
-sample like those has energies around 0; the weights are the shares of the candidates, (n, M) both.
+Energies come from the graph: logsumexp of a candidate's logits, standardised on its validation samples, so that similar
+samples have energies around 0. Weights are the candidates' shares. Both are (n, M).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUTLIER_SHARE: Final = 0.05
 
 
 def free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
-    """F(x) = -Σ_k α_k ẽ_k(x) over the usable candidates, (n,); larger is stranger. NaN where no candidate is usable."""
+    """F(x) = -Σ_k α_k ẽ_k(x) over the usable candidates, (n,); larger is stranger. NaN if no candidate is usable."""
     usable = np.isfinite(energies)
     share = np.where(usable, weights, 0.0).astype(np.float64)
     total = share.sum(axis=1)
@@ -30,19 +30,19 @@ def free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
 
 
 def gate_entropy(weights: Floats) -> NDArray[np.float64]:
-    """H(x) = -Σ_k α_k log α_k, (n,), nats in [0, log M]; 0 where one candidate decides alone."""
+    """H(x) = -Σ_k α_k log α_k, (n,), nats in [0, log M]; 0 if one candidate decides alone."""
     share = np.asarray(weights, np.float64)
     entropy: NDArray[np.float64] = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
-    return np.maximum(entropy, 0.0)  # a weight that was rounded to more than 1
+    return np.maximum(entropy, 0.0)  # a weight may be rounded above 1
 
 
 def reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
-    """The yardstick of a bundle from its outputs on validation samples; None with fewer than 2 usable ones.
+    """A bundle's reference from its outputs on validation samples; None with fewer than 2 usable ones.
 
-    Beside it the free energy below which a sample is an outlier. Both bounds are order statistics of the n samples, the
-    k-th from either end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))): a further sample like these is outside
-    with probability 2k / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split conformal prediction). No shape of the
-    distribution is assumed; deviations would not do, for the graph's energies are clipped.
+    Also returns the bounds of a normal free energy. Both are order statistics of the n samples, the k-th from either
+    end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))): another sample of this kind is outside with probability 2k
+    / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split conformal prediction). This assumes no shape of the
+    distribution; standard deviations would not work, since the graph clips energies.
     """
     free, entropy = free_energy(weights, energies), gate_entropy(weights)
     kept = np.isfinite(free)

@@ -17,7 +17,7 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class FedgeError(Exception):
-    """Base of all errors below; its text is fit to be shown to a user. `exit_code` ends the `fedge` command."""
+    """Base of all errors below; its text can be shown to a user. `exit_code` is that of the `fedge` command."""
 
     exit_code = 1
 
@@ -41,7 +41,7 @@ class StoreError(FedgeError):
 
 
 class ProtocolError(FedgeError):
-    """A peer sent what the contract does not allow. `name` is one word of a fixed vocabulary, for logs and counters."""
+    """A peer violated the contract. `name` is one word of a fixed vocabulary, for logs and counters."""
 
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"{name}: {detail}")

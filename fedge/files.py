@@ -38,7 +38,7 @@ def give_to_owner(made: int | Path, folder: Path) -> None:
 
 @contextmanager
 def volatile() -> Iterator[None]:
-    """Within it nothing is forced to the disk: for a simulation, which is started again if the power goes."""
+    """Context without fsync: for simulations, which start again after a power cut."""
     before = _durable.set(False)
     try:
         yield
@@ -47,15 +47,15 @@ def volatile() -> Iterator[None]:
 
 
 def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False) -> None:
-    """Replace `path` by `data`, all pieces of it: after a crash it holds either the old or the new bytes, never a part.
+    """Replace `path` by the pieces in `data`: after a crash it holds either the old or the new bytes, never a mixture.
 
-    Its owner is us, or where we are root, whoever owns the folder, a service for example. A symbolic link at `path` is
+    The file belongs to us or, if we are root, to the folder's owner, such as a service. A symbolic link at `path` is
     replaced, not followed.
 
     Args:
         path: of the file.
         data: its pieces.
-        public: everybody can read it, and not its owner alone.
+        public: readable by everybody, not only by its owner.
 
     Raises:
         StoreError: the disk is full or the folder cannot be written.
@@ -82,10 +82,10 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
 
 
 def copy_durably(source: Path, target: Path) -> str:
-    """Copy the bytes of a plain file, and force them to the disk; the SHA-256 of what was written.
+    """Copy a plain file durably; returns the SHA-256 of the bytes written.
 
     Raises:
-        OSError: the file cannot be read, or the copy not be written.
+        OSError: the file cannot be read, or the copy cannot be written.
     """
     import hashlib
 
@@ -103,7 +103,7 @@ def copy_durably(source: Path, target: Path) -> str:
 
 
 def version_of(path: Path) -> tuple[int, int] | None:
-    """Another one for each atomic replacement of a file; None: it is not there."""
+    """A value that changes with each atomic replacement of a file; None: no such file."""
     try:
         found = path.stat()
     except OSError:
@@ -112,7 +112,7 @@ def version_of(path: Path) -> tuple[int, int] | None:
 
 
 def require_writable(path: Path) -> None:
-    """See that a file can be written, before the work begins whose result it is to hold.
+    """Check that a result file can be written before the work begins.
 
     Raises:
         StoreError: its folder cannot be made or written, or it is a folder itself.
@@ -142,26 +142,26 @@ def make_folder(folder: Path) -> None:
 
 
 class InUseError(ConfigError):
-    """Another process has the folder."""
+    """Another process uses the folder."""
 
 
 @contextmanager
 def locked(folder: Path, taken: str | None) -> Iterator[None]:
-    """FOLDER/lock for this process alone; the kernel gives it back when the process ends, however it ends.
+    """Lock FOLDER/lock for this process; the kernel releases it however the process ends.
 
     The file's owner is as of `write_atomically`.
 
     Args:
-        folder: is made if need be.
-        taken: what to say where another process has it; None: wait for it.
+        folder: created if missing.
+        taken: the error text if another process holds it; None: wait.
 
     Raises:
-        InUseError: another process has it.
+        InUseError: another process holds it.
         StoreError: the folder cannot be made or written.
     """
     make_folder(folder)
     try:
-        # no other user opens it: a lock can be held on a file that can only be read
+        # no other user may open it, since even a read-only handle can hold a lock
         file = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
         give_to_owner(file.fileno(), folder)
     except OSError as error:
@@ -175,10 +175,10 @@ def locked(folder: Path, taken: str | None) -> Iterator[None]:
 
 
 def require_utf8(folder: Path) -> None:
-    """See that ONNX Runtime can read files in a folder.
+    """Check that ONNX Runtime can read files in a folder.
 
     Raises:
-        ConfigError: its name is no UTF-8.
+        ConfigError: its name is not UTF-8.
     """
     try:
         str(folder).encode()
@@ -187,7 +187,7 @@ def require_utf8(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new files of a folder durable."""
+    """Make renames and new files in a folder durable."""
     if not _durable.get():
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -198,7 +198,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_folder(folder: Path, finished: Path) -> None:
-    """Rename `finished`, which lies beside it, to `folder`, durably. One that is there is moved aside, then removed.
+    """Rename `finished`, which lies beside it, to `folder`, durably. An existing one is moved aside, then removed.
 
     Raises:
         OSError: the disk is full or broken.
@@ -229,7 +229,7 @@ def _rename_to_new(folder: Path, finished: Path) -> None:
 def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
 
-    What processes that were killed have left there is removed a day later.
+    Leftovers of killed processes are removed after a day.
 
     Args:
         folder: to make.
@@ -241,7 +241,7 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in (*folder.parent.glob(".unfinished-*"), *folder.parent.glob(".replaced-*")):
-        with contextlib.suppress(FileNotFoundError):  # another process finishes it at this moment
+        with contextlib.suppress(FileNotFoundError):  # another process is finishing it
             if time.time() - left.stat().st_mtime > LEFT_S:
                 shutil.rmtree(left, ignore_errors=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
@@ -266,12 +266,12 @@ def _flocked(folder: Path, how: int) -> Iterator[None]:
 
 
 def reading(folder: Path) -> AbstractContextManager[None]:
-    """`remove_unread` leaves the folder meanwhile; entering raises OSError where there is none."""
+    """Context that protects the folder from `remove_unread`; entering raises OSError if it does not exist."""
     return _flocked(folder, fcntl.LOCK_SH)
 
 
 def remove_unread(folder: Path) -> None:
-    """Remove a folder: at once for whoever looks for it, whenever we are killed.
+    """Remove a folder; it vanishes at once for readers, even if we are killed meanwhile.
 
     Raises:
         OSError: somebody is `reading` it (BlockingIOError), or the disk is broken.
@@ -283,31 +283,31 @@ def remove_unread(folder: Path) -> None:
 
 
 class _Slots(msgspec.Struct, frozen=True):
-    """What of slots.json is read here."""
+    """The part of slots.json that is read here."""
 
     highest_release: int = 0
 
 
 def highest_release(home: Path) -> int:
-    """The highest release of a bundle that a device has had, whoever made it; 0: none.
+    """The highest release of a bundle that a device has had, from any source; 0: none.
 
-    HOME/bundles/N are those of its agent, HOME/slots.json says the highest that ever answered (`deploy.slots`).
+    HOME/bundles/N are its agent's; HOME/slots.json has the highest release ever in service (`deploy.slots`).
     """
     numbers = [int(path.name) for path in (home / "bundles").glob("[0-9]*") if path.name.isdecimal()]
-    with contextlib.suppress(OSError, *MALFORMED):  # its own reader says what is wrong
+    with contextlib.suppress(OSError, *MALFORMED):  # its own reader reports what is wrong
         numbers.append(msgspec.json.decode((home / "slots.json").read_bytes(), type=_Slots).highest_release)
     return max(numbers, default=0)
 
 
 class BlobFolder:
-    """Bytes on disk, each file named by the SHA-256 of what it holds. Safe to share between processes."""
+    """Blobs on disk, each named by its SHA-256. Safe to share between processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Where the blob lies, whether it is there or not."""
+        """The blob's path, existing or not."""
         return self._folder / digest
 
     def __contains__(self, digest: str) -> bool:
@@ -317,7 +317,7 @@ class BlobFolder:
         return (p.name for p in self._folder.iterdir() if len(p.name) == 64)
 
     def put(self, *data: bytes | memoryview) -> str:
-        """Store bytes, one piece after the other, durably, and return their digest; again it does nothing.
+        """Store the pieces of a blob durably and return their digest; storing it again has no effect.
 
         Raises:
             StoreError: the disk is full or the folder cannot be written.
@@ -339,7 +339,7 @@ class BlobFolder:
         """Read a blob.
 
         Raises:
-            StoreError: it is not there.
+            StoreError: there is no such blob.
         """
         try:
             return self.path(digest).read_bytes()
@@ -347,5 +347,5 @@ class BlobFolder:
             raise StoreError(f"blob {digest} cannot be read: {error}") from error
 
     def remove(self, digest: str) -> None:
-        """Forget a blob; it need not be there."""
+        """Delete a blob if it exists."""
         self.path(digest).unlink(missing_ok=True)

@@ -1,17 +1,17 @@
-"""Changes of a model as integers of a ring: their sum is exact, and a mask that is uniform in the ring hides them.
+"""Model changes as integers of a ring: sums are exact, and a mask that is uniform in the ring hides them.
 
-A number v of a device of weight n is sent as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two
-with which no sum of the cohort can overflow:
+A device of weight n sends a number v as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two for
+which no sum of the cohort can overflow:
 
     cohort * (heaviest * limit * 2^s + 1/2) < 2^(b-1),      |v| <= limit,  n <= heaviest
 
-so both sides find it from the size of the cohort and the largest weight in it. What is above the limit is clipped.
+so both sides derive it from the size of the cohort and its largest weight. Values above the limit are clipped.
 Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
 
     ring      numbers                                limit
     2^32      the change of parameters               8
     2^64      those of buffers and counters          2^20
-    2^64      n itself, as it is
+    2^64      n itself, unscaled
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ring:
     limit: float
 
     def fraction_bits(self, cohort: int, heaviest: int) -> int:
-        """The exponent of the scale, s. Negative: there is none."""
+        """The exponent s of the scale; negative if no scale fits."""
         return math.floor(math.log2((2 ** (self.bits - 1) - 1) / (cohort * (heaviest * self.limit + 0.5))))
 
 
@@ -45,7 +45,7 @@ OTHERS: Final = Ring(64, 2.0**20)
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """What a device adds, a mask, or a sum of both: params (d,) uint32; others (b + c + 1,) uint64, n at the end."""
+    """A device's contribution, a mask, or a sum of both: params (d,) uint32; others (b + c + 1,) uint64, n last."""
 
     params: NDArray[np.uint32]
     others: NDArray[np.uint64]
@@ -56,31 +56,31 @@ class Summand:
         np.add(self.others, other.others, out=self.others)
 
     def subtract(self, other: Summand) -> None:
-        """Take another one away, in place."""
+        """Subtract another one, in place."""
         np.subtract(self.params, other.params, out=self.params)
         np.subtract(self.others, other.others, out=self.others)
 
     def to_bytes(self) -> bytes:
-        """Little-endian, one after the other: 4 d + 8 (b + c + 1) bytes."""
+        """Little-endian, concatenated: 4 d + 8 (b + c + 1) bytes."""
         return self.params.astype("<u4").tobytes() + self.others.astype("<u8").tobytes()
 
 
 def sizes(layout: Layout) -> tuple[int, int]:
-    """How many numbers a summand of such tensors has in either ring."""
+    """The number of elements of such a summand in each ring."""
     return layout.n_params, sum(t.size for t in layout.tensors if t.kind != "param") + 1
 
 
 def n_bytes(layout: Layout) -> int:
-    """How long the bytes of a summand are."""
+    """The size of a summand in bytes."""
     params, others = sizes(layout)
     return 4 * params + 8 * others
 
 
 def from_bytes(data: bytes | bytearray, layout: Layout) -> Summand:
-    """What `Summand.to_bytes` wrote; bytes that are random make one that is uniform.
+    """Parse `Summand.to_bytes`; uniformly random bytes give a uniform summand.
 
     Raises:
-        ProtocolError: `malformed`, another length.
+        ProtocolError: `malformed`, wrong length.
     """
     if len(data) != n_bytes(layout):
         raise ProtocolError("malformed", f"{len(data)} bytes of a masked update, {n_bytes(layout)} are needed")
@@ -92,18 +92,18 @@ def from_bytes(data: bytes | bytearray, layout: Layout) -> Summand:
 
 
 def zero(layout: Layout) -> Summand:
-    """The sum of nothing."""
+    """The empty sum."""
     params, others = sizes(layout)
     return Summand(np.zeros(params, np.uint32), np.zeros(others, np.uint64))
 
 
 def heaviest_of(cohort: int) -> int:
-    """The largest weight with which a cohort of this size still has whole units of n * v."""
+    """The largest weight for which a cohort of this size still has whole units of n * v."""
     return int(((2 ** (PARAMS.bits - 1) - 1) / cohort - 0.5) / PARAMS.limit)
 
 
 def summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
-    """What a device adds for its change of a model (buffers and counters: their change, too).
+    """A device's contribution for its model change (including changes of buffers and counters).
 
     Raises:
         ValueError: its weight is above `heaviest`, or 0, or the scale would be below 1.
@@ -118,10 +118,10 @@ def summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
 
 
 def mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> Model:
-    """The weighted mean of the changes in a sum without masks. Counters are rounded.
+    """The weighted mean of the changes in an unmasked sum. Counters are rounded.
 
     Raises:
-        ValueError: the weights sum to nothing that a cohort can have.
+        ValueError: the weights sum to a value impossible for the cohort.
     """
     weights = int(total.others[-1])
     if not 0 < weights <= cohort * heaviest:

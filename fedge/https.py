@@ -1,4 +1,4 @@
-"""How our small servers speak HTTPS, and what a token of theirs is."""
+"""HTTPS for our small servers, and the format of their tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedge.errors import ConfigError
 def server_tls(
     token: str | None, cert_file: str | None, key_file: str | None, ca_file: Path | None = None
 ) -> ssl.SSLContext | None:
-    """How HTTPS is spoken; None: it is not. `ca_file`: whoever connects may show a certificate of this authority.
+    """The TLS context; None: plain HTTP. `ca_file`: clients may present a certificate of this authority.
 
     Raises:
-        ConfigError: the certificates and the key cannot be used, or the token is none.
+        ConfigError: the certificate, the key or the token is unusable.
     """
     if token is not None and re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", token) is None:
         raise ConfigError("token: at least 16 letters, digits and any of ._~+/=-, such as `openssl rand -hex 16` gives")

@@ -1,15 +1,15 @@
-"""Who somebody is: names in certificates, signatures with their keys, and the authority that vouches for both.
+"""Identities: names in certificates, signatures with their keys, and the authority that vouches for both.
 
-Each federation has a certificate authority of its own. A certificate names its owner twice: its common name is the name
-at the broker, and a URI among its alternative names says federation, role and name:
+Each federation has its own certificate authority. A certificate names its owner twice: the common name is the name at
+the broker, and a URI among the alternative names gives federation, role and name:
 
     urn:fedge:FEDERATION:ROLE:NAME
 
-A signature is over a context and the bytes, so that one of one kind of message is none of another. Who is revoked says
-the authority's own list (CRL), wherever it comes from: a list that is older than the one known, by its CRL number, is
-refused.
+A signature covers a context and the bytes, so a signature for one kind of message is invalid for any other. The
+authority's own list (CRL) says who is revoked, wherever it comes from; a list older than the known one, by its CRL
+number, is refused.
 
-`cryptography` is imported by whoever needs it, and costs about 11 MB of memory (docs/protocol.md).
+`cryptography` is imported where needed and costs about 11 MB of memory (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Role(StrEnum):
 
     @property
     def speaks_as(self) -> Role:
-        """A relay says what a device says, in the name of its site."""
+        """A relay may send what a device sends, in the name of its site."""
         return Role.DEVICE if self is Role.RELAY else self
 
 
 class Subject(Struct, frozen=True):
-    """Whom a certificate names: somebody in a federation."""
+    """The owner of a certificate: a member of a federation."""
 
     federation: str
     role: Role
@@ -68,7 +68,7 @@ class Subject(Struct, frozen=True):
 
     @property
     def uri(self) -> str:
-        """As it stands in the certificate."""
+        """The URI in the certificate."""
         return f"{URN}{self.federation}:{self.role}:{self.name}"
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Subject(Struct, frozen=True):
 
 
 def subject_of(certificate: x509.Certificate) -> Subject | None:
-    """Whom a certificate names; None: nobody in a federation."""
+    """The owner of a certificate; None: not a member of any federation."""
     from cryptography import x509
 
     try:
@@ -90,7 +90,7 @@ def subject_of(certificate: x509.Certificate) -> Subject | None:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """What a broker calls the owner; empty: nothing."""
+    """What a broker calls the owner; empty: no name."""
     from cryptography.x509.oid import NameOID
 
     found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -98,12 +98,12 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def names_somebody(cert_file: str | Path) -> bool:
-    """Whether a certificate seems to be one of a federation's authority; without `cryptography`."""
+    """Whether a certificate appears to be from a federation's authority; needs no `cryptography`."""
     return URN.encode() in _der(cert_file)
 
 
 def mentions(cert_file: str | Path, name: str) -> bool:
-    """Whether a name stands anywhere in a certificate; without `cryptography`."""
+    """Whether a name occurs anywhere in a certificate; needs no `cryptography`."""
     return name.encode() in _der(cert_file)
 
 
@@ -120,10 +120,10 @@ class Key:
     """Our own certificate and its private key."""
 
     def __init__(self, cert_file: str | Path, key_file: str | Path | None) -> None:
-        """Read them.
+        """Read both files.
 
         Raises:
-            ConfigError: they cannot be read, or are not of the kind that signs messages.
+            ConfigError: they cannot be read, or cannot sign messages.
         """
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -154,7 +154,7 @@ def _signed_bytes(context: str, data: bytes) -> bytes:
 
 
 def verify(key: EllipticCurvePublicKey, context: str, data: bytes, signature: bytes) -> None:
-    """See that a key has signed these bytes in this context.
+    """Check that a key signed these bytes in this context.
 
     Raises:
         ProtocolError: `forged`.
@@ -172,12 +172,11 @@ def verify(key: EllipticCurvePublicKey, context: str, data: bytes, signature: by
 
 
 class Authority:
-    """The authority of a federation, and whom it has revoked.
+    """A federation's authority and its revocations.
 
     Args:
-        ca_file: its certificate; several while it changes.
-        kept: where the newest list of revoked certificates is kept; it need not be there. None: nowhere. One beside
-            ca_file counts, too.
+        ca_file: its certificate; several during a changeover.
+        kept: where the newest revocation list is stored, if any yet; None: nowhere. A list beside ca_file counts, too.
 
     Raises:
         ConfigError: one of the files cannot be used.
@@ -205,11 +204,11 @@ class Authority:
     # ------------------------------------------------------------------------------------------------- revocation
 
     def read(self, file: Path) -> bool:
-        """Take note of the list in a file, unless a newer one is known; False: nothing is new.
+        """Read the revocation list in a file unless a newer one is known; False: nothing new.
 
         Raises:
             ConfigError: it cannot be read, or is not by this authority.
-            StoreError: it cannot be kept.
+            StoreError: it cannot be stored.
         """
         try:
             with file.open("rb") as opened:
@@ -221,16 +220,16 @@ class Authority:
             raise ConfigError(f"{file} is no list of certificates that {self._file} revoked: {error}") from error
 
     def learn(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
-        """Take note of a list of revoked certificates (PEM or DER); False: it is the one that is known.
+        """Accept a revocation list (PEM or DER); False: it is the known one.
 
         Args:
             data: the list.
-            max_bytes: a longer one is refused; the default is for what came over the wire.
+            max_bytes: size limit; the default is for lists from the wire.
 
         Raises:
-            ProtocolError: `oversized`, `malformed`, `forged` (it is not by this authority) or `replayed` (a newer one
-                is known); nothing changed.
-            StoreError: it cannot be kept; it counts all the same.
+            ProtocolError: `oversized`, `malformed`, `forged` (not by this authority) or `replayed` (a newer one is
+                known); nothing changed.
+            StoreError: it cannot be stored, but takes effect.
         """
         from cryptography import x509
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -263,7 +262,7 @@ class Authority:
     # ------------------------------------------------------------------------------------------------- certificates
 
     def who(self, der: bytes) -> tuple[Subject, EllipticCurvePublicKey]:
-        """Whom a certificate names, and the key that speaks for it.
+        """The owner of a certificate, and its public key.
 
         Raises:
             ProtocolError: `certificate` (not by this authority, out of date, or without a name) or `revoked`.
@@ -289,7 +288,7 @@ class Authority:
         return subject, key
 
     def trouble(self, certificate: x509.Certificate) -> str:
-        """Why nobody who trusts this authority takes a certificate now; empty: they do."""
+        """Why nobody who trusts this authority accepts a certificate now; empty: it is valid."""
         if foreign := self._foreign(certificate):
             return foreign
         if certificate.serial_number in self._revoked:
@@ -307,7 +306,7 @@ class Authority:
 
 
 def trouble_with(cert_file: str, ca_file: str) -> str:
-    """What is wrong with our own certificate, of whatever kind, in words; empty: nothing that could be seen here."""
+    """What is wrong with our own certificate of any kind, in words; empty: nothing visible from here."""
     from cryptography import x509
 
     try:
@@ -328,7 +327,7 @@ def _identified(certificate: x509.Certificate) -> tuple[Subject, x509.Certificat
 
 
 def out_of_date(certificate: x509.Certificate, now: datetime) -> str:
-    """Why a certificate does not count by this clock; empty: it does."""
+    """Why a certificate is not valid at this time; empty: it is."""
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if first <= now <= last:
         return ""

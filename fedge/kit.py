@@ -1,8 +1,8 @@
-"""The start-up kit of a device: one file with all that it needs to take part in a federation, signed by its authority.
+"""A device's start-up kit: one file, signed by the authority, with all it needs to join a federation.
 
-A kit holds names, certificates, perhaps a key, and perhaps the description of the task: data, and no code to run. One
-without a key answers a request, whose key never left the device. One with a key is as good as the device: whoever reads
-it can speak for it, so it is deleted when it has been used.
+A kit holds names, certificates, perhaps a key, and perhaps the description of the task: data, no code. A kit without a
+key answers a certificate request, whose key never left the device. A kit with a key is as good as the device: anyone
+who reads it can impersonate the device, so it is deleted after use.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Pem = Annotated[str, Meta(max_length=10_000)]
 
 
 class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device is given.
+    """The content of a kit.
 
-    ca, certificate: in PEM, of the authority and of the device; key: its private key in PEM, unless it has made one
-    itself; task: what is learned, which names no code.
+    ca, certificate: in PEM, of the authority and of the device; key: private key in PEM, unless the device made one
+    itself; task: what is learned, without code.
     """
 
     federation: Name
@@ -64,7 +64,7 @@ def seal(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def unseal(data: bytes) -> Kit:
-    """The kit in a file: whole, of one authority, for one device, and not out of date.
+    """Open a kit and check that it is intact, of one authority, for one device, and not out of date.
 
     Raises:
         ConfigError: it is not; the text says what to do.
@@ -91,10 +91,10 @@ def unseal(data: bytes) -> Kit:
 
 
 def refuse_code(task: TaskSpec | None) -> None:
-    """See that the task of a kit names no code: what a device may import, its owner says there.
+    """Refuse a task that names code: only the device's owner decides what may be imported.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it names code.
     """
     named = [text for text in (task.name, task.model) if ":" in text] if task else []
     if named:

@@ -1,9 +1,9 @@
-"""What has left a device: HOME/egress.db, written before it leaves.
+"""A record of everything that has left a device, written beforehand: HOME/egress.db.
 
-SQLite, for agent and runtime write at the same time, and `fedge egress` reads meanwhile. Messages of one day that tell
-the same of the same order are one line, which counts them. kill -9 loses nothing; a power cut loses no line, but may
-lose the last seconds of its count. Of `MAX_LINES` lines the oldest `FOLDED` become one for each kind of message, which
-says no longer of which order and day: nothing that was counted is ever forgotten.
+It uses SQLite, since agent and runtime write concurrently while `fedge egress` reads. Messages of one day that reveal
+the same about the same order share a line with a count. kill -9 loses nothing; a power cut loses no line, but perhaps
+the last seconds of its count. When `MAX_LINES` is reached, the oldest `FOLDED` lines are merged into one per kind of
+message, without order and day, so that nothing counted is ever forgotten.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ SET n = n + excluded.n, bytes = bytes + excluded.bytes, last = MAX(last, exclude
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """What of one kind has left on a day for one order.
+    """Messages of one kind that left on one day for one order.
 
     message: the last level of its topic. about: step and order, or ""; day "": several days and orders together. kinds:
-    what it told (`fedge.step.Reveals`). n, bytes: messages and their payloads. first, last: by the device's clock.
+    what it revealed (`fedge.step.Reveals`). n, bytes: messages and their payloads. first, last: by the device's clock.
     """
 
     day: str
@@ -70,7 +70,7 @@ class Ledger:
     """The file of one device; several processes may have it open."""
 
     def __init__(self, home: Path) -> None:
-        """Open the file, or make it; a damaged one is put aside.
+        """Open or create the file; a damaged one is put aside.
 
         Raises:
             StoreError: it cannot be read or written.
@@ -84,14 +84,14 @@ class Ledger:
                 self._begin_anew(error)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
     def note(self, message: str, about: str, kinds: Iterable[str], size_bytes: int) -> None:
-        """Write that a message leaves.
+        """Record that a message is about to leave.
 
         Raises:
-            StoreError: it cannot be written, so it must not leave.
+            StoreError: it cannot be recorded, so the message must not leave.
         """
         now = time.time()
         day = time.strftime("%Y-%m-%d", time.gmtime(now))
@@ -116,7 +116,7 @@ class Ledger:
         self._db.execute("PRAGMA synchronous = NORMAL")
 
     def _begin_anew(self, error: sqlite3.DatabaseError) -> None:
-        """Put a damaged file aside; what only cannot be written is raised."""
+        """Put a damaged file aside; re-raise if it is merely unwritable."""
         if isinstance(error, sqlite3.OperationalError):
             raise error
         log.error("event=ledger_damaged file=%s reason=%r kept=%s.damaged", self._path, str(error), self._path.name)
@@ -129,7 +129,7 @@ class Ledger:
 
 
 def lines(home: Path) -> list[Line]:
-    """All lines, oldest first; none where nothing has left.
+    """All lines, oldest first.
 
     Raises:
         StoreError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Objects of the user's own: named in the configuration as `package.module:name`, or handed over in Python."""
+"""User-defined objects: named in the configuration as `package.module:name`, or passed in Python."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _numbers = itertools.count(1)
 
 
 def load_object(path: str) -> Any:
-    """What `package.module:name` names: a task class or a network factory; or an object that `hold` named.
+    """Load the object at `package.module:name`, such as a task class or a network factory, or one named by `hold`.
 
-    The path comes from the configuration of this machine, never from the network or a file that came from elsewhere.
+    The path comes from this machine's configuration, never from the network or a foreign file.
 
     Raises:
-        ConfigError: there is no such module or name in it, or the module fails when it is imported.
+        ConfigError: no such module or name, or the module's import fails.
     """
     if path in _held:
         return _held[path]
@@ -46,15 +46,15 @@ def load_object(path: str) -> Any:
 
 
 def load_role(module: str, what: str, extra: str) -> ModuleType:
-    """Import a part of a role, which may need more than is installed here.
+    """Import part of a role, which may need packages that are not installed.
 
     Args:
         module: of ours.
-        what: needs it, for the error.
-        extra: the installation that brings it.
+        what: the feature that needs it, for the error.
+        extra: the installation that provides it.
 
     Raises:
-        ConfigError: a package of others is missing.
+        ConfigError: a third-party package is missing.
     """
     try:
         return importlib.import_module(module)
@@ -63,7 +63,7 @@ def load_role(module: str, what: str, extra: str) -> ModuleType:
 
 
 def needs(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
-    """What to raise for a package that is missing: how to install it; the error itself for a module of ours."""
+    """The error to raise for a missing package, with installation advice; for our own modules, the error itself."""
     package = (error.name or "").split(".")[0]
     if package in OURS:
         return error
@@ -71,10 +71,10 @@ def needs(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
 
 
 def hold(thing: object) -> str:
-    """A name by which `load_object` finds an object in this process for as long as somebody else refers to it.
+    """A name under which `load_object` finds an object of this process while somebody else refers to it.
 
-    The same object keeps its name. Another one, such as a class that was defined anew, gets another name, so that
-    nothing made for the old one is taken for the new.
+    An object keeps its name. A different one, such as a redefined class, gets a new name, so that nothing made for the
+    old one is used for it.
     """
     for name, held in _held.items():
         if held is thing:
@@ -85,5 +85,5 @@ def hold(thing: object) -> str:
 
 
 def is_held(path: str | None) -> bool:
-    """Whether a name is one of an object that no other process has."""
+    """Whether a name belongs to an object that exists only in this process."""
     return path is not None and path.startswith(f"{HERE}:")

@@ -1,8 +1,7 @@
-"""Log lines on standard error, one for an event: as text, or as JSON with fixed names (docs/operating.md).
+"""Log lines on standard error, one per event: as text, or as JSON with fixed names (docs/operating.md).
 
-A line is logged as `log.info("event=order_refused order=%s reason=%r", order, reason)`. The names are those of the
-template and the values those of the arguments, so that no text of a peer can become a name, a second line or a command
-of the terminal.
+A line is logged as `log.info("event=order_refused order=%s reason=%r", order, reason)`. Names come from the template
+and values from the arguments, so a peer's text can never become a name, a second line or a terminal command.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _bound: dict[str, object] = {}
 
 
 def bind(**fields: object) -> None:
-    """Name the federation, the device or the round of all JSON lines from now on; None: no more."""
+    """Add federation, device or round to all further JSON lines; None removes one."""
     _bound.update(fields)
     for name in [name for name, value in _bound.items() if value is None]:
         del _bound[name]
@@ -43,13 +42,13 @@ def bound(**fields: object) -> Iterator[None]:
 
 
 def note(log: logging.Logger, event: str, fields: Mapping[str, object], level: int = logging.INFO) -> None:
-    """Log an event whose names are known only now; they come from our own code."""
+    """Log an event whose names are known only at run time; they come from our own code."""
     template = "".join(f" {name}={'%r' if ' ' in str(value) else '%s'}" for name, value in fields.items())
     log.log(level, f"event=%s{template}", event, *fields.values())
 
 
 def fields_of(template: str) -> dict[str, str]:
-    """The names in a template with what stands for their values; words after the last value are `detail`."""
+    """The names in a template with their placeholders; words after the last value are `detail`."""
     _, *parts = _NAME.split(template)
     found: dict[str, str] = {}
     for name, value in zip(parts[::2], parts[1::2], strict=True):
@@ -61,7 +60,7 @@ def fields_of(template: str) -> dict[str, str]:
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO event=... key=value`: one event, one line, whatever a peer wrote into it."""
+    """`2026-01-31T12:00:00.123Z INFO event=... key=value`: one line per event, whatever a peer wrote into it."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -80,10 +79,10 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(LineFormatter):
-    """The same as an object of JSON: time, level, logger, what `bind` said, and the template's names."""
+    """The same as a JSON object: time, level, logger, what `bind` set, and the template's names."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of ASCII; what would be another line or a command of a terminal is escaped."""
+        """One line of ASCII; line breaks and control characters are escaped."""
         line: dict[str, object] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
@@ -97,7 +96,7 @@ class JsonFormatter(LineFormatter):
 
 
 def _said(record: logging.LogRecord) -> dict[str, object]:
-    """The fields of a line of ours; the message of any other."""
+    """The fields of our own records; of others, the message."""
     if not str(record.msg).startswith("event="):
         return {"message": record.getMessage()}
     arguments = iter(record.args if isinstance(record.args, tuple) else ())
@@ -127,5 +126,5 @@ def configure(level: str, how: Format) -> None:
 
 
 def in_json() -> bool:
-    """Whether lines are objects of JSON: then nothing else may stand between them."""
+    """Whether log lines are JSON; then nothing else may be printed between them."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

@@ -1,14 +1,14 @@
-"""Masks that cancel in the sum of a cohort: what both sides of secure aggregation have in common.
+"""Masks that cancel in a cohort's sum: the shared part of secure aggregation.
 
 Source: Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (SecAgg+), Algorithms
 1 and 2; Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
 
 Device i sends x_i + PRG(b_i) + sum of PRG(s_ij) over neighbours j > i - sum of PRG(s_ij) over neighbours j < i. The
-pair's seed s_ij is what X25519 makes of i's and j's keys. The neighbours of i hold Shamir's shares of b_i and of i's
-key: at the end those of b_i are shown if i is in the sum, those of its key if it dropped out, never both.
+seed s_ij of a pair is the X25519 secret of i's and j's keys. The neighbours of i hold Shamir shares of b_i and of i's
+key: at the end those of b_i are revealed if i is in the sum, those of its key if it dropped out, never both.
 
-The cohort is the roster, one file, the same for all: who takes part, with two public keys each. Who is whose neighbour
-follows from its digest, so that no single side has chosen it.
+The cohort is the roster, one file, the same for all: the participants, with two public keys each. Its digest determines
+the neighbours, so no single party chooses them.
 
 Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
 that a false share is noticed.
@@ -50,7 +50,7 @@ lost with 2^-22 (2^-15)."""
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of the cohort with its public keys, for shares that are sent to it and for masks, and whose they are."""
+    """A device of the cohort with its public keys, for sealed shares and for masks, and their proof."""
 
     id: Id
     encryption: PublicKey
@@ -59,20 +59,20 @@ class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def member(device_id: str, keys: KeysMade) -> Member:
-    """A device with what it has advertised."""
+    """A device with what it advertised."""
     return Member(id=device_id, encryption=keys.encryption, masking=keys.masking, proof=keys.proof)
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The cohort, by ascending id. A position is a place in it."""
+    """The cohort, by ascending id; a position is an index into it."""
 
     members: tuple[Member, ...]
     digest: str
 
     @property
     def degree(self) -> int:
-        """k, neighbours of each."""
+        """k, the number of neighbours of each device."""
         return min(len(self.members) - 1, DEGREE)
 
     @property
@@ -82,7 +82,7 @@ class Roster:
 
     @cached_property
     def _circle(self) -> list[int]:
-        """The positions in an order that the digest draws."""
+        """The positions in an order drawn from the digest."""
         drawn = [hashlib.sha256(f"{self.digest}.{k}".encode()).digest() for k in range(len(self.members))]
         return sorted(range(len(drawn)), key=drawn.__getitem__)
 
@@ -91,11 +91,11 @@ class Roster:
         return {position: place for place, position in enumerate(self._circle)}
 
     def position(self, device_id: str) -> int | None:
-        """Of a device; None: it is not in the cohort."""
+        """Position of a device; None: it is not in the cohort."""
         return next((k for k, member in enumerate(self.members) if member.id == device_id), None)
 
     def neighbours(self, position: int) -> tuple[int, ...]:
-        """Positions of a device's neighbours, ascending: on the circle the k / 2 on either side of it, or all."""
+        """Positions of a device's neighbours, ascending: the k / 2 on either side of it on the circle, or all."""
         n, place = len(self.members), self._place[position]
         if self.degree == n - 1:
             return tuple(k for k in range(n) if k != position)
@@ -103,7 +103,7 @@ class Roster:
         return tuple(sorted(self._circle[(place + step) % n] for step in near))
 
     def connected(self, positions: Iterable[int]) -> bool:
-        """Whether masks join all of these: else the masks of each part cancel alone, and show the sum of that part."""
+        """Whether masks join all of these; if not, the masks of each part cancel separately and expose its sum."""
         if self.degree == len(self.members) - 1:
             return True
         places = sorted(self._place[k] for k in positions)
@@ -111,14 +111,14 @@ class Roster:
         return sum(gap > self.degree // 2 for gap in gaps) <= 1
 
     def ids(self, positions: Iterable[int]) -> tuple[str, ...]:
-        """The devices at these positions."""
+        """The ids of the devices at these positions."""
         return tuple(self.members[k].id for k in positions)
 
     def secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
-        """32 bytes that two devices have in common for a purpose, and only in this cohort.
+        """A 32-byte secret of two devices for one purpose in this cohort.
 
         Raises:
-            ValueError: the peer's key is no key.
+            ValueError: the peer's key is invalid.
         """
         shared = own.exchange(X25519PublicKey.from_public_bytes(peer))
         return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
@@ -131,11 +131,11 @@ class Roster:
         return ChaCha20Poly1305(self.secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
 
     def seal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes:
-        """Encrypt what one position sends another, once: the key is of this cohort and direction alone."""
+        """Encrypt one message from one position to another; the key is for this cohort and direction only."""
         return self._cipher(own, receiver, sender, receiver).encrypt(_NONCE, data, None)
 
     def unseal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes | None:
-        """What `seal` was given; None: it was not sealed so."""
+        """Decrypt the output of `seal`; None: not sealed that way."""
         try:
             return self._cipher(own, sender, sender, receiver).decrypt(_NONCE, data, None)
         except (InvalidTag, ValueError):
@@ -147,15 +147,15 @@ _members: Final = msgspec.msgpack.Decoder(Annotated[tuple[Member, ...], Meta(min
 
 
 def write_roster(members: Iterable[Member]) -> bytes:
-    """The roster as a file."""
+    """Serialise the roster."""
     return msgspec.msgpack.encode(sorted(members, key=lambda member: member.id))
 
 
 def read_roster(data: bytes) -> Roster:
-    """What `write_roster` wrote.
+    """Parse the output of `write_roster`.
 
     Raises:
-        ProtocolError: `malformed`: it is none, or names a device or a key twice.
+        ProtocolError: `malformed`: not a roster, or it names a device or a key twice.
     """
     try:
         members = _members.decode(data)
@@ -169,19 +169,19 @@ def read_roster(data: bytes) -> Roster:
 
 
 def _sum_of(order: Order, session: str) -> str:
-    """What a proof is for: no other sum."""
+    """The context of a proof, which ties it to one sum."""
     return f"masking {order.run} {order.round} {session}"
 
 
 def proven(keys: KeysMade, order: Order, session: str, signed: Plain | Signed) -> KeysMade:
-    """A device's keys with its proof that they are its own, where messages are signed."""
+    """A device's keys with a proof of ownership, if messages are signed."""
     return replace(keys, proof=signed.vouch(_sum_of(order, session), keys.encryption + keys.masking))
 
 
 def require_genuine(members: Iterable[Member], order: Order, session: str, signed: Plain | Signed) -> None:
-    """See that all keys are those of devices of the federation: a coordinator could make up all but one.
+    """Check that all keys belong to devices of the federation: a coordinator could invent all but one.
 
-    Without signed messages there is nobody to say so.
+    Without signed messages this cannot be checked.
 
     Raises:
         ProtocolError: as `fedge.sealed.Signed.open`; the text names the device.
@@ -194,26 +194,26 @@ def require_genuine(members: Iterable[Member], order: Order, session: str, signe
 
 
 def prg(seed: bytes, layout: Layout) -> Summand:
-    """A mask: uniform in the rings to whoever does not know its seed (ChaCha20, RFC 8439)."""
+    """A mask that looks uniform in the rings to anyone without the seed (ChaCha20, RFC 8439)."""
     stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor()
     return fixed_point.from_bytes(stream.update(bytes(fixed_point.n_bytes(layout))), layout)
 
 
 def add_pair_mask(total: Summand, own: int, peer: int, seed: bytes, layout: Layout) -> None:
-    """Add what the device at position `own` adds for its pair with `peer`, in place; `peer` adds the opposite."""
+    """Add the mask of the device at position `own` for its pair with `peer`, in place; `peer` adds the opposite."""
     (total.add if own < peer else total.subtract)(prg(seed, layout))
 
 
 def commitment(seed: bytes) -> bytes:
-    """What a device says of its own mask's seed b, which has 256 random bits, before it is shared."""
+    """A commitment to the device's own mask seed b, of 256 random bits, made before it is shared."""
     return hashlib.sha256(b"fedge own mask" + seed).digest()
 
 
 def too_close(summed: Iterable[str], earlier: Iterable[Iterable[str]], fewest: int) -> str:
-    """Why devices may not be summed, where earlier sums of the run are of these; empty: they may.
+    """Why these devices may not be summed, given earlier sums of the run; empty: they may.
 
-    A sum covers at least `fewest` devices. Two sums are of the same ones, or differ by as many: the difference of two
-    sums is a sum, too.
+    A sum covers at least `fewest` devices. Two sums cover the same devices or differ by at least as many, since the
+    difference of two sums is a sum, too.
     """
     devices = frozenset(summed)
     if len(devices) < fewest:

@@ -1,8 +1,8 @@
-"""What we write for Mosquitto: a broker for everybody on this machine, or one for the members of a federation.
+"""Mosquitto configuration: an open broker for this machine, or one for the members of a federation.
 
-The second lets in who has a certificate that the federation's authority has signed and not revoked, over TLS 1.2 or
-later, under the name in it; and its access list says what each may say and hear (docs/protocol.md). It is made for
-Mosquitto 2.0. That reads the list of revoked certificates only when it starts.
+The second admits clients whose certificate the federation's authority has signed and not revoked, over TLS 1.2 or
+later, under the name in the certificate; its access list says who may publish and subscribe to what (docs/protocol.md).
+It is made for Mosquitto 2.0, which reads the revocation list only at start.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def for_everybody(host: str, port: int) -> str:
 
 
 def before_listeners() -> str:
-    """What stands once, before the first listener for members."""
+    """Settings that appear once, before the first listener for members."""
     return f"per_listener_settings true\n{_limits()}"
 
 
 def for_members(identity: Path, rules: Path, port: int, host: str = "") -> str:
-    """The listener of a federation. A broker may have several, each with an authority and an access list of its own.
+    """A federation's listener. A broker may have several, each with its own authority and access list.
 
-    Without `use_username_as_clientid`: agent and runtime of a device share a name, and two clients of one client id
-    throw each other out.
+    No `use_username_as_clientid`: a device's agent and runtime share a name, and two clients with one client id
+    disconnect each other.
 
     Args:
-        identity: the broker's folder; the list of revoked certificates lies in it, too.
+        identity: the broker's folder, including the revocation list.
         rules: folder of the access list.
         port: to listen on.
-        host: address to listen on; by default all that the machine has.
+        host: address to listen on; by default all of the machine's.
     """
     return f"""\
 {f"listener {port} {host}".rstrip()}
@@ -69,7 +69,7 @@ acl_file {rules / ACCESS_LIST}
 
 
 def access_list(federation: str) -> str:
-    """Who may say and hear what in a federation. %u is the name in a client's certificate."""
+    """Who may publish and subscribe to what in a federation. %u is the name in a client's certificate."""
     here = f"{ROOT}/{federation}"
     return f"""\
 # A device speaks for itself alone, and hears what is for it or for all.

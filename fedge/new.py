@@ -61,7 +61,7 @@ def new(folder: Path, *, as_json: bool) -> None:
 
 
 def samples() -> dict[str, bytes]:
-    """Made-up windows (n, 3, 64) float32 of three kinds, by file: of each device, and of all together."""
+    """Generated windows (n, 3, 64) float32 of three classes, by file: per device, and of all together."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, len(FREQUENCIES), (DEVICES, SAMPLES))
     turns = np.array(FREQUENCIES)[y][:, :, np.newaxis, np.newaxis] * np.linspace(0, 1, 64)

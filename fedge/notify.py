@@ -1,4 +1,4 @@
-"""What systemd hears of a service: that it is ready, and again and again that its loop still turns (sd_notify(3))."""
+"""Notifies systemd that a service is ready and that its loop is still running (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("fedge.notify")
 
 
 def ready() -> None:
-    """Tell systemd that we are at work, and feed its watchdog from this event loop from now on.
+    """Tell systemd that we are ready, and feed its watchdog from this event loop from now on.
 
     Without systemd, or a second time, it does nothing; where nobody listens it says so in the log.
     """

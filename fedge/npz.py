@@ -1,4 +1,4 @@
-"""Arrays in an .npz file from anywhere: what it claims is checked before memory is taken for it."""
+"""Arrays from untrusted .npz files: claimed sizes are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _DAMAGED: Final = (
 
 
 def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
-    """Those of the named arrays that a file holds; None: all.
+    """Load the named arrays that a file holds; None: all.
 
     Raises:
-        ConfigError: it cannot be read, is no .npz file, or its arrays take more than half of the memory.
+        ConfigError: it cannot be read, is not an .npz file, or its arrays need more than half of the memory.
     """
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
@@ -57,7 +57,7 @@ def require_room(file: Path, claimed: int) -> None:
 
 
 def _readable(array: NDArray[Any]) -> NDArray[Any]:
-    """The same array; text whose numbers are no characters would bring down who reads it."""
+    """The same array, after checking its text: invalid characters would crash readers."""
     if array.dtype.kind == "U":
         numbers = np.ascontiguousarray(array).reshape(-1).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
         if numbers.size and numbers.max() > sys.maxunicode:
@@ -66,7 +66,7 @@ def _readable(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _claimed(archive: zipfile.ZipFile, name: str) -> int:
-    """Bytes of an array by its header; a member that holds another number of them is damaged."""
+    """Bytes of an array by its header; the file is damaged if the member's size differs."""
     member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)

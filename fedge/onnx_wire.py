@@ -1,4 +1,4 @@
-"""What a serialised ONNX graph is made of, read without ONNX: whether it is one that surely comes to an end.
+"""Reads a serialised ONNX graph without ONNX, to check that it certainly terminates.
 
 Source: onnx.proto3 (field numbers) and the wire format of Protocol Buffers: a field is a varint (number << 3 | type)
 and its value, where type 0 is a varint, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
@@ -19,11 +19,11 @@ MAX_VARINT_BYTES: Final = 10
 def unbounded(model: memoryview) -> str:
     """Why a graph may never end, or "".
 
-    Loops need a graph within the graph (Loop, Scan, and If, too), and a function may hide one. Our own graphs have
-    neither: each of their nodes runs once.
+    Loops need a subgraph (Loop, Scan; also If), and a function may hide one. Our own graphs have neither: each of their
+    nodes runs once.
 
     Raises:
-        ValueError: it is no serialised message.
+        ValueError: not a serialised message.
     """
     for number, value in _fields(model):
         if number == FUNCTIONS:
@@ -51,7 +51,7 @@ def _op_type(node: memoryview) -> str:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Number and bytes of each field; the bytes of one that is a number are none."""
+    """Number and bytes of each field; the bytes are empty for numeric fields."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -74,7 +74,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """A number, and the position after it."""
     value = 0
     for i, byte in enumerate(message[at : at + MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * i)

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, as text: OpenMetrics, or the older format for who asks for that. Needs prometheus_client."""
+"""Metrics for Prometheus as text: OpenMetrics, or the older format on request. Needs prometheus_client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 def family(
     kind: str, name: str, about: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
 ) -> Metric:
-    """A metric, "gauge" or "counter", with a value for each of some labels; None: it is left out."""
+    """A metric, "gauge" or "counter", with a value per set of labels; None: left out."""
     made = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, about, labels=labels)
     for values, value in rows:
         if value is not None:
@@ -25,16 +25,16 @@ class _Collector:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry; `describe` spares it a call before."""
+        """Collect for the registry; thanks to `describe` it is not called at registration."""
         yield from self._metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing beforehand."""
+        """Describe nothing in advance."""
         yield from ()
 
 
 def exposition(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
-    """The text in the format that who asks accepts, and its content type."""
+    """The text in a format that the client accepts, and its content type."""
     encode, content_type = choose_encoder(accept)
     registry = CollectorRegistry()
     registry.register(_Collector(metrics))

@@ -1,9 +1,9 @@
-"""ONNX Runtime, which tells nobody that it runs: the one place that imports it.
+"""ONNX Runtime without telemetry: the only place that imports it.
 
-Since 1.29 its Linux wheels write what happens (the machine, each session with the name and hash of its model, times of
-predictions) to a data base below the user's home, with a lasting number for the device, and send it to Microsoft
-(https://github.com/microsoft/onnxruntime/pull/27379). It begins at the import, unless ORT_DISABLE_TELEMETRY is set by
-then; `onnxruntime.disable_telemetry_events` comes too late. Whoever wants it sets ORT_DISABLE_TELEMETRY=0.
+Since 1.29 its Linux wheels write events (the machine, each session with the name and hash of its model, times of
+predictions) to a database below the user's home, with a permanent device number, and send them to Microsoft
+(https://github.com/microsoft/onnxruntime/pull/27379). This begins at import unless ORT_DISABLE_TELEMETRY is already
+set; `onnxruntime.disable_telemetry_events` comes too late. Set ORT_DISABLE_TELEMETRY=0 to allow it.
 """
 
 import os
@@ -21,14 +21,14 @@ _OTHERS: Final = ("extensions", "genai")
 
 
 def wheels() -> tuple[str, ...]:
-    """Distributions that lie where `onnxruntime` does, with versions: of two, one's files lie over the other's."""
+    """Distributions that provide `onnxruntime`, with versions; if there are two, one overwrites the other's files."""
     folder = Path(onnxruntime.__file__).parents[1]
     found = [path.name.removesuffix(".dist-info").split("-") for path in sorted(folder.glob("onnxruntime*.dist-info"))]
     return tuple(f"{name.replace('_', '-')} {version}" for name, version in found if not name.endswith(_OTHERS))
 
 
 def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOptions:
-    """For a graph whose files lie in `folder`, and nowhere else; no spinning threads (battery, shared cores)."""
+    """Options for a graph whose files all lie in `folder`; no spinning threads (battery, shared cores)."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -39,12 +39,12 @@ def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOption
 
 
 def session_of(graph: bytes, folder: Path) -> onnxruntime.InferenceSession:
-    """A session on one thread of the processor; `folder` as in `session_options`."""
+    """A single-threaded CPU session; `folder` as in `session_options`."""
     return onnxruntime.InferenceSession(graph, session_options(folder), providers=["CPUExecutionProvider"])
 
 
 def at_work(session: onnxruntime.InferenceSession) -> tuple[str, ...]:
-    """Providers that were given a node; before ONNX Runtime 1.24, which does not tell, those that the session has."""
+    """Providers that run a node; before ONNX Runtime 1.24, which cannot tell, all of the session's."""
     names = tuple(session.get_providers())
     if not hasattr(session, "get_provider_graph_assignment_info"):
         return names

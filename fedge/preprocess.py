@@ -1,4 +1,4 @@
-"""From raw samples to model inputs: one function for training and for inference, without torch."""
+"""From raw samples to model inputs: one function for training and inference, without torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
-    """Bring raw samples into the shape of the model's input and scale them: (x / scale - mean) / std.
+    """Reshape raw samples into model inputs and scale them: (x / scale - mean) / std.
 
-    Of a table, each input by the mean and std of its column.
+    For tables, with the mean and std of each column.
 
     Args:
         task: its input shape and preprocessing.
@@ -49,19 +49,19 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
 def load_image(
     task: TaskSpec, source: Path | IO[bytes], name: str = "", max_pixels: int | None = None
 ) -> NDArray[np.uint8]:
-    """Read an image file in the task's colours and size, the right way up.
+    """Read an image file in the task's colours, size and upright orientation.
 
     Args:
         task: with an `image_mode`, and an input shape (channels, height, width).
         source: a PNG or JPEG file, or an open one.
-        name: how to call an open file in an error.
-        max_pixels: of an image from anybody; None: as many as Pillow takes for no bomb, 89 million.
+        name: of an open file in error messages.
+        max_pixels: limit for untrusted images; None: Pillow's own limit, 89 million.
 
     Returns:
         (height, width) uint8 for a grey task, (height, width, 3) for colour.
 
     Raises:
-        ConfigError: the task has no images, the file is none that can be read, or it has too many pixels.
+        ConfigError: the task has no images, the file cannot be read, or it has too many pixels.
     """
     from PIL import Image
 
@@ -71,7 +71,7 @@ def load_image(
     _, height, width = task.input_shape
     try:
         upright = _upright(source, mode, max_pixels)
-    except Exception as error:  # Pillow knows no end of them: of struct, of zlib, assertions
+    except Exception as error:  # Pillow raises many kinds: of struct, of zlib, assertions
         raise ConfigError(f"cannot read the image {name or source}: {error}") from error
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.BILINEAR)
@@ -79,7 +79,7 @@ def load_image(
 
 
 def _upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
-    """The image in these colours. Without copies that are not needed: a large one is larger than all else here."""
+    """The image upright and in these colours, without needless copies: a large one dominates memory."""
     from PIL import Image, ImageOps
 
     with warnings.catch_warnings():

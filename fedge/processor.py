@@ -1,4 +1,4 @@
-"""Where a machine trains the task's network and asks it; all else, gates and clusters too, stays on the CPU."""
+"""Where a machine runs the task's network; everything else, including gates and clusters, stays on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class Processor(StrEnum):
-    """What does the arithmetic of networks (`fedge.models.training.torch_device`)."""
+    """What runs the networks (`fedge.models.training.torch_device`)."""
 
     CPU = "cpu"
     CUDA = "cuda"

@@ -1,10 +1,10 @@
-"""Renewal over the wire, at the device's end: it asks for a certificate before its own expires, and takes the answer.
+"""Certificate renewal over the wire, device side: request a new one before the present one expires, and install it.
 
     agents/{id}/renewal      request, signed with the key of the present certificate; retained  ──▶  authority
     agents/{id}/certificate  certificate for that key; retained                                 ◀──  authority
 
-Neither the broker nor anybody else on the way can use one or forge the other: the request shows the key, and the answer
-must be by the authority, for this device and that key. The next connection is made with it.
+Neither the broker nor anyone in between can use one or forge the other: the request proves the key, and the answer must
+be by the authority, for this device and that key. The next connection uses it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MAX_BYTES: Final = 10_000
 
 
 class Renewal:
-    """Keeps the certificate of a device good.
+    """Keeps a device's certificate valid.
 
-    Attach it before the transport is entered, and as the last: what it does at each connection ends with that.
+    Attach it last, before the transport is entered: its connect callback runs as long as the connection.
     """
 
     def __init__(self, transport: Transport, topics: Topics, device_id: str) -> None:
@@ -43,14 +43,14 @@ class Renewal:
         self._device_id = device_id
 
     async def attach(self) -> None:
-        """Ask from each connection on, and hear the answers; do nothing where `fedge provision` made no certificate."""
+        """Request on each connection and listen for answers; no effect without a certificate by `fedge provision`."""
         if self._transport.settings.cert_file is None or self._own() is None:
             return
         await self._transport.subscribe(self._topics.agent(self._device_id, "certificate"), self._take)
         self._transport.on_connect(self._ask)
 
     def _own(self) -> x509.Certificate | None:
-        """Our certificate, if it is that of this device."""
+        """Our certificate, if it is this device's."""
         from fedge.certificates import load_certificate
 
         certificate = load_certificate(_path(self._transport.settings.cert_file))
@@ -61,7 +61,7 @@ class Renewal:
         return certificate if (subject.federation, subject.role.speaks_as, subject.name) == mine else None
 
     async def _ask(self) -> None:
-        """Ask whenever it is time, as long as this connection lasts."""
+        """Request whenever it is time, while this connection lasts."""
         from fedge.certificates import RENEW_AT, is_past, load_key, now, pem_of, request_of, warning
 
         while True:
@@ -77,7 +77,7 @@ class Renewal:
             await asyncio.sleep(LOOK_S)
 
     async def _take(self, inbound: Inbound) -> None:
-        """Keep the certificate that came, if it is ours and good for longer than the one that we have."""
+        """Keep a received certificate if it is ours and valid for longer than the present one."""
         own = self._own()
         if not inbound.payload or own is None:
             return
@@ -85,7 +85,7 @@ class Renewal:
         if certificate.not_valid_after_utc > own.not_valid_after_utc:
             try:
                 write_atomically(_path(self._transport.settings.cert_file), inbound.payload)
-            except StoreError as error:  # the one that we have is still good; the answer stays at the broker
+            except StoreError as error:  # the present one is still valid; the answer stays at the broker
                 log.error("event=certificate_not_kept device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
                 return
             until = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
@@ -96,7 +96,7 @@ class Renewal:
         """The certificate in an answer.
 
         Raises:
-            ProtocolError: `certificate`: it is none for us.
+            ProtocolError: `certificate`: not for us.
         """
         from cryptography import x509
 

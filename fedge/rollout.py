@@ -1,4 +1,4 @@
-"""Who takes part in a stage of a rollout: decided by each device for itself, the same way everywhere."""
+"""Which devices take part in a stage of a rollout; each device decides for itself, by the same rule."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from fedge.messages import Rollout
 
 
 def place(rollout_id: str, device_id: str) -> float:
-    """A device's place in the order of a rollout, in [0, 1): uniform over devices, other for each rollout."""
+    """A device's place in the order of a rollout, in [0, 1): uniform over devices, different for each rollout."""
     digest = hashlib.sha256(f"{rollout_id}/{device_id}".encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
 def signed_bytes(federation: str, rollout: bytes) -> bytes:
-    """What is signed of an encoded `Rollout`: it is for one federation, and no metadata of the repository."""
+    """The signed form of an encoded `Rollout`, specific to one federation and distinct from repository metadata."""
     return f"fedge rollout {federation}\n".encode() + rollout
 
 
 def takes_part(rollout: Rollout, device_id: str) -> bool:
-    """Whether the device belongs to the stage at which the rollout is."""
+    """Whether the device belongs to the rollout's present stage."""
     return device_id in rollout.canaries or place(rollout.id, device_id) < rollout.share

@@ -1,18 +1,18 @@
-"""Signed messages: what a hostile broker can hold back, and neither forge nor send again.
+"""Signed messages, which a hostile broker can hold back but neither forge nor replay.
 
-Who has a certificate of its federation's authority (`fedge.identity`) signs all that it says, and takes nothing that is
-not signed by somebody in the right role. On the wire the bytes of a message are then in an envelope:
+A process with a certificate of its federation's authority (`fedge.identity`) signs all its messages and accepts only
+those signed by somebody in the right role. On the wire, the bytes of a message are then in an envelope:
 
     [bytes, number, to, certificate, signature]
 
-The signature is over the topic, `number`, `to` and the bytes: a message counts on the topic alone for which it was
-made, and so in one federation, for one device. `number` counts up with all that a sender ever says: what is older than
-the last on a topic by the same key is refused. `to` is the incarnation of the agent that a message is for: one from
-before its last start is none, whatever clocks say. Within it the numbers of each life of the sender count by
-themselves, for a coordinator that lost its home after its clock was ahead begins below them. A last will, made before
-all else, has number 0.
+The signature covers the topic, `number`, `to` and the bytes: a message is valid only on its own topic, and so in one
+federation, for one device. `number` increases with every message of a sender: a message older than the last one on a
+topic by the same key is refused. `to` is the incarnation of the receiving agent: messages from before its last start
+are refused, whatever the clocks say. Within one incarnation, each life of the sender is counted separately, since a
+coordinator that lost its home after its clock was ahead starts with lower numbers. A last will, made before everything
+else, has number 0.
 
-Without such a certificate messages travel as they are (`Plain`): then the broker and its rules are to be trusted.
+Without such a certificate messages travel unsigned (`Plain`); the broker and its rules must then be trusted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     signature: bytes
 
     def context(self, topic: str) -> str:
-        """What is signed beside the payload."""
+        """What is signed besides the payload."""
         return f"{topic} {self.number} {self.to}"
 
 
@@ -67,7 +67,7 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 class Plain:
-    """Nothing is signed."""
+    """No signatures."""
 
     def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
         """The payload as it is."""
@@ -75,7 +75,7 @@ class Plain:
         return payload
 
     def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
-        """What came, as it is.
+        """The message unchanged.
 
         Raises:
             ProtocolError: `signed`.
@@ -86,27 +86,27 @@ class Plain:
         return data
 
     def vouch(self, topic: str, data: bytes) -> bytes:
-        """Nothing."""
+        """No proof."""
         del topic, data
         return b""
 
     def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
-        """Nobody can say."""
+        """Accept: nothing can be checked."""
 
     async def follow(self, transport: Transport, topics: Topics) -> None:
-        """Nobody is revoked."""
+        """No effect: nobody is revoked."""
 
 
 class Signed:
-    """Everything is signed.
+    """All messages signed.
 
     Args:
-        broker: names our certificate, its key and the authority; they are read again when the certificate changes.
-        home: of the process, for what must outlive it; None: it only listens.
+        broker: certificate, key and authority; read again when the certificate changes.
+        home: of the process, for lasting state; None: it only listens.
 
     Raises:
         ConfigError: certificate or key cannot be used.
-        TransportError: the certificate does not count by the clock here.
+        TransportError: the certificate is not valid by this machine's clock.
     """
 
     def __init__(self, broker: BrokerSettings, home: Path | None) -> None:
@@ -122,7 +122,7 @@ class Signed:
         """Raises a ProtocolError for who is not on the list, where there is one."""
         self._life = 0 if home is None else _next_life(home / "life")
         self._said = 0
-        self._certificates: dict[str, bytes] = {}  # of who spoke last, by name
+        self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
         self.heard: dict[str, int] = {}
         """The highest number by topic and key; it may be kept, and given back to the next process."""
 
@@ -135,7 +135,7 @@ class Signed:
     # ---------------------------------------------------------------------------------------------- outwards
 
     def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
-        """An envelope with our signature. `to`: incarnation of the agent that it is for; `will`: it is a last will."""
+        """An envelope with our signature. `to`: incarnation of the receiving agent; `will`: it is a last will."""
         self._renew()
         self._said += 1
         certificate = b"" if topic.endswith(WITHOUT_CERTIFICATE) else self._key.der
@@ -145,7 +145,7 @@ class Signed:
         return _encoder.encode(msgspec.structs.replace(unsigned, signature=signature))
 
     def _renew(self) -> None:
-        """Take the new certificate, if it was renewed; the old one as long as the new one cannot be used."""
+        """Switch to a renewed certificate; keep the old one while the new one is unusable."""
         if (now := version_of(Path(self._files[0]))) != self._read_at:
             try:
                 self._key, self._read_at = Key(*self._files), now
@@ -155,14 +155,14 @@ class Signed:
     # ----------------------------------------------------------------------------------------------- inwards
 
     def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
-        """The bytes of a message that somebody in one of these roles has signed for this topic.
+        """The bytes of a message that a member in one of these roles signed for this topic.
 
         Args:
             topic: on which it came.
-            data: what came.
-            roles: who may say this.
-            name: whose it must be; empty: anybody's in such a role.
-            to: our incarnation, where it must be for us as we are now.
+            data: as received.
+            roles: permitted senders.
+            name: required sender; empty: anybody in such a role.
+            to: our incarnation, if the message must be addressed to it.
 
         Raises:
             ProtocolError: `unsigned`, `oversized`, `malformed`, `certificate`, `revoked`, `not-a-member`, `forged` or
@@ -180,10 +180,10 @@ class Signed:
     def _checked(
         self, topic: str, data: bytes, roles: Sequence[Role], name: str
     ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
-        """What somebody in one of these roles has signed for this topic, and who it was; it may be old.
+        """The bytes signed for this topic by a member in one of these roles, and the signer; replays are not detected.
 
         Raises:
-            ProtocolError: as `open`, but for `replayed`.
+            ProtocolError: as `open`, except `replayed`.
         """
         if not data.startswith(BEGINS):
             raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} signs what it says")
@@ -202,11 +202,11 @@ class Signed:
         return envelope, subject, key
 
     def vouch(self, topic: str, data: bytes) -> bytes:
-        """Our signature of what others of the federation will see by way of somebody else, at any time."""
+        """Our signature of data that other members will receive through somebody else, at any time."""
         return self.seal(topic, data)
 
     def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
-        """See that a device has vouched for these bytes.
+        """Check that a device vouched for these bytes.
 
         Raises:
             ProtocolError: as `open`, or `forged`: it was for others.
@@ -216,7 +216,7 @@ class Signed:
             raise ProtocolError("forged", f"{name} has vouched for something else")
 
     def _require_newest(self, source: str, number: int) -> None:
-        if number == 0:  # a last will: whoever takes it goes by the incarnation in it
+        if number == 0:  # a last will: receivers go by the incarnation in it
             return
         if number < self.heard.get(source, 0):
             raise ProtocolError(
@@ -227,7 +227,7 @@ class Signed:
         self.heard[source] = number
 
     async def follow(self, transport: Transport, topics: Topics) -> None:
-        """Hear of who is revoked; do it before the transport is entered."""
+        """Subscribe to revocations; call before the transport is entered."""
         await transport.subscribe(topics.revocations, self._on_revocations)
 
     async def _on_revocations(self, inbound: Inbound) -> None:
@@ -236,12 +236,12 @@ class Signed:
         try:
             if self.authority.learn(inbound.payload):
                 log.info("event=revocations bytes=%d", len(inbound.payload))
-        except StoreError as error:  # it counts until this process ends, and is told again after that
+        except StoreError as error:  # in force until this process ends, and received again after that
             log.error("event=revocations_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
 
 
 def unsealed(data: bytes) -> bytes:
-    """The bytes of a message, signed or not; of who looks at what we say ourselves, for nothing is checked.
+    """The bytes of a message, signed or not, unchecked: for looking at our own messages.
 
     Raises:
         ProtocolError: `malformed`.
@@ -263,11 +263,11 @@ def _envelope_in(data: bytes) -> Envelope:
 
 
 def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plain | Signed:
-    """Who we are on this broker: signing, if our certificate is of a federation's authority.
+    """Our identity on this broker: signing, if our certificate is from a federation's authority.
 
     Raises:
         ConfigError: the certificate is somebody else's, revoked, or not by the authority in ca_file.
-        TransportError: it does not count by the clock here.
+        TransportError: it is not valid by this machine's clock.
     """
     if broker.cert_file is None:
         return Plain()
@@ -289,7 +289,7 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
 
 
 def _next_life(file: Path) -> int:
-    """Higher than of any process before, also where the clock was set back or the file is lost."""
+    """A number above that of any earlier process, even if the clock was set back or the file is lost."""
     before = 0
     with contextlib.suppress(OSError, ValueError):
         before = int(file.read_text())

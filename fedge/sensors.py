@@ -1,4 +1,4 @@
-"""What both roles on a device read of its sensors."""
+"""A device's hardware sensors, as both of its roles read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def temperature_c() -> float | None:
-    """The hottest sensor: it is what makes a device throttle. None where there is none."""
+    """The hottest sensor, since it triggers throttling. None without sensors."""
     read = getattr(psutil, "sensors_temperatures", None)
     sensors = read() if read is not None else {}
     return max((float(entry.current) for entries in sensors.values() for entry in entries), default=None)

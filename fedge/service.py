@@ -1,4 +1,4 @@
-"""Services of systemd: a process with a user of its own, who may read little and write only its own folders."""
+"""Systemd services: processes under their own user, who may read little and write only its own folders."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ StateDirectory=fedge-coordinator
 
 
 def unit(what: str, role: str, arguments: str, name: str, writes: Path | None = None) -> str:
-    """The unit of a service that runs `fedge ARGUMENTS` as the user fedge.
+    """A systemd unit that runs `fedge ARGUMENTS` as the user fedge.
 
     Args:
-        what: it is, in words.
+        what: description.
         role: `AGENT`, `RUNTIME` or `COORDINATOR`.
         arguments: of the command.
-        name: of the service; FEDGE_... settings may stand in /etc/fedge/NAME.env, which only root need be able to read.
-        writes: a folder that it may write beside its state: the identity of an agent, which renews it.
+        name: of the service; FEDGE_... settings may be in /etc/fedge/NAME.env, which only root need be able to read.
+        writes: a writable folder beside its state: an agent's identity, which it renews.
     """
     writable = "" if writes is None else f"ReadWritePaths={writes}\n"
     return f"""\
@@ -125,15 +125,15 @@ def daily(what: str, arguments: str) -> tuple[str, str]:
 
 
 def command(arguments: str) -> str:
-    """The command line of a service: of the environment that this process runs in."""
+    """The command line of a service, in this process's environment."""
     return f"{sys.executable} -m fedge.cli {arguments}"
 
 
 def make_user() -> pwd.struct_passwd:
-    """The user that services run as, who can do nothing else.
+    """Create the service user, who can do nothing else.
 
     Raises:
-        ConfigError: it cannot be made, or it could not run this very fedge.
+        ConfigError: it cannot be created, or could not run this installation of fedge.
     """
     closed = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
     if closed:
@@ -148,9 +148,9 @@ def make_user() -> pwd.struct_passwd:
 
 
 def give(folder: Path, owner: pwd.struct_passwd) -> None:
-    """Have a folder of ours and the plain files in it belong to somebody, who alone can read them.
+    """Give a folder of ours and its plain files to another owner, readable by that owner alone.
 
-    One that is theirs already stays as it is: they could have put links to files of others into it, and what root
+    A folder that is already theirs is left alone: they could have put links to others' files into it, and what root
     writes there belongs to them (`fedge.files.write_atomically`). The folder itself goes last for the same reason.
 
     Raises:
@@ -175,7 +175,7 @@ def give(folder: Path, owner: pwd.struct_passwd) -> None:
 
 
 def write_public(path: Path, text: str) -> None:
-    """Write a file that everybody may read.
+    """Write a world-readable file.
 
     Raises:
         StoreError: it cannot be written.
@@ -184,7 +184,7 @@ def write_public(path: Path, text: str) -> None:
 
 
 def run(*words: str) -> None:
-    """Run a program of the system.
+    """Run a system program.
 
     Raises:
         ConfigError: it failed.
@@ -198,7 +198,7 @@ def run(*words: str) -> None:
 
 
 def restart(name: str) -> bool:
-    """Start a service anew, or for the first time; False: no systemd runs this machine, and somebody must do so.
+    """Start or restart a service; False: no systemd here, so somebody must do it by hand.
 
     Raises:
         ConfigError: it does not start.

@@ -14,7 +14,7 @@ class Sgd(Struct, frozen=True, kw_only=True):
     """Local training: SGD with momentum (buffer reset at the start), mean cross-entropy."""
 
     steps: Annotated[int, Meta(ge=0, le=10**7)] = 10
-    epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # > 0: as many passes over the samples, instead of `steps`
+    epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # > 0: passes over the samples, instead of `steps`
     batch_size: Annotated[int, Meta(ge=1, le=2**20)] = 32
     learning_rate: Annotated[float, Meta(gt=0, le=100)] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -22,9 +22,9 @@ class Sgd(Struct, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0  # times the weights, added to the gradient
 
     def steps_for(self, n: int) -> int:
-        """How many steps a model takes that learns from n samples: `steps`, or as many as `epochs` passes need."""
+        """Number of steps for n samples: `steps`, or what `epochs` passes need."""
         return -(-self.epochs * n // max(1, min(self.batch_size, n))) if self.epochs else self.steps
 
     def passes(self, steps: int, n: int) -> float:
-        """Forward passes of one sample that so many steps on n samples cost."""
+        """Cost of these steps on n samples, in forward passes of one sample."""
         return TRAINING_PASSES * steps * min(self.batch_size, n)

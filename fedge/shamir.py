@@ -1,4 +1,4 @@
-"""Shamir's secret sharing: any t shares give the secret, fewer say nothing of it.
+"""Shamir's secret sharing: any t shares give the secret; fewer reveal nothing.
 
 Source: Shamir, "How to Share a Secret", CACM 22(11), 1979: the secret is f(0) of a random polynomial of degree t - 1, a
 share is f(x). Here over the integers modulo the prime 2^256 + 297, for secrets of 32 bytes.
@@ -16,15 +16,15 @@ SHARE_BYTES: Final = 33
 
 
 def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, bytes]:
-    """A share for each holder. Randomness is the operating system's.
+    """A share for each holder, with randomness from the operating system.
 
     Args:
         secret: 32 bytes.
-        threshold: t >= 1, how many shares give it back.
-        holders: x of each, all different and > 0; at least t.
+        threshold: t >= 1, the number of shares needed.
+        holders: x of each, distinct and > 0; at least t.
 
     Raises:
-        ValueError: fewer holders than t, or what is no secret or no x.
+        ValueError: fewer holders than t, or an invalid secret or x.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders) or min(holders) < 1:
         raise ValueError(f"{len(secret)} bytes for {len(holders)} holders, of whom {threshold} are to do")
@@ -40,10 +40,10 @@ def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, 
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """The secret of t shares, by holder. Fewer, or false ones, give another one: the caller checks it.
+    """Recover the secret from t shares, by holder. Too few or false shares give a wrong one: the caller checks it.
 
     Raises:
-        ValueError: they give none.
+        ValueError: no valid secret.
 
     Example:
         >>> shares = split(bytes(range(32)), 3, [1, 2, 3, 4, 5])

@@ -1,4 +1,4 @@
-"""How long-running work is asked to end early."""
+"""Early termination of long-running work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Stop = Callable[[], bool]
 
 
 class StoppedError(Exception):
-    """The work was stopped from outside; nothing came of it."""
+    """The work was stopped from outside, without a result."""
 
 
 def never() -> bool:

@@ -1,7 +1,7 @@
-"""Tables of rows, CSV or Parquet, and the schema that says what their columns mean.
+"""Tables, CSV or Parquet, and the schema that defines their columns.
 
-The schema is a TOML file, equal on all machines: what becomes a number, and how it is scaled, stands there and is never
-learned from a device's rows. Nothing here needs torch.
+The schema is a TOML file, equal on all machines: it defines which columns become numbers and how they are scaled;
+nothing is learned from a device's rows. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Cells = Mapping[str, Sequence[object]]
 
 
 def read_schema(file: Path) -> Schema:
-    """The schema that a TOML file holds.
+    """The schema in a TOML file.
 
     Raises:
         ConfigError: it cannot be read, or contradicts itself; the text says where.
@@ -74,22 +74,22 @@ def schema_of(task: TaskSpec) -> Schema:
 
 
 def scale(schema: Schema) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Mean and std of each input of the network, (width,) each; of a category 0 and 1."""
+    """Mean and std of each network input, (width,) each; 0 and 1 for a category."""
     widths = [column.width for column in schema.columns]
     mean, std = (np.repeat(values, widths) for values in zip(*((c.mean, c.std) for c in schema.columns), strict=True))
     return mean.astype(np.float32), std.astype(np.float32)
 
 
 def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
-    """The rows of a table as arrays, as an .npz has them. Not `labelled`: the column of the class may be missing.
+    """The rows of a table as arrays, as in an .npz. If not `labelled`, the class column may be missing.
 
     Returns:
-        x (n, width) float32, before it is scaled; y (n,) int64; where the schema names their columns, sensitive (n,)
-        bool and user (n,) int64, numbered in the order in which they come.
+        x (n, width) float32, unscaled; y (n,) int64; if the schema names their columns, sensitive (n,) bool and user
+        (n,) int64, numbered in order of appearance.
 
     Raises:
-        ConfigError: the file cannot be read, has other columns than the schema, or a cell that does not fit; the text
-            names the row, counted from 1 after the header. Or it is too large for the memory.
+        ConfigError: the file cannot be read, has other columns than the schema or an invalid cell (the text names the
+            row, counted from 1 after the header), or is too large for the memory.
     """
     parts: list[dict[str, NDArray[Any]]] = []
     users: dict[object, int] = {}
@@ -107,14 +107,14 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
             part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
         parts.append(part)
         n += len(part["x"])
-        require_room(file, 8 * n * schema.width)  # these numbers, twice while they are put together
+        require_room(file, 8 * n * schema.width)  # these numbers, held twice while they are concatenated
     if not parts:
         raise ConfigError(f"{file} has no rows")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class _Reader:
-    """Cells of one batch as numbers; `first`: the number of its first row, for errors."""
+    """One batch's cells as numbers; `first`: the number of its first row, for errors."""
 
     def __init__(self, file: Path, first: int) -> None:
         self._file, self._first = file, first
@@ -130,7 +130,7 @@ class _Reader:
     def numbered(
         self, name: str, cells: Sequence[object], known: Mapping[str, int], missing: object = None
     ) -> NDArray[np.int64]:
-        """What each cell's word is called, (n,) int64."""
+        """The number for each cell's word, (n,) int64."""
         found = np.empty(len(cells), np.int64)
         for i, cell in enumerate(cells):
             word = _word(cell)
@@ -164,7 +164,7 @@ class _Reader:
 
 
 def _word(cell: object) -> str:
-    """A cell as text; whole numbers that a table keeps as floats for the sake of gaps, as whole numbers."""
+    """A cell as text; whole numbers stored as floats because of gaps become whole numbers again."""
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     return "" if cell is None else str(cell).strip()
@@ -204,10 +204,10 @@ def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
 
 
 def _columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:
-    """The columns that are read, each once.
+    """The columns to read, each once.
 
     Raises:
-        ConfigError: one is missing, stands twice, or has a name that the schema does not know.
+        ConfigError: one is missing, appears twice, or is not in the schema.
     """
     there = list(there)
     needed = [*(c.name for c in schema.columns), *filter(None, (schema.sensitive, schema.user))]

@@ -1,8 +1,8 @@
 """Models as flat vectors, tensors as safetensors.
 
 On the wire a model is a safetensors file of named tensors; in the maths it is two flat float32 vectors, `params`
-(trainable, what updates and clusters are about) and `buffers` (running statistics), plus integer buffers. A `Layout`
-says how to get from one to the other. Bytes from outside never become an object other than an array of a known shape.
+(trainable; updates and clusters use these) and `buffers` (running statistics), plus integer buffers. A `Layout` maps
+one to the other. Bytes from outside only ever become arrays of known shape.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ BASE: Final[Selector] = ("!head",)
 class TensorInfo(Struct, frozen=True, kw_only=True):
     """One tensor of a model. kind: "param" (float32, trainable), "buffer" (float32), "counter" (int64).
 
-    layer: the kind of the layer that it belongs to, as in `Selector`; "" for all others.
+    layer: its layer's kind, as in `Selector`; "" for all others.
     """
 
     name: str
@@ -76,14 +76,14 @@ class TensorInfo(Struct, frozen=True, kw_only=True):
         return math.prod(self.shape)
 
     def matches(self, pattern: str) -> bool:
-        """Whether a pattern without "!" means this tensor."""
+        """Whether a pattern without "!" matches this tensor."""
         return pattern == self.layer or fnmatchcase(self.name, pattern)
 
 
 class Layout(Struct, frozen=True, kw_only=True):
     """Names, shapes and order of all tensors of a model; equal on all machines of a federation.
 
-    The head (`fedge.models.head_name`), where there is one, comes last among the parameters: weight (C, D), bias (C).
+    The head (`fedge.models.head_name`), if any, comes last among the parameters: weight (C, D), bias (C).
     """
 
     tensors: Annotated[tuple[TensorInfo, ...], Meta(min_length=1)]
@@ -93,10 +93,10 @@ class Layout(Struct, frozen=True, kw_only=True):
         return tuple(t for t in self.tensors if t.kind == kind)
 
     def select(self, selector: Selector) -> Layout:
-        """The tensors that a selector means, in order; at least one.
+        """The tensors that a selector matches, in order; at least one.
 
         Raises:
-            ConfigError: a pattern means nothing of this network.
+            ConfigError: a pattern matches nothing in this network.
         """
         if isinstance(selector, str):
             raise ConfigError(f"a selector is a tuple: write ({selector!r},)")
@@ -112,7 +112,7 @@ class Layout(Struct, frozen=True, kw_only=True):
         """All other tensors, in order; at least one.
 
         Raises:
-            ConfigError: a pattern means nothing of this network, or the selector means all of it.
+            ConfigError: a pattern matches nothing in this network, or the selector matches everything.
         """
         if not selector:
             return self
@@ -201,7 +201,7 @@ def overlaid(model: Model, tensors: Mapping[str, NDArray[np.generic]], layout: L
     """The model with some of its tensors replaced.
 
     Raises:
-        ProtocolError: `layout` or `not-finite`: these are no tensors of such a model.
+        ProtocolError: `layout` or `not-finite`: not tensors of such a model.
     """
     return flatten(unflatten(model, layout) | dict(tensors), layout)
 
@@ -214,20 +214,19 @@ def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:
 def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     """Safetensors without metadata, the largest types first, then by name: equal tensors give equal bytes.
 
-    The bytes are those of `safetensors.numpy.save`, which copies them so often that it took 6 to 18 ms for the 6.6 MB
-    of a CNN, against 0.2 ms here.
+    Same bytes as `safetensors.numpy.save`, whose copies took 6 to 18 ms for the 6.6 MB of a CNN, against 0.2 ms here.
 
     Raises:
-        ValueError: an array is of none of the types in `_TYPES`.
+        ValueError: an array's type is not in `_TYPES`.
     """
     return b"".join(to_pieces(tensors))
 
 
 def to_pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
-    """What `to_bytes` joins: the header, and the memory of each tensor, which is not copied.
+    """The pieces that `to_bytes` joins: the header and each tensor's memory, uncopied.
 
     Raises:
-        ValueError: an array is of none of the types in `_TYPES`.
+        ValueError: an array's type is not in `_TYPES`.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     if odd := {array.dtype for array in arrays.values()} - set(_TYPES):
@@ -247,7 +246,7 @@ def to_pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memory
 
 
 class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in the header of a safetensors file; data_offsets: [start, end) of its bytes behind the header."""
+    """A tensor in a safetensors header; data_offsets: [start, end) of its bytes after the header."""
 
     dtype: str
     shape: tuple[Annotated[int, Meta(ge=0)], ...]
@@ -260,7 +259,7 @@ _DTYPES: Final = {name: dtype for dtype, name in _TYPES.items()}
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: [start, stop) of its bytes in the safetensors file."""
+    """A tensor's position: [start, stop) of its bytes in the safetensors file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -269,10 +268,10 @@ class Place(NamedTuple):
 
 
 def places_in(file: BinaryIO, *, metadata: bool = True) -> dict[str, Place]:
-    """The tensors of a safetensors file by name, in the order of their bytes, of which every one belongs to one tensor.
+    """The tensors of a safetensors file by name, in byte order; together they cover all of the data.
 
     Raises:
-        ProtocolError: `malformed`; also where there is metadata and none may be.
+        ProtocolError: `malformed`, also for metadata that is not permitted.
     """
     try:
         return _places(file, metadata=metadata)
@@ -304,7 +303,7 @@ def _places(file: BinaryIO, *, metadata: bool) -> dict[str, Place]:
 
 
 def from_bytes(data: bytes) -> Tensors:
-    """Parse safetensors from outside.
+    """Parse untrusted safetensors.
 
     Raises:
         ProtocolError: `malformed`.
@@ -313,7 +312,7 @@ def from_bytes(data: bytes) -> Tensors:
 
 
 def views_of(data: bytes) -> Tensors:
-    """Parse safetensors from outside: read-only views of the bytes.
+    """Parse untrusted safetensors into read-only views of the bytes.
 
     `safetensors.numpy.load` copies all tensors: 15 ms for a model of 45 MB.
 
@@ -328,8 +327,8 @@ def views_of(data: bytes) -> Tensors:
 
 
 def digest_of(*data: bytes | bytearray | memoryview) -> str:
-    """SHA-256 in hex of these bytes, one piece after the other: their name."""
-    import hashlib  # 3.5 MB of OpenSSL: only where something is hashed
+    """SHA-256 of these pieces of bytes in hex, which is their name."""
+    import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
     hasher = hashlib.sha256()
     for piece in data:

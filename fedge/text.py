@@ -1,4 +1,4 @@
-"""Text of others, as a person's terminal may be shown it, and what they may have meant."""
+"""Untrusted text made safe for a terminal, and suggestions for mistyped words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 def printable(line: str) -> str:
-    """One line, with control characters escaped: it neither commands a terminal nor forges a second line."""
+    """One line with control characters escaped: it can neither control a terminal nor forge a second line."""
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def nearest(word: str, right: Iterable[str]) -> str:
-    """Hint at the word of `right` that is most like `word`: " (did you mean X?)", or nothing."""
+    """A hint at the most similar word in `right`: " (did you mean X?)", or ""."""
     close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""

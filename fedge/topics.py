@@ -48,44 +48,44 @@ class Topics:
         return f"{ROOT}/{self.federation}"
 
     def agent(self, device_id: str, leaf: str) -> str:
-        """Topic of one device; `leaf`: the last level in the list above."""
+        """A topic of one device; `leaf`: the last level in the list above."""
         return f"{self.prefix}/agents/{device_id}/{leaf}"
 
     def shared(self, group: str, topic_filter: str) -> str:
-        """The filter for a member of a group: dispatcher, intakes and servers of models share what comes in."""
+        """The shared-subscription filter for dispatcher, intakes and model servers, which share incoming messages."""
         return f"$share/{group}/{topic_filter}"
 
     @property
     def rollout(self) -> str:
-        """Where the fleet's rollout stands."""
+        """Announces the fleet's rollout."""
         return f"{self.prefix}/rollout"
 
     @property
     def revocations(self) -> str:
-        """Which certificates the federation's authority has revoked (CRL, DER)."""
+        """Certificates revoked by the federation's authority (CRL, DER)."""
         return f"{self.prefix}/revocations"
 
     def coordinator_wants(self, device_id: str) -> str:
-        """Where the coordinator asks a device for the bytes of an update."""
+        """The coordinator's requests to a device for the bytes of an update."""
         return f"{self.prefix}/coordinator/wants/{device_id}"
 
     def model_chunk(self, digest: str, offset: int | str = "+") -> str:
-        """Where bytes of a model travel down, one copy for all who wait."""
+        """Bytes of a model on the way down, one copy for all receivers."""
         return f"{self.prefix}/blobs/{digest}/{offset}"
 
     def update_chunk(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
-        """Where bytes of an update travel up."""
+        """Bytes of an update on the way up."""
         return f"{self.prefix}/agents/{device_id}/blobs/{digest}/{offset}"
 
     def client_id(self, role: ClientRole, name: str = "") -> str:
-        """What a process calls itself at the broker, where two of one id throw each other off for ever.
+        """A process's client id at the broker, where two with the same id keep disconnecting each other.
 
-        No name holds a colon, so ids differ wherever role, federation or name do; what is too long ends in its SHA-256.
+        Names hold no colon, so ids are unique by role, federation and name; long ones end in their SHA-256.
         """
         full = ":".join((role, self.federation, name) if name else (role, self.federation))
         return full if len(full) <= MAX_CLIENT_ID else f"{role}:{hashlib.sha256(full.encode()).hexdigest()}"
 
     def parts(self, topic: str) -> tuple[str, ...]:
-        """The levels below the prefix, or () if the topic belongs to somebody else."""
+        """The levels below the prefix, or () for a foreign topic."""
         head = self.prefix + "/"
         return tuple(topic[len(head) :].split("/")) if topic.startswith(head) else ()

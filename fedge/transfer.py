@@ -1,25 +1,25 @@
-"""Blobs over MQTT: the receiver pulls byte ranges, the sender publishes each chunk once for all who wait.
+"""Blobs over MQTT: the receiver requests byte ranges, the sender publishes each chunk once for all receivers.
 
     receiver                                   sender
     subscribe chunks/+                         source(digest) -> file
-    Want(digest, missing ranges)  ──────────▶  queue, merged with what others want
-    write, record, hash           ◀──────────  chunks/{offset}: bytes, in order, for all who listen
+    Want(digest, missing ranges)  ──────────▶  queue, merged with others' wants
+    write, record, hash           ◀──────────  chunks/{offset}: bytes, in order, for all subscribers
     stalled: Want again what is missing
     complete: SHA-256, rename into the folder
 
-The Want follows the subscription at once: one TCP connection keeps the order, so no chunk can overtake it, and
-whatever the sender publishes after the first Want of a subscription reaches it, whoever asked for it.
+The Want follows the subscription at once: one TCP connection keeps the order, so no chunk can overtake it, and the
+receiver gets everything published after the first Want of a subscription, whoever requested it.
 
-A chunk is written and hashed on the event loop as it comes, 0.4 ms each on a PC: a hop to a thread costs as much, and
-more where all cores are busy. The page cache takes the bytes; only fsync and reading back what an earlier receiver left
-wait for the disk, and these have a thread.
+A chunk is written and hashed on the event loop as it arrives, 0.4 ms each on a PC: a hop to a thread costs as much, and
+more if all cores are busy. The bytes go to the page cache; only fsync and reading an earlier receiver's leftovers wait
+for the disk, and these have a thread.
 
-Nothing here trusts the broker to deliver: a chunk that is lost is asked for again, one that comes twice changes
-nothing, and any order will do. `Ranges`, `Receiving` and `Sending` decide and know neither clock nor file; `Receiver`
-and `Sender` act. A partial blob survives kill -9 of its receiver as two files in the blob folder, `{digest}.part`
-(the bytes) and `{digest}.ranges` (which of them count: a line for each chunk, written after its bytes, and fewer where
-chunks are many and small). After a power cut the record may promise bytes that never reached the disk; then the hash
-does not fit and the blob is fetched again.
+Nothing here relies on the broker's delivery: a lost chunk is requested again, a duplicate changes nothing, and any
+order will do. `Ranges`, `Receiving` and `Sending` decide, without clock or files; `Receiver` and `Sender` act. A
+partial blob survives kill -9 of its receiver as two files in the blob folder, `{digest}.part` (the bytes) and
+`{digest}.ranges` (which of them are valid: a line for each chunk, written after its bytes, and fewer if chunks are many
+and small). After a power cut the record may list bytes that never reached the disk; then the hash does not match and
+the blob is fetched again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Ranges:
 
     @property
     def n_bytes(self) -> int:
-        """How many offsets the set holds."""
+        """The number of offsets in the set."""
         return sum(end - start for start, end in self._ranges)
 
     def overlap(self, start: int, end: int) -> list[Range]:
@@ -132,7 +132,7 @@ class Ranges:
         return found
 
     def add(self, start: int, end: int) -> None:
-        """Put [start, end) in; ranges that touch become one."""
+        """Add [start, end); touching ranges are merged."""
         if start >= end:
             return
         first = bisect_left(self._ranges, start, key=_end)
@@ -142,7 +142,7 @@ class Ranges:
         self._ranges[first:last] = [(start, end)]
 
     def remove(self, start: int, end: int) -> None:
-        """Take [start, end) out; it need not have been in."""
+        """Remove [start, end), whether present or not."""
         if start >= end:
             return
         first = bisect_right(self._ranges, start, key=_end)
@@ -156,7 +156,7 @@ _start, _end = itemgetter(0), itemgetter(1)
 
 
 class Receiving:
-    """Which bytes of one blob are still missing, and which of those to ask for now. No IO, no clock."""
+    """Which bytes of a blob are missing, and which to request now. No IO, no clock."""
 
     def __init__(self, size_bytes: int, have: Iterable[Range] = ()) -> None:
         self.size_bytes = size_bytes
@@ -171,7 +171,7 @@ class Receiving:
 
     @property
     def complete(self) -> bool:
-        """All bytes are safe; whether they are right is for the digest to say."""
+        """All bytes are stored; the digest decides whether they are right."""
         return not self._missing and not self._unsafe_bytes
 
     @property
@@ -181,15 +181,15 @@ class Receiving:
 
     @property
     def under_way(self) -> int:
-        """Bytes asked for that are not safe yet."""
+        """Bytes requested but not yet stored."""
         return self._asked.n_bytes
 
     def arrived(self, offset: int, length: int) -> list[Range]:
-        """The parts of a chunk that were missing here: to be stored, then told by `stored`.
+        """The missing parts of a chunk, to be stored and then reported to `stored`.
 
         Raises:
-            ProtocolError: `out-of-range`, the chunk is empty or reaches beyond the blob; `fragmented`, it lies within
-                one of too many gaps.
+            ProtocolError: `out-of-range`: the chunk is empty or reaches beyond the blob; `fragmented`: there would be
+                too many gaps.
         """
         if offset < 0 or length < 1 or offset + length > self.size_bytes:
             raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
@@ -202,17 +202,17 @@ class Receiving:
         return new
 
     def stored(self, start: int, end: int) -> None:
-        """[start, end), which had arrived, is safe now."""
+        """Mark [start, end), which had arrived, as stored."""
         self._unsafe_bytes -= end - start
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
     def ask(self, budget: int, max_ranges: int = MAX_RANGES) -> tuple[Range, ...]:
-        """What to want now, in order: nothing while at least half of what one fetch may have is under way.
+        """The ranges to request now, in order: none while at least half of this fetch's allowance is under way.
 
         Args:
-            budget: bytes that all other fetches leave us; one chunk is asked for even without, so that all progress.
-            max_ranges: how many one Want may hold.
+            budget: bytes that other fetches leave us; one chunk is requested even without, so that all make progress.
+            max_ranges: limit of one Want.
         """
         under_way = self.under_way
         if under_way > self._ask_bytes // 2:
@@ -236,7 +236,7 @@ class Receiving:
         self._asked = Ranges()
 
     def stalled(self) -> None:
-        """Nothing new came in time: begin again with one chunk (the sender may be gone: leave room to others)."""
+        """Nothing new arrived in time: restart with one chunk (the sender may be gone; leave room for others)."""
         self.lost()
         self._ask_bytes = LARGE_CHUNK
         self.patience_s = min(STALL_CAP_S, self.patience_s * 2)
@@ -244,7 +244,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A blob of which somebody wants something."""
+    """A blob with outstanding wants."""
 
     due: Ranges = field(default_factory=Ranges)
     held: Ranges = field(default_factory=Ranges)
@@ -254,19 +254,19 @@ class _Outgoing:
 
 
 class Sending:
-    """Which chunk to publish next. Wants that overlap become one chunk while they wait; blobs take turns. No IO."""
+    """Chooses the next chunk to publish. Overlapping wants are merged while they wait; blobs take turns. No IO."""
 
     def __init__(self) -> None:
-        self._blobs: OrderedDict[Key, _Outgoing] = OrderedDict()  # the one that was asked for last is last
+        self._blobs: OrderedDict[Key, _Outgoing] = OrderedDict()  # most recently requested last
         self._turns: OrderedDict[Key, None] = OrderedDict()  # blobs with something due
 
     def want(self, key: Key, ranges: Iterable[Range], listener: Listener | None = None) -> bool:
-        """Queue byte ranges; True if some of them were published before and wait for `release`.
+        """Queue byte ranges; True if some were published before and wait for `release`.
 
-        Nothing is queued that is on its way to this listener already, because others wanted it.
+        Ranges already on their way to this listener, because others wanted them, are not queued.
 
         Raises:
-            ProtocolError: `fragmented`, too many pieces wait already.
+            ProtocolError: `fragmented`: too many pieces are waiting already.
         """
         blob = self._blobs.setdefault(key, _Outgoing())
         if len(blob.due) + len(blob.held) > MAX_PIECES:
@@ -293,7 +293,7 @@ class Sending:
         return bool(blob.held)
 
     def release(self, key: Key) -> None:
-        """The wait is over: queue what was published before once more, for all who asked meanwhile."""
+        """End the wait: queue again what was published before, for all who asked meanwhile."""
         blob = self._blobs.get(key)
         if blob is not None and blob.held:
             for start, end in blob.held:
@@ -302,7 +302,7 @@ class Sending:
             self._turns.setdefault(key)
 
     def next(self, chunk_bytes: int) -> tuple[Key, int, int] | None:
-        """Take the next chunk: key, start, end (at most `chunk_bytes` long); None when nobody waits."""
+        """Take the next chunk: key, start, end (at most `chunk_bytes` long); None if nothing is due."""
         if not self._turns:
             return None
         key, _ = self._turns.popitem(last=False)
@@ -311,7 +311,7 @@ class Sending:
         stop = min(end, start + chunk_bytes)
         blob.due.remove(start, stop)
         blob.published.add(start, stop)
-        if len(blob.published) > MAX_PIECES:  # what lies between is held back once, too
+        if len(blob.published) > MAX_PIECES:  # the gaps are held back once, too
             (low, _), *_, (_, high) = blob.published
             blob.published = Ranges([(low, high)])
         for listener, ranges in tuple(blob.on_the_way.items()):
@@ -323,7 +323,7 @@ class Sending:
         return key, start, stop
 
     def drop(self, key: Key) -> None:
-        """Forget a blob and all who want it."""
+        """Forget a blob and all its wants."""
         self._blobs.pop(key, None)
         self._turns.pop(key, None)
 
@@ -338,7 +338,7 @@ class Sending:
 
 
 class _Part:
-    """A partial blob on disk. Its methods block; they may run in threads, also after `close` (then they do nothing)."""
+    """A partial blob on disk. Its methods block; they may run in threads, even after `close` (then without effect)."""
 
     def __init__(self, folder: BlobFolder, ref: BlobRef, *, durable: bool) -> None:
         self._final = folder.path(ref.digest)
@@ -356,7 +356,7 @@ class _Part:
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         self._data = os.open(self._data_path, flags, 0o600)
         try:
-            if os.fstat(self._data).st_size > self._size:  # left by one who was told of a larger size
+            if os.fstat(self._data).st_size > self._size:  # left by a receiver that was given a larger size
                 os.ftruncate(self._data, self._size)
             self._record = os.open(self._record_path, flags | os.O_APPEND | (0 if self.have else os.O_TRUNC), 0o600)
         except OSError:
@@ -369,12 +369,12 @@ class _Part:
             lines = self._record_path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        numbers = [line.split() for line in lines[:-1]]  # what follows the last newline is torn
+        numbers = [line.split() for line in lines[:-1]]  # anything after the last newline is torn
         ranges = [(int(n[0]), int(n[1])) for n in numbers if len(n) == 2 and n[0].isdigit() and n[1].isdigit()]
         return [(start, end) for start, end in ranges if start < end <= self._size]
 
     def write(self, offset: int, payload: bytes, pieces: Iterable[Range]) -> None:
-        """Store the new pieces of a chunk, record them, and hash as far as there is no gap."""
+        """Store the new pieces of a chunk, record them, and hash up to the first gap."""
         with self._lock:
             if self._closed:
                 return
@@ -390,7 +390,7 @@ class _Part:
             self._catch_up(self._hashed + READ_BYTES)
 
     def _note(self, start: int, end: int) -> None:
-        """Record that these bytes count."""
+        """Record that these bytes are valid."""
         os.write(self._record, b"%d %d\n" % (start, end))
         self.have.add(start, end)
         self._n_lines += 1
@@ -403,7 +403,7 @@ class _Part:
             self._n_lines = len(self.have)
 
     def _catch_up(self, until: int) -> None:
-        """Read and hash what lies behind the hashed bytes without a gap: it came out of order, or earlier."""
+        """Read and hash gapless bytes after the hashed part that arrived earlier or out of order."""
         first = next(iter(self.have), (0, 0))
         end = min(until, first[1] if first[0] == 0 else 0)
         while self._hashed < end and (data := os.pread(self._data, min(READ_BYTES, end - self._hashed), self._hashed)):
@@ -412,11 +412,11 @@ class _Part:
 
     @property
     def verified_at_once(self) -> bool:
-        """`verify_and_keep` neither reads nor waits for the disk."""
+        """Whether `verify_and_keep` needs no disk access."""
         return self._hashed == self._size and not self._durable
 
     def verify_and_keep(self) -> bool:
-        """Move the complete blob to its place; if its digest does not fit, throw it away and return False."""
+        """Move the complete blob into place, or discard it and return False if its digest does not match."""
         with self._lock:
             if self._closed:
                 return False
@@ -433,7 +433,7 @@ class _Part:
             return right
 
     def close(self) -> None:
-        """Close the files; what they hold stays for the next receiver."""
+        """Close the files; their content stays for the next receiver."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -448,9 +448,9 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
 
 
 def _begin_writing_back(handle: int, start: int, end: int) -> None:
-    """Have the kernel start on these bytes now, while others still arrive: less is left for fsync to wait for.
+    """Start write-back of these bytes while others still arrive, which leaves less for fsync.
 
-    That is what Linux does when told that dirty pages are not needed; they stay in memory until they are clean.
+    Linux does so when told that dirty pages are not needed; they stay in memory until they are clean.
     """
     if sys.platform == "linux":
         os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_DONTNEED)
@@ -460,10 +460,10 @@ def _begin_writing_back(handle: int, start: int, end: int) -> None:
 
 
 class Receiver:
-    """Fetches blobs into a folder. Make it before the transport is entered, so that it hears of reconnects.
+    """Fetches blobs into a folder. Create it before the transport is entered, so that it notices reconnects.
 
-    `durable`: a fetched blob survives a power cut. Not durable: it may then be lost or damaged, for which the folder is
-    searched when a receiver starts; right for whoever can fetch it again. `seal`: signs a Want for its topic.
+    `durable`: a fetched blob survives a power cut. Otherwise it may be lost or damaged, so a starting receiver searches
+    the folder; fine for blobs that can be fetched again. `seal`: signs a Want for its topic.
     """
 
     def __init__(
@@ -493,23 +493,23 @@ class Receiver:
     async def fetch(
         self, ref: BlobRef, *, chunks: str, wants: str, device_id: str, patience_s: float = math.inf
     ) -> Path:
-        """Wait until the blob is in the folder and verified; at once if it is there already.
+        """Wait until the blob is in the folder and verified; returns at once if it is there already.
 
-        It has no other time-out than `patience_s`: wrap it in `asyncio.timeout`. What arrived before a cancellation (or
-        a kill -9) is kept, and the next fetch goes on from there. Two fetches of one blob share the work of the first.
+        There is no time-out except `patience_s`: wrap it in `asyncio.timeout`. Data received before a cancellation (or
+        a kill -9) is kept, and the next fetch continues from there. Two fetches of one blob share the work.
 
         Args:
-            ref: what to fetch; its digest and size are binding.
+            ref: the blob; its digest and size are binding.
             chunks: topic filter of its chunks, whose last level is "+" (the byte offset).
-            wants: topic where its sender listens for Wants.
-            device_id: goes into the Want: who asks, or, from the coordinator, whom it asks.
-            patience_s: how long, connected to the broker, it waits for anything new.
+            wants: topic on which its sender listens for Wants.
+            device_id: goes into the Want: the sender, or, from the coordinator, the addressee.
+            patience_s: longest wait for new data while connected to the broker.
 
         Raises:
-            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing came in time), or `digest` (three
-                times the bytes did not fit).
+            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing arrived in time), or `digest`
+                (three mismatches).
             StoreError: the disk is full or the folder cannot be written.
-            TransportError: the broker refused the subscription or the Want, or takes no packet as small as that.
+            TransportError: the broker refused the subscription or the Want, or even such a small packet.
         """
         if ref.size_bytes > self._max_bytes:
             raise ProtocolError("oversized", f"blob of {ref.size_bytes} bytes, at most {self._max_bytes} allowed")
@@ -557,7 +557,7 @@ class Receiver:
 
     async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
         budget = TOTAL_ASK_BYTES
-        if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is asked for in any case, and there may be thousands
+        if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is requested in any case, and there may be thousands
             budget -= sum(f.receiving.under_way for f in self._fetches)
         ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
         if ranges:
@@ -576,7 +576,7 @@ class Receiver:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, bool]) -> bool:
-    """Its result. A cancellation waits for its end, too: who closes the file at once waits for a thread in the loop."""
+    """Its result. Waits for its end even if cancelled, since closing the file would block the loop on the thread."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -586,7 +586,7 @@ async def _to_its_end(work: Coroutine[Any, Any, bool]) -> bool:
 
 @dataclass(slots=True)
 class _Pace:
-    """How long senders take to answer just now, as all transfers in see it."""
+    """The present response time of senders, over all incoming transfers."""
 
     answer_s: float = 0.0
 
@@ -598,7 +598,7 @@ class _Pace:
 
 
 class _Fetch:
-    """One transfer in: its decisions, its file, the task that fills it, and its alarm clock."""
+    """An incoming transfer: its decisions, its file, the task that fills it, and its alarm clock."""
 
     def __init__(self, ref: BlobRef, part: _Part, stall_s: float, pace: _Pace) -> None:
         self.ref = ref
@@ -633,11 +633,11 @@ class _Fetch:
         self.quiet_s = 0.0
         if self.asked_at is not None:
             self._pace.note(time.monotonic() - self.asked_at)
-            self.asked_at = None  # what follows was asked for together
+            self.asked_at = None  # the rest was requested together
         self.progress.set()
 
     async def wait(self, *, connected: bool) -> None:
-        """Until something new is safe, or nothing was for too long; raises the OSError of a write that failed."""
+        """Wait until something new is stored or nothing came for too long; re-raises the OSError of a failed write."""
         began = time.monotonic()
         while not self.progress.is_set():
             waited_s = time.monotonic() - began
@@ -656,12 +656,12 @@ class _Fetch:
             raise self._failure
 
     def close(self) -> None:
-        """Let go of the file; what it holds stays for the next receiver."""
+        """Close the file; its content stays for the next receiver."""
         self._part.close()
 
 
 def _most_ranges(max_packet_bytes: int | None) -> int:
-    """That a Want may hold for a broker that announced this limit (None: nothing announced)."""
+    """The number of ranges in a Want under the broker's packet limit (None: no limit announced)."""
     if max_packet_bytes is None:
         return MAX_RANGES
     return max(1, min(MAX_RANGES, (max_packet_bytes - PACKET_OVERHEAD) // RANGE_BYTES))
@@ -691,9 +691,9 @@ def _remove_damaged(folder: BlobFolder) -> None:
 
 
 class Sender:
-    """Publishes the chunks that are wanted. Async context manager; enter it inside the transport.
+    """Publishes wanted chunks. Async context manager; enter it inside the transport.
 
-    All blobs share `SENDER_TASKS` publishes at a time and take turns, so a large one does not hold up a small one.
+    All blobs share `SENDER_TASKS` concurrent publishes and take turns, so a large one does not hold up a small one.
     """
 
     def __init__(self, transport: Transport, source: Source) -> None:
@@ -718,10 +718,10 @@ class Sender:
             await self._group.__aexit__(kind, error, trace)
 
     def want_of(self, device: str, payload: bytes, topics: Topics) -> None:
-        """Queue what a device says that it lacks of a model; returns at once.
+        """Queue the model bytes that a device requests; returns at once.
 
         Raises:
-            ProtocolError: it is no Want, or `foreign-id`, it speaks for another device; or as `want`.
+            ProtocolError: not a Want; `foreign-id`: it speaks for another device; or as `want`.
         """
         want = decode(payload, Want)
         if want.device_id != device:
@@ -736,12 +736,12 @@ class Sender:
             digest: which blob.
             ranges: what a receiver lacks, [start, end).
             chunks: topic filter of the chunks as the receiver subscribes to it; the byte offset replaces its last "+".
-            listener: whose Want it is: what was published since its first one is not published again for it. None:
-                it is.
+            listener: the sender of the Want: chunks published since its first one are not repeated for it. None: they
+                are.
 
         Raises:
             ProtocolError: `unknown-blob`, `out-of-range` (a range is empty or reaches beyond the blob) or `fragmented`
-                (too many pieces of it wait already).
+                (too many pieces of it are waiting already).
         """
         source = self._source(digest)
         if source is None:
@@ -775,7 +775,7 @@ class Sender:
             data = _read(self._source(digest), start, end)
             await self._transport.publish(f"{chunks.removesuffix('+')}{start}", data)
         except (OSError, ValueError, TransportError) as error:
-            # The blob was collected meanwhile, or the broker refuses it: whoever still needs it will ask again.
+            # The blob was deleted meanwhile, or the broker refuses it: receivers that still need it will ask again.
             log.warning("event=chunk_failed digest=%s offset=%d reason=%r", digest, start, str(error))
             self._sending.drop(key)
 
@@ -783,8 +783,8 @@ class Sender:
 def _read(source: Path | bytes | None, start: int, end: int) -> bytes:
     """Read one chunk, on the event loop.
 
-    That takes 0.1 ms from memory, where a blob lies that was just written, against 0.2 ms for the way through a thread.
-    It also lets chunks leave in the order in which they were taken.
+    That takes 0.1 ms from memory, where a recent blob lies, against 0.2 ms through a thread. It also lets chunks leave
+    in the order in which they were taken.
     """
     if source is None:
         raise FileNotFoundError("the blob is gone")

@@ -1,14 +1,14 @@
 """MQTT for asyncio: paho-mqtt driven by the event loop, without its thread.
 
 One `Transport` lives as long as its process; below it, one `_Connection` (one paho client) lives as long as one TCP
-connection. What must outlive a connection is kept by the transport: subscriptions and publishes that the broker has
-not acknowledged. MQTT 5 is tried first, and 3.1.1 where the broker does not answer to that.
+connection. The transport keeps what must outlive a connection: subscriptions and publishes without acknowledgement.
+MQTT 5 is tried first, then 3.1.1 if the broker does not answer.
 
-Delivery is at least once in both directions, and a broker may drop what it likes: whoever uses this repeats what
-matters until it is answered. paho ignores the server's Maximum Packet Size and Receive Maximum, so both are kept here.
+Delivery is at least once in both directions, and a broker may drop anything: users of this module repeat what matters
+until it is answered. paho ignores the server's Maximum Packet Size and Receive Maximum, so both are enforced here.
 
-Limits, worst case per process: `OUT_WINDOW` chunks of 512 KiB on their way out, `IN_WINDOW` unacknowledged on their way
-in (MQTT 5), and `HELD_BYTES` for each subscription whose handler is too slow for a sender that respects no window.
+Limits, worst case per process: `OUT_WINDOW` outgoing chunks of 512 KiB, `IN_WINDOW` incoming unacknowledged ones
+(MQTT 5), and `HELD_BYTES` for each subscription whose handler is too slow for a sender that ignores windows.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ Handler = Callable[["Inbound"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class BrokerSettings:
-    """Where the broker is and how to be let in. TLS is used when `ca_file` is given; cert and key name this client."""
+    """The broker's address and credentials. TLS is used if `ca_file` is given; cert and key identify this client."""
 
     host: str
     port: int = 1883
@@ -118,10 +118,10 @@ class BrokerSettings:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of "host:port", "host" (port 1883) or "[IPv6 address]:port".
+    """Parse "host:port", "host" (port 1883) or "[IPv6 address]:port".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: none of these.
     """
     found = re.fullmatch(r"(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]\s/]+))(:(?P<port>[0-9]{1,5}))?", text)
     port = int(found["port"] or 1883) if found else 0
@@ -132,9 +132,9 @@ def parse_address(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """A message from the broker. `retained`: it lay there before we subscribed.
+    """A message from the broker. `retained`: it was there before we subscribed.
 
-    Who wants an answer names its topic, and data to send back with it (MQTT 5 only).
+    A request names a topic for its answer, and data to return with it (MQTT 5 only).
     """
 
     topic: str
@@ -146,7 +146,7 @@ class Inbound:
 
 @dataclass(frozen=True, slots=True)
 class Will:
-    """What the broker publishes for us (QoS 1, retained) when we vanish for `delay_s` (MQTT 5; 3.1.1: at once)."""
+    """What the broker publishes for us (QoS 1, retained) after we vanish for `delay_s` (MQTT 5; 3.1.1: at once)."""
 
     topic: str
     payload: bytes
@@ -159,7 +159,7 @@ def backoff_s(attempt: int, draw: float) -> float:
 
 
 def chunk_bytes_for(max_packet_bytes: int | None) -> int:
-    """Payload of a chunk for a broker that announced this limit (None: nothing announced)."""
+    """Chunk payload size under the broker's packet limit (None: no limit announced)."""
     if max_packet_bytes is None:
         return SMALL_CHUNK
     return max(1, min(LARGE_CHUNK, max_packet_bytes - PACKET_OVERHEAD))
@@ -170,7 +170,7 @@ def chunk_bytes_for(max_packet_bytes: int | None) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Publish:
-    """A message on its way out. `done` is resolved by the broker's acknowledgement."""
+    """An outgoing message. The broker's acknowledgement resolves `done`."""
 
     topic: str
     payload: bytes
@@ -185,7 +185,7 @@ class _Publish:
 class Window:
     """Publishes in order, at most `limit` of them unacknowledged. No IO: packet ids come from outside.
 
-    A permit belongs to the packet and returns with its acknowledgement, not with the caller: cancelling the caller of a
+    A permit belongs to the packet, not to the caller, and returns with the acknowledgement: cancelling the caller of a
     publish in flight neither leaks the permit nor lends it out twice.
     """
 
@@ -199,7 +199,7 @@ class Window:
 
     @property
     def n_in_flight(self) -> int:
-        """Packets that the broker has not acknowledged."""
+        """Packets without acknowledgement."""
         return len(self._in_flight)
 
     def add(self, publish: _Publish) -> None:
@@ -207,7 +207,7 @@ class Window:
         self._waiting.append(publish)
 
     def next(self) -> _Publish | None:
-        """Take the publish that may go out now, if there is one; those whose caller gave up are skipped."""
+        """Take the next publish that may go out, if any; those whose caller gave up are skipped."""
         while self._waiting and len(self._in_flight) < self.limit:
             publish = self._waiting.popleft()
             if not publish.done.done():
@@ -215,15 +215,15 @@ class Window:
         return None
 
     def sent(self, packet_id: int, publish: _Publish) -> None:
-        """The publish went out under this id."""
+        """Record that the publish went out under this id."""
         self._in_flight[packet_id] = publish
 
     def acknowledged(self, packet_id: int) -> _Publish | None:
-        """Return the permit of a packet; None when the id is unknown."""
+        """Return a packet's permit; None if the id is unknown."""
         return self._in_flight.pop(packet_id, None)
 
     def lost(self) -> None:
-        """The connection is gone: what it did not acknowledge goes first on the next one. QoS 0 is not repeated."""
+        """The connection is lost: unacknowledged publishes go first on the next one. QoS 0 is not repeated."""
         for publish in self._in_flight.values():
             if publish.qos == 0 and not publish.done.done():
                 publish.done.set_result(None)
@@ -235,12 +235,12 @@ class Window:
 
 
 def unshared(topic_filter: str) -> str:
-    """The filter of a subscription that several clients may share ($share/GROUP/FILTER), and of any other."""
+    """The plain filter of a shared subscription ($share/GROUP/FILTER); other filters unchanged."""
     return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
 
 
 def filter_matches(wanted: Sequence[str], levels: Sequence[str]) -> bool:
-    """Whether a topic filter matches a topic, both split at "/". paho's own function takes 15 times as long."""
+    """Whether a topic filter matches a topic, both split at "/". paho's own function is 15 times slower."""
     if levels[0].startswith("$") and wanted[0] in {"+", "#"}:
         return False
     for i, level in enumerate(wanted):
@@ -259,7 +259,7 @@ def _is_found(topic_filter: str) -> bool:
 
 @dataclass(slots=True)
 class _Delivery:
-    """An inbound message until all `n_open` handlers that it matches are done; then it is acknowledged."""
+    """An inbound message, acknowledged once all `n_open` matching handlers are done."""
 
     message: Inbound
     packet_id: int
@@ -273,7 +273,7 @@ class _Delivery:
 
 
 class _Subscription:
-    """One topic filter, its handler, and the messages that wait for the handler (bounded)."""
+    """A topic filter, its handler, and a bounded queue of messages."""
 
     def __init__(self, topic_filter: str, handler: Handler, drained: Callable[[int], None]) -> None:
         self.topic_filter = topic_filter
@@ -289,7 +289,7 @@ class _Subscription:
         return filter_matches(self._levels, levels)
 
     def accept(self, delivery: _Delivery) -> bool:
-        """Queue a message; False (and not queued) when the handler is too far behind."""
+        """Queue a message; False (and not queued) if the handler is too far behind."""
         size = len(delivery.message.payload)
         if len(self._queue) >= HELD_MESSAGES or self.held_bytes + size > HELD_BYTES:
             return False
@@ -299,7 +299,7 @@ class _Subscription:
         return True
 
     async def serve(self) -> None:
-        """Hand the messages over, one at a time, in order. When cancelled, those that wait count as handled."""
+        """Pass on the messages one at a time, in order. When cancelled, waiting ones count as handled."""
         try:
             while True:
                 while self._queue:
@@ -328,7 +328,7 @@ class _Subscription:
 
 
 class _RefusedError(Exception):
-    """The broker did not let us in. `final`: it will not next time either. `closed_early`: it gave no reason."""
+    """The broker refused us. `final`: it always will. `closed_early`: it gave no reason."""
 
     def __init__(self, reason: str, *, final: bool, closed_early: bool = False) -> None:
         super().__init__(reason)
@@ -337,7 +337,7 @@ class _RefusedError(Exception):
 
 
 class _Connection:
-    """One TCP connection: a paho client whose socket the event loop watches. Never used again once closed."""
+    """One TCP connection: a paho client whose socket the event loop watches. Never reused once closed."""
 
     def __init__(self, transport: Transport, protocol: MQTTProtocolVersion, *, clean: bool) -> None:
         self._transport = transport
@@ -345,7 +345,7 @@ class _Connection:
         self.protocol = protocol
         self._clean = clean
         self._paused = False
-        self.shares = True  # what a client of a group subscribes to; otherwise it has everything to itself
+        self.shares = True  # whether group subscriptions are shared; otherwise the client gets all messages
         self._awaits_room = False
         self._connack: asyncio.Future[Properties | None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()
@@ -367,7 +367,7 @@ class _Connection:
             manual_ack=True,
         )
         client.connect_timeout = CONNECT_TIMEOUT_S
-        client.max_inflight_messages = 0  # the window is ours
+        client.max_inflight_messages = 0  # we use our own window
         if settings.username is not None:
             client.username_pw_set(settings.username, settings.password)
         if settings.ca_file is not None:
@@ -398,7 +398,7 @@ class _Connection:
         """Connect and wait for CONNACK; returns its properties.
 
         Raises:
-            _RefusedError: the broker said no, or closed without a word.
+            _RefusedError: the broker refused, or closed silently.
             OSError: it could not be reached in time.
         """
         connecting = self._in_daemon(self._connect)
@@ -419,7 +419,7 @@ class _Connection:
             raise
 
     def _in_daemon(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Run blocking work in a thread that neither the loop nor the process waits for at their end."""
+        """Run blocking work in a thread for which neither the loop nor the process waits on exit."""
         done: asyncio.Future[None] = self._loop.create_future()
 
         def run() -> None:
@@ -459,7 +459,7 @@ class _Connection:
         )
 
     def _forget(self, connecting: asyncio.Future[None]) -> None:
-        """Nobody waits for this connection any more."""
+        """Drop a connection attempt that nobody waits for any more."""
         if connecting.exception() is None:
             self._drop_socket()
 
@@ -474,7 +474,7 @@ class _Connection:
             self.close("closed while connecting")
             return
         assert isinstance(sock, socket.socket)
-        # Without it the tail of a packet waits for the peer's delayed ACK: 40 ms for each publish.
+        # Otherwise the tail of a packet waits for the peer's delayed ACK: 40 ms per publish.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._client.on_socket_close = self._on_socket_close
         self._client.on_socket_register_write = self._on_register_write
@@ -486,19 +486,19 @@ class _Connection:
     def _read(self) -> None:
         self._client.loop_read()
         sock = self._client.socket()
-        while isinstance(sock, ssl.SSLSocket) and sock.pending():  # bytes that no longer wake the loop
+        while isinstance(sock, ssl.SSLSocket) and sock.pending():  # buffered bytes no longer wake the loop
             self._client.loop_read()
             sock = self._client.socket()
 
     def pause(self) -> None:
-        """Leave what comes in to TCP until `resume`."""
+        """Stop reading, leaving incoming data to TCP until `resume`."""
         sock = self._client.socket()
         if not self._paused and sock is not None and not self.closed.done():
             self._paused = True
             self._loop.remove_reader(sock)
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         sock = self._client.socket()
         if self._paused and sock is not None and not self.closed.done():
             self._paused = False
@@ -512,7 +512,7 @@ class _Connection:
             self._loop.call_later(MISC_INTERVAL_S, self._misc)
 
     async def disconnect(self) -> None:
-        """Say good-bye: the will is not published, and the broker forgets the session."""
+        """Disconnect cleanly: the will is not published, and the broker drops the session."""
         if not self.closed.done():
             self._client.disconnect(properties=self._properties(PacketTypes.DISCONNECT, SessionExpiryInterval=0))
             with contextlib.suppress(TimeoutError):
@@ -521,14 +521,14 @@ class _Connection:
         self.close("disconnected")
 
     def close(self, reason: str, *, closed_early: bool = False) -> None:
-        """Release the socket and fail all who wait; does nothing when already closed."""
+        """Release the socket and fail all waiters; no effect if already closed."""
         if self.closed.done():
             return
         self.closed.set_result(reason)
         sock = self._client.socket()
         if sock is not None:
             self._unwatch(sock)
-            self._loop.call_soon(self._drop_socket)  # paho, which may have called us, uses it for a few lines more
+            self._loop.call_soon(self._drop_socket)  # paho, which may have called us, still uses it for a few lines
         if not self._connack.done():
             self._connack.set_exception(_RefusedError(reason, final=False, closed_early=closed_early))
             self._connack.exception()  # nobody may be waiting
@@ -549,11 +549,11 @@ class _Connection:
         properties = self._properties(PacketTypes.PUBLISH, **values) if values else None
         while True:
             info = self._client.publish(publish.topic, publish.payload, publish.qos, publish.retain, properties)
-            if info.rc != paho.MQTT_ERR_QUEUE_SIZE:  # that would mean: this packet id is still in flight, try the next
+            if info.rc != paho.MQTT_ERR_QUEUE_SIZE:  # otherwise this packet id is still in flight: try the next
                 return info.mid
 
     def acknowledge(self, packet_id: int) -> None:
-        """Tell the broker that a message was handled, if it is still this connection's."""
+        """Acknowledge a message, if it belongs to this connection."""
         if not self.closed.done():
             self._client.ack(packet_id, 1)
 
@@ -568,7 +568,7 @@ class _Connection:
         await self._granted(packet_id)
 
     def unsubscribe(self, topic_filter: str) -> None:
-        """Unsubscribe. Nobody waits for the answer: TCP keeps the order, should the filter be subscribed to again."""
+        """Unsubscribe without waiting for the answer: TCP keeps the order if the filter is subscribed to again."""
         self._client.unsubscribe(topic_filter if self.shares else unshared(topic_filter))
 
     async def _granted(self, packet_id: int | None) -> None:
@@ -638,10 +638,10 @@ class _Connection:
             self._unwatch(sock)
 
     def _on_register_write(self, _client: paho.Client, _user: object, _sock: Any) -> None:
-        self._loop.call_soon(self._flush)  # all that this turn of the loop has to say, without asking epoll first
+        self._loop.call_soon(self._flush)  # all of this turn's messages at once, without asking epoll first
 
     def _flush(self) -> None:
-        """Send what waits; what the socket does not take goes when it has room again."""
+        """Send pending data; the rest follows when the socket has room."""
         if self.closed.done():
             return
         self._client.loop_write()
@@ -661,7 +661,7 @@ class _Connection:
 
 
 def _what_to_check(settings: BrokerSettings) -> str:
-    """Why a broker may have closed on us: what is wrong with our certificate if that can be seen here."""
+    """Why a broker may have closed the connection: a visible fault of our certificate, if any."""
     if settings.ca_file is None:
         return CHECK_PLAIN
     found = "" if settings.cert_file is None else trouble_with(settings.cert_file, settings.ca_file)
@@ -669,7 +669,7 @@ def _what_to_check(settings: BrokerSettings) -> str:
 
 
 def _hint(error: ssl.SSLCertVerificationError, host: str) -> str:
-    """What to do about a broker's certificate."""
+    """Advice on a broker's certificate."""
     other_name = error.verify_code in {_X509_HOSTNAME_MISMATCH, _X509_IP_MISMATCH}
     return f" (the broker's certificate does not name {host}: call it as its certificate does)" if other_name else ""
 
@@ -678,13 +678,13 @@ def _hint(error: ssl.SSLCertVerificationError, host: str) -> str:
 
 
 class Transport:
-    """A connection to the broker that mends itself. Async context manager; all methods belong to its event loop.
+    """A self-healing connection to the broker. Async context manager; all methods belong to its event loop.
 
-    Entering connects: it waits for a broker that is not there yet, and raises for one that refuses us for good. After
-    that it reconnects for ever. A failure of a handler or of a connect callback other than a ProtocolError (which is
-    logged as `event=refused` and drops the message) ends the `async with` body and is raised from it.
+    Entering connects: it waits for an absent broker and raises if the broker refuses us for good. Afterwards it
+    reconnects for ever. If a handler or connect callback fails, other than with a ProtocolError (logged as
+    `event=refused`, dropping the message), the `async with` body ends and the failure is raised from it.
 
-    `door`: is told topic and payload of everything that is to leave, the will included, and raises what is to stay.
+    `door`: is called with topic and payload of everything about to leave, including the will; raises to hold it back.
     """
 
     def __init__(
@@ -729,14 +729,13 @@ class Transport:
 
     @property
     def chunk_bytes(self) -> int:
-        """Payload of the chunks that this broker should be given."""
+        """The chunk payload size for this broker."""
         return chunk_bytes_for(self.max_packet_bytes)
 
     def on_connect(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Await `callback` after each (re)connect, when all subscriptions are in place. Register before entering.
 
-        It runs in a task of its own and may publish; one that has not ended is cancelled and started anew when the
-        next connection stands.
+        It runs in its own task and may publish; if still running at the next connection, it is cancelled and restarted.
         """
         self._callbacks.append(callback)
 
@@ -812,7 +811,7 @@ class Transport:
             await callback()
 
     async def _connect(self, *, patient: bool) -> _Connection:
-        """Try until a broker lets us in. Not patient: a refusal for good is raised as TransportError."""
+        """Try until a broker lets us in. If not patient, a permanent refusal is raised as TransportError."""
         attempt = closed_early = 0
         while True:
             attempt += 1
@@ -837,7 +836,7 @@ class Transport:
             await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else backoff_s(attempt, draw))
 
     async def _connect_once(self) -> _Connection:
-        """Try the protocol that worked last, at first MQTT 5, then the other one."""
+        """Try the protocol that worked last (at first MQTT 5), then the other one."""
         first, second = self._protocols
         try:
             return await self._connect_with(first)
@@ -850,7 +849,7 @@ class Transport:
         return connection
 
     async def _connect_with(self, protocol: MQTTProtocolVersion) -> _Connection:
-        """One attempt. The first connection of a process starts a clean session: what is queued is not for us."""
+        """One attempt. A process's first connection starts a clean session: queued messages are not for us."""
         connection = self._connection = _Connection(self, protocol, clean=not self._was_connected)
         properties = await connection.open()
         connection.shares = connection.is_v5 and getattr(properties, "SharedSubscriptionAvailable", 1) == 1
@@ -874,23 +873,23 @@ class Transport:
         response_topic: str | None = None,
         correlation: bytes | None = None,
     ) -> None:
-        """Publish and return when the broker has acknowledged (QoS 1) or the socket has taken it (QoS 0).
+        """Publish; returns when the broker has acknowledged (QoS 1) or the socket has taken it (QoS 0).
 
-        Waits while the window is full or the broker is away, for ever if need be; QoS 1 survives reconnects (the
-        message may then arrive twice). If the caller is cancelled, a message already under way still arrives.
+        Waits while the window is full or the broker is away, if need be for ever; QoS 1 survives reconnects (and may
+        then arrive twice). If the caller is cancelled, a message already under way still arrives.
 
         Args:
-            topic: where to; no wildcards.
+            topic: without wildcards.
             payload: the bytes.
             qos: 0 or 1.
-            retain: whether the broker keeps it for whoever subscribes later.
+            retain: whether the broker keeps it for later subscribers.
             expires_in_s: seconds after which the broker drops it undelivered (MQTT 5 only).
-            response_topic: where the answer shall go (MQTT 5 only).
-            correlation: data that the answer shall bring back, or did bring (MQTT 5 only).
+            response_topic: of the answer (MQTT 5 only).
+            correlation: data to be returned with the answer, or returned here (MQTT 5 only).
 
         Raises:
-            ValueError: the packet would be larger than the broker takes.
-            TransportError: the broker refused the message; the text holds the reason code. Or the door held it back.
+            ValueError: the packet exceeds the broker's limit.
+            TransportError: the broker refused the message (the text holds the reason code), or the door held it back.
         """
         if self.door is not None:
             self.door(topic, payload)
@@ -908,21 +907,21 @@ class Transport:
             if publish is None:
                 return
             try:
-                self._check_size(publish)  # once more: the broker may be another one by now
+                self._check_size(publish)  # again: the broker may have changed
             except ValueError as error:
                 publish.done.set_exception(error)
                 continue
             self._window.sent(self._connection.send(publish), publish)
 
     def _check_size(self, publish: _Publish) -> None:
-        # Fixed header 5, topic length 2, packet id 2, properties 9, and for what wants or gives an answer 3 each.
+        # Fixed header 5, topic length 2, packet id 2, properties 9, and for a request or an answer 3 each.
         answer = len((publish.response_topic or "").encode()) + len(publish.correlation or b"")
         size = len(publish.payload) + len(publish.topic.encode()) + answer + 24
         if self.max_packet_bytes is not None and size > self.max_packet_bytes:
             raise ValueError(f"{publish.topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
 
     def acknowledged(self, packet_id: int, refusal: str | None) -> None:
-        """A PUBACK came in (internal)."""
+        """Handle a PUBACK (internal)."""
         publish = self._window.acknowledged(packet_id)
         if publish is not None and not publish.done.done():
             if refusal is None:
@@ -934,14 +933,14 @@ class Transport:
     # ----------------------------------------------------------------------------------------------- inwards
 
     async def subscribe(self, topic_filter: str, handler: Handler) -> None:
-        """Have `handler` awaited for each message that matches, one at a time and in order.
+        """Have `handler` awaited for each matching message, one at a time and in order.
 
-        A filter of a group ($share/GROUP/FILTER) stands for the filter alone where the broker knows no groups.
+        A shared filter ($share/GROUP/FILTER) is used without its group if the broker does not support groups.
 
-        A message is acknowledged when its handler has returned, so a slow handler holds the broker back (at most
-        `IN_WINDOW` messages of all subscriptions together are open). For that reason a handler must not wait for
-        another inbound message, such as a whole transfer: it starts a task for that. It may publish.
-        Returns when the broker has granted it; before the transport is entered, at once (granted while connecting).
+        A message is acknowledged when its handler returns, so a slow handler holds the broker back (at most `IN_WINDOW`
+        messages of all subscriptions are open). A handler must therefore not wait for another inbound message, such as
+        a whole transfer, but start a task for it. It may publish. Returns when the broker has granted it; before the
+        transport is entered, at once (granted while connecting).
 
         Raises:
             TransportError: the broker refused the filter.
@@ -962,7 +961,7 @@ class Transport:
             raise
 
     async def _granted(self, topic_filter: str) -> None:
-        """Wait until the filter is in force; a connection that breaks meanwhile is followed by one that has it."""
+        """Wait until the filter is granted, on a later connection if this one breaks."""
         await self._online.wait()
         connection = self._connection
         if connection is not None:
@@ -970,7 +969,7 @@ class Transport:
         await self._online.wait()
 
     async def unsubscribe(self, topic_filter: str) -> None:
-        """Stop receiving; messages that still wait for the handler are dropped. Unknown filters are ignored."""
+        """Stop receiving; queued messages are dropped. Unknown filters are ignored."""
         subscription = self._subscriptions.pop(topic_filter, None)
         if subscription is None:
             return
@@ -990,14 +989,14 @@ class Transport:
             self._connection.resume()
 
     def _takers(self, topic: str) -> list[_Subscription]:
-        """Whoever wants a topic; what it costs does not grow with transfers, each of which has a filter of its own."""
+        """The subscriptions for a topic; the cost does not grow with transfers, each of which has its own filter."""
         levels = topic.split("/")
         named = (topic, f"{topic.rpartition('/')[0]}/+")
         found = [self._subscriptions[name] for name in named if name in self._subscriptions and _is_found(name)]
         return found + [s for s in self._patterns if s.matches(levels)]
 
     def deliver(self, message: Inbound, packet_id: int, connection: _Connection) -> None:
-        """A message came in (internal): queue it for every handler that wants it."""
+        """Queue an inbound message for every matching handler (internal)."""
         self.bytes_received += len(message.payload)
         takers = self._takers(message.topic)
         delivery = _Delivery(message, packet_id, connection, n_open=len(takers) + 1)
@@ -1010,4 +1009,4 @@ class Transport:
                 delivery.handled()
         if self._held_bytes > PAUSE_BYTES:
             connection.pause()
-        delivery.handled()  # our own hold: acknowledges at once what nobody wants
+        delivery.handled()  # our own hold: messages that nobody wants are acknowledged at once

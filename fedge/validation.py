@@ -1,4 +1,4 @@
-"""The device's own validation samples, kept beside its bundles: what a new one is measured on. They never leave it."""
+"""The device's own validation samples, kept beside its bundles to evaluate new ones. They never leave the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE: Final = "validation.npz"
 class Validation:
     """x: (n, *input_shape) float32 model inputs; y: (n,) int64 class numbers, None without labels.
 
-    sensitive: (n,) bool, of which nothing may be told; None: none is.
+    sensitive: (n,) bool, samples about which nothing may be reported; None: none.
     """
 
     x: NDArray[np.float32]
@@ -31,7 +31,7 @@ class Validation:
 
     @property
     def told(self) -> NDArray[np.bool_]:
-        """Which samples are not marked sensitive, (n,): figures on them may be told."""
+        """The non-sensitive samples, (n,): figures on these may be reported."""
         return np.ones(len(self.x), np.bool_) if self.sensitive is None else ~self.sensitive
 
     def save(self, home: Path) -> None:
@@ -57,7 +57,7 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     if not path.exists():
         return Validation(np.zeros((0, *task.input_shape), np.float32), None)
     arrays = load(path)
-    if strange := sorted(set(arrays) - {"x", "y", "sensitive"}):  # marks under another name would be lost
+    if strange := sorted(set(arrays) - {"x", "y", "sensitive"}):  # misnamed marks would be lost
         raise ConfigError(f"{path} holds {', '.join(strange)}: x, y and sensitive are known")
     if "x" not in arrays or arrays["x"].dtype.kind not in "buif":
         raise ConfigError(f"{path} holds no samples")

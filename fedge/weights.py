@@ -1,8 +1,8 @@
-"""Weights that a network begins with, from a file of the user's: `--weights FILE.safetensors`.
+"""Initial weights of a network, from the user's file: `--weights FILE.safetensors`.
 
-A task names them by digest, so that all machines of a federation mean the same. Only the coordinator has the file. A
-device needs them where a part of the network is frozen (`fedge.models.adapters`): it fetches them once, and they stay
-in the cache folder; nothing of them is ever unpickled.
+A task names them by digest, so that all machines of a federation use the same. Only the coordinator has the file. A
+device needs them if a part of the network is frozen (`fedge.models.adapters`): it fetches them once into the cache
+folder. They are never unpickled.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ADAPT: Final = "adapt"
 RESERVED: Final = (WEIGHTS, SIZE, ADAPT)
 """The names of these settings among a task's `model_options`."""
 
-_held: dict[str, bytes] = {}  # where the cache folder cannot be written
-_whole: set[Path] = set()  # files that this process has found whole
+_held: dict[str, bytes] = {}  # if the cache folder cannot be written
+_whole: set[Path] = set()  # files that this process has verified
 
 ModelName = Annotated[
     str | None, Meta(description="Network: mlp, cnn, ... or package.module:factory; by default the task's.")
@@ -53,16 +53,16 @@ Adapt = Annotated[
 def with_network(
     task: TaskSpec, model: str | None = None, weights: Path | None = None, adapt: str | None = None
 ) -> TaskSpec:
-    """The task with another network, the weights that it begins with, and what of it is trained.
+    """The task with another network, its initial weights, and the selection of what is trained.
 
     Args:
-        task: whose own network it is where `model` is None.
+        task: whose own network is used if `model` is None.
         model: as `TaskSpec.model`.
-        weights: a safetensors file with the tensors of the network by name.
+        weights: a safetensors file with the network's tensors by name.
         adapt: see `fedge.models.adapters`; None: everything is trained.
 
     Raises:
-        ConfigError: the file cannot be read, or a network is to be adapted that begins from nothing.
+        ConfigError: the file cannot be read, or `adapt` is given without weights.
     """
     options = dict(task.model_options) if model is None else {}
     if weights is not None:
@@ -80,18 +80,18 @@ def with_network(
 
 
 def named(task: TaskSpec) -> BlobRef | None:
-    """The weights that the task's network begins with; None: random ones."""
+    """The digest of the task's initial weights; None: random ones."""
     digest, size = task.model_options.get(WEIGHTS), task.model_options.get(SIZE)
     return BlobRef(digest=digest, size_bytes=size) if isinstance(digest, str) and isinstance(size, int) else None
 
 
 def needed_on_devices(task: TaskSpec) -> BlobRef | None:
-    """The weights that no order's model has: of a network of which a part is frozen."""
+    """The weights that no order includes: those of a partly frozen network."""
     return named(task) if ADAPT in task.model_options else None
 
 
 def tell_fresh_head(task: TaskSpec, layout: Layout) -> None:
-    """Log it where the weights are of other classes, so that the head begins anew."""
+    """Log that the head starts anew, if the weights are for other classes."""
     ref = named(task)
     if ref is not None:
         stored = places_in(io.BytesIO(read(ref.digest)))
@@ -101,18 +101,18 @@ def tell_fresh_head(task: TaskSpec, layout: Layout) -> None:
 
 
 def keep(data: bytes) -> str:
-    """Keep weights for this and later processes; their digest."""
+    """Keep weights for this and later processes; returns their digest."""
     digest = digest_of(data)
     if not has(digest):
         try:
             write_atomically(_path(digest), data)
-        except StoreError:  # such as a home that is read-only
+        except StoreError:  # for example a read-only home
             _held[digest] = data
     return digest
 
 
 def has(digest: str) -> bool:
-    """Whether the weights are here, whole."""
+    """Whether the weights are here and intact."""
     with suppress(ConfigError):
         path = _path(digest)
         if digest in _held or (path in _whole and path.exists()) or read(digest):
@@ -125,7 +125,7 @@ def read(digest: str) -> bytes:
     """The weights of this digest.
 
     Raises:
-        ConfigError: they are not here, or damaged.
+        ConfigError: missing or damaged.
     """
     if digest in _held:
         return _held[digest]

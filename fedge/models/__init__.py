@@ -1,8 +1,8 @@
-"""Networks, and the way between a network and the vectors of `fedge.tensors`.
+"""Networks, and the conversion between a network and the vectors of `fedge.tensors`.
 
-A layout lists the parameters in the order of `named_parameters`, but those of the head last, then the persistent
-buffers: float32 ones (running statistics and frozen parameters: "buffer") and int64 ones ("counter"). A tensor that two
-layers share counts once.
+A layout lists the parameters in the order of `named_parameters` with the head's last, then the persistent buffers:
+float32 ones (running statistics and frozen parameters: "buffer") and int64 ones ("counter"). A tensor shared by two
+layers counts once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
 
 
 def build(task: TaskSpec) -> nn.Module:
-    """The task's network with weights from torch's global generator; one that is adapted, with those that it names.
+    """The task's network with weights from torch's global generator, or with the given weights if it is adapted.
 
-    A factory of the user's own is called with the task, or with nothing if it needs no argument: a class of modules
-    will do. A module that was handed over in Python is copied, with the weights that it has.
+    A user's factory is called with the task, or without arguments if it takes none; a module class works, too. A module
+    passed in Python is copied with its weights.
 
     Raises:
         ConfigError: the network is unknown, an option is wrong, the user's factory fails or returns no module, or the
-            task's weights are not here or do not fit.
+            task's weights are missing or do not fit.
     """
     module = _plain(task)
     if ADAPT not in task.model_options:
@@ -73,14 +73,14 @@ def _plain(task: TaskSpec) -> nn.Module:
 
 
 def _call(factory: Callable[..., object], task: TaskSpec) -> object:
-    """What a factory makes of the task, or of nothing."""
+    """Call a factory with the task, or without arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in inspect.signature(factory).parameters.values() if p.kind in kinds and p.default is p.empty]
     return factory(task) if needed else factory()
 
 
 def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
-    """Layout and first weights of the task's network: equal seeds, equal bytes. The global generator is left alone.
+    """Layout and initial weights of the task's network: equal seeds, equal bytes. Leaves the global generator alone.
 
     Raises:
         ConfigError: as `build`.
@@ -98,10 +98,10 @@ def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
 
 
 def head_name(module: nn.Module, task: TaskSpec) -> str | None:
-    """The head: the linear layer that turns features (n, D) into the network's logits (n, C), wherever it stands.
+    """Find the head: the linear layer that turns features (n, D) into the network's logits (n, C).
 
-    It is found by what it does: random numbers in place of its output must come out of the network as they are. None:
-    there is no such layer with weight and bias of its own, trainable, and used once. The network is left as it was.
+    It is identified by behaviour: random numbers in place of its output must come out of the network unchanged. None:
+    no such layer that is trainable, used once, and has its own weight and bias. The network is left unchanged.
 
     Raises:
         ConfigError: the network does not take inputs of the task's shape.
@@ -139,10 +139,10 @@ def _gives_the_logits(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bo
 
 
 def head_of(module: nn.Module, layout: Layout) -> nn.Linear:
-    """The head of a network of this layout: its input are the features (n, D), its output the logits (n, C).
+    """The head of a network of this layout: its input is the features (n, D), its output the logits (n, C).
 
     Raises:
-        ConfigError: the network has none.
+        ConfigError: the network has no head.
     """
     weight, _ = layout.select(HEAD).tensors
     head = module.get_submodule(weight.name.rpartition(".")[0])
@@ -151,7 +151,7 @@ def head_of(module: nn.Module, layout: Layout) -> nn.Linear:
 
 
 def features_and_logits(module: nn.Module, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """What goes into the head, (n, D), and what comes out of the network, (n, C); both have gradients.
+    """The head's input, (n, D), and the network's output, (n, C), both with gradients.
 
     Raises:
         ConfigError: the network has no head.
@@ -166,7 +166,7 @@ def features_and_logits(module: nn.Module, x: torch.Tensor, layout: Layout) -> t
 
 
 def layout_of(module: nn.Module, head: str | None = None) -> Layout:
-    """Names, shapes and kinds of all tensors that make up the state of a module; `head`: as `head_name` gives it.
+    """Names, shapes and kinds of all tensors in a module's state; `head`: from `head_name`.
 
     Raises:
         ConfigError: a tensor is neither float32 nor an int64 buffer.

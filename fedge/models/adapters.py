@@ -1,13 +1,13 @@
-"""A network that begins with given weights, and of which a part alone is trained.
+"""Networks that start from given weights and of which only a part is trained.
 
-`--adapt` names what is trained, by selectors (`fedge.tensors.Selector`), whole layers at a time: `head`, or
-`head,layer4.*`, or `!norm`: all but the normalisation. The head always is. With `lora` or `lora:RANK` the other
-convolutions and linear layers get an adapter each. What is not trained is frozen: no part of the layout, so it is
-neither sent nor averaged, and its running statistics stand still.
+`--adapt` selects what is trained (`fedge.tensors.Selector`), whole layers at a time: `head`, or `head,layer4.*`, or
+`!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other convolutions and
+linear layers each get an adapter. Everything else is frozen: it is no part of the layout, so it is neither sent nor
+averaged, and its running statistics do not change.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; A is frozen at random numbers as in
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; A is frozen at random values as in
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024 (FFA-LoRA): the mean of the devices'
-B A is then the mean of their B times A, and half of the numbers travel.
+B A then equals the mean of their B times A, and half of the numbers travel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANK: Final = 4
 
 
 class Adapter(nn.Module):
-    """A convolution or linear layer with W + B A in place of W; B (rows, rank) alone is trained, and begins with 0.
+    """A convolution or linear layer with W + B A in place of W; only B (rows, rank) is trained, starting at 0.
 
     Args:
         layer: W is (rows, ...), seen as a matrix (rows, n).
@@ -54,7 +54,7 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the layer."""
+        """Output of the adapted layer."""
         weight = self.layer.weight + (self.b @ self.a).view(self.layer.weight.shape)
         if isinstance(self.layer, nn.Linear):
             return functional.linear(x, weight, self.layer.bias)
@@ -63,7 +63,7 @@ class Adapter(nn.Module):
 
 
 class StillNorm(nn.Module):
-    """BatchNorm whose statistics and weights stand still, also in training: x * scale + shift for each channel."""
+    """BatchNorm with fixed statistics and weights, also in training: x * scale + shift per channel."""
 
     scale: Tensor
     shift: Tensor
@@ -79,16 +79,16 @@ class StillNorm(nn.Module):
         self.register_buffer("shift", shift, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, channels, ...)."""
+        """Normalise (n, channels, ...)."""
         shape = (-1, *(1,) * (x.ndim - 2))
         return x * self.scale.view(shape) + self.shift.view(shape)
 
 
 def begin(module: nn.Module, task: TaskSpec) -> None:
-    """Give a network the weights that its task names, in place; a head of other classes keeps its own.
+    """Load the weights that a task names into a network, in place; a head for other classes keeps its own.
 
     Raises:
-        ConfigError: they are not here, or do not fit; the text says what does not.
+        ConfigError: they are missing, or do not fit; the text says what does not.
     """
     ref = weights.named(task)
     if ref is None:
@@ -121,10 +121,10 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
 
 
 def adapt(module: nn.Module, task: TaskSpec) -> None:
-    """Freeze what is not to be trained, and add adapters, in place.
+    """Freeze what is not trained, and add adapters, in place.
 
     Raises:
-        ConfigError: `adapt` names no layer of the network, or makes no sense.
+        ConfigError: `adapt` matches no layer of the network, or is invalid.
     """
     patterns = [p.strip() for p in str(task.model_options[weights.ADAPT]).split(",") if p.strip()]
     rank = max((_rank(p) for p in patterns if p.partition(":")[0] == LORA), default=0)
@@ -159,14 +159,14 @@ def _layer_of(tensor: str) -> str:
 
 
 def _freeze(layer: nn.Module) -> None:
-    """Make the layer's own tensors constants, which are no part of a layout (`fedge.models.state`)."""
+    """Turn the layer's own tensors into constants, which are not in a layout (`fedge.models.state`)."""
     for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
         delattr(layer, name)
         layer.register_buffer(name, tensor.detach(), persistent=False)
 
 
 def _grey(array: NDArray[np.generic], tensor: Tensor) -> NDArray[np.generic]:
-    """A first convolution's weights for three colours as those for grey, which is all three at once."""
+    """A first convolution's RGB weights summed for grey input."""
     if array.ndim == 4 and array.shape[1] == 3 and tensor.shape == (array.shape[0], 1, *array.shape[2:]):
         return np.asarray(array.sum(axis=1, keepdims=True, dtype=array.dtype))
     return array

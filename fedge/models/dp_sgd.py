@@ -1,14 +1,14 @@
-"""DP-SGD: gradients of single samples, clipped, summed, and blurred with noise that nobody else knows.
+"""DP-SGD: per-sample gradients, clipped, summed, and blurred with secret noise.
 
 Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, with Poisson sampling. The noise
-is the sum of four normal numbers, which protects from reading the last bits of a floating-point sample: Holohan,
+is the sum of four normal numbers, which protects against attacks on the last bits of a floating-point sample: Holohan,
 Braghin, "Secure Random Sampling in Differential Privacy", ESORICS 2021.
 
-Gradients come from `torch.func`, not from the hooks of Opacus' `GradSampleModule`. Each sample goes through the network
-alone, so its gradient is its own whatever a user's network does, while hooks trust that no layer mixes the samples of a
-batch; and the network, which other steps use too, needs no wrapper. Both give the same numbers (there is a test). A
-batch of 32 takes one core 1.0 against Opacus' 0.7 ms (`mlp`, digits), 16 against 20 ms (`cnn`, 28 x 28), 198 against
-302 ms (`cnn_fedavg`).
+Gradients come from `torch.func`, not from the hooks of Opacus' `GradSampleModule`. Each sample passes through the
+network alone, so its gradient is independent of the others in any user's network, while hooks assume that no layer
+mixes the samples of a batch; and the network, which other steps also use, needs no wrapper. Both give the same numbers
+(tested). A batch of 32 takes one core 1.0 against Opacus' 0.7 ms (`mlp`, digits), 16 against 20 ms (`cnn`, 28 x 28),
+198 against 302 ms (`cnn_fedavg`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Source = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """`clip_norm`: C, the most that a sample counts, L2; `noise_multiplier`: sigma, the noise is N(0, (sigma C)^2)."""
+    """`clip_norm`: C, the L2 bound per sample; `noise_multiplier`: sigma, the noise is N(0, (sigma C)^2)."""
 
     clip_norm: float
     noise_multiplier: float
@@ -45,7 +45,7 @@ def uniform(n: int, source: Source) -> NDArray[np.float64]:
 
 
 def normal(n: int, source: Source) -> NDArray[np.float64]:
-    """Draw n numbers of N(0, 1), each the sum of four by Box and Muller over 2."""
+    """Draw n numbers of N(0, 1), each the sum of four Box-Muller numbers divided by 2."""
     radius = np.sqrt(-2 * np.log1p(-uniform(2 * n, source)))
     angle = 2 * np.pi * uniform(2 * n, source)
     parts = (radius * (np.cos(angle) + np.sin(angle))).reshape(2, n)
@@ -53,20 +53,20 @@ def normal(n: int, source: Source) -> NDArray[np.float64]:
 
 
 def poisson_batches(n: int, rate: float, source: Source) -> Iterator[NDArray[np.int64]]:
-    """Endless batches in which each of n samples is with probability `rate`, whoever else is; some may be empty."""
+    """Endless batches that contain each of n samples independently with probability `rate`; some may be empty."""
     while True:
         yield np.flatnonzero(uniform(n, source) < rate)
 
 
 class PrivateNetwork:
-    """A network to train by DP-SGD: as `Network`, but its gradient is noisy.
+    """A network for DP-SGD: like `Network`, but with a noisy gradient.
 
     Args:
         network: whose weights learn.
         clipping: C and sigma.
-        expected: samples in a batch on average; a gradient is the noisy sum over this.
+        expected: mean batch size; a gradient is the noisy sum divided by it.
         source: of the noise.
-        moves: the part of the weights that learns; the others count for no norm and get no noise.
+        moves: the part of the weights that learns; the rest adds to no norm and gets no noise.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PrivateNetwork:
         moving.add_((total.double() + tensor(noise, self.processor)) / self._expected)
 
     def _gradients(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
-        """(b, d): each sample's own."""
+        """(b, d) per-sample gradients."""
         objective = Objective(self.module, loss)
         weights = {f"module.{name}": own.detach() for name, own in self.module.named_parameters()}
 
@@ -112,9 +112,9 @@ class PrivateNetwork:
 
 
 def clipped_sum(rows: Tensor, clip_norm: float) -> Tensor:
-    """(d,): the sum of the rows of (b, d), each shortened to an L2 norm of at most `clip_norm`.
+    """(d,) sum of the rows of (b, d), each clipped to an L2 norm of at most `clip_norm`.
 
-    A number that is not finite counts as 0, so that no sample has more weight than the others.
+    Non-finite numbers count as 0, so that no sample exceeds the bound.
     """
     finite = torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
     norms = torch.linalg.vector_norm(finite, dim=1, dtype=torch.float64)

@@ -43,7 +43,7 @@ def cnn_fedavg(task: TaskSpec) -> nn.Module:
 
 
 def resnet_moe(task: TaskSpec) -> nn.Module:
-    """Residual network with routed branches (`resnet_moe`). Options: experts=2 a block, top=1 of them a sample."""
+    """Residual network with routed branches (`resnet_moe`). Options: experts=2 per block, top=1 per sample."""
     options = _sizes(task, experts=2, top=1)
     if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 4:
         raise ConfigError(f"{task.model} needs images (channels, height >= 4, width >= 4), not {task.input_shape}")
@@ -97,7 +97,7 @@ def _of_torchvision(task: TaskSpec, name: str) -> nn.Module:
 
 
 def _first(task: TaskSpec, usual: Any) -> nn.Conv2d:
-    """The first convolution for images with any number of channels, and for small ones."""
+    """The first convolution, for images with any number of channels and for small ones."""
     channels, *sides = task.input_shape
     stride = 1 if min(sides) < _SMALL else 2
     return nn.Conv2d(channels, usual.out_channels, usual.kernel_size, stride, usual.padding, bias=False)
@@ -122,7 +122,7 @@ def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hi
 
 
 def _sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
-    """The options of a network: positive whole numbers, those not given from `defaults`."""
+    """The options of a network: positive whole numbers; missing ones from `defaults`."""
     if unknown := set(task.model_options) - {*defaults, *RESERVED}:
         raise ConfigError(f"{task.model} has no option {sorted(unknown)}; it has {sorted(defaults)}")
     sizes: dict[str, int] = {}

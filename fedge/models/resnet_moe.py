@@ -1,7 +1,7 @@
-"""ResNet-MoE small: a residual network whose blocks choose between expert branches, one choice per sample.
+"""ResNet-MoE small: a residual network whose blocks route each sample to expert branches.
 
-Source: FedCoE, arXiv 2605.21264, in the size for edge devices of docs/methods/fedcoe.md, section 8. GroupNorm, not
-BatchNorm: averages of running statistics over devices with different data are wrong. Routers are ordinary parameters.
+Source: FedCoE, arXiv 2605.21264, in the edge size of docs/methods/fedcoe.md, section 8. GroupNorm, not BatchNorm:
+averaging running statistics over devices with different data is wrong. Routers are ordinary parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 CHANNELS: Final = (8, 8, 16, 32)  # of the stem and the three blocks
 GROUPS: Final = 4  # of every GroupNorm
-SMALL: Final = 8  # pixels; images with a smaller side keep their size in the second block
+SMALL: Final = 8  # pixels; smaller images keep their size in the second block
 
 
 class ResNetMoE(nn.Module):
@@ -68,10 +68,10 @@ class Block(nn.Module):
         return functional.relu((u[:, :, None, None, None] * outputs).sum(dim=1) + self.shortcut(x))
 
     def shares(self, x: Tensor) -> Tensor:
-        """Weights u (n, m): r_e of the best branch with k = 1, else the k largest r, divided by their sum; 0 elsewhere.
+        """Weights u (n, m): r_e of the best branch with k = 1, else the k largest r divided by their sum; 0 elsewhere.
 
-        On a tie the lowest index is best. With k = 1 dividing would make the weight a constant 1, and the router would
-        get no gradient.
+        On a tie the lowest index wins. With k = 1 normalising would make the weight a constant 1, without gradient for
+        the router.
         """
         r = functional.softmax(self.router(x.mean(dim=(2, 3))), dim=1)
         rivals, own = r[:, None, :], r[:, :, None]

@@ -1,10 +1,10 @@
-"""Lets torchvision be imported beside a torch build that its compiled operators do not fit.
+"""Makes torchvision importable beside a torch build that does not fit its compiled operators.
 
-Importing torchvision registers shape functions for its operators `torchvision::nms` and `torchvision::qnms`. They are
-declared by torchvision's C++ library, which does not load when it was built for another torch (the usual CUDA wheel
-beside the CPU build of torch): the import then ends with "operator torchvision::nms does not exist", although the
-networks in `torchvision.models` need no compiled operator. `declare` states the two signatures itself. They have no
-implementation: calling one is an error, as it would be without this module.
+Importing torchvision registers shape functions for its operators `torchvision::nms` and `torchvision::qnms`. These are
+declared by torchvision's C++ library, which does not load if built for another torch (the usual CUDA wheel beside the
+CPU build of torch): the import then fails with "operator torchvision::nms does not exist", although the networks in
+`torchvision.models` need no compiled operator. `declare` provides the two signatures. They have no implementation:
+calling one is an error, as it would be without this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _declared: list[torch.library.Library] = []  # a library lives as long as its ob
 
 
 def declare() -> None:
-    """Declare the operators, unless torchvision is absent, its own library loads, or it was done before."""
+    """Declare the operators, unless torchvision is absent, its own library loads, or they are declared already."""
     torchvision = importlib.util.find_spec("torchvision")  # found, not imported
     if _declared or torchvision is None or torchvision.origin is None or _loads(Path(torchvision.origin).parent):
         return
@@ -33,7 +33,7 @@ def declare() -> None:
 
 
 def _loads(folder: Path) -> bool:
-    """Whether torchvision's own compiled operators can be loaded into this process; they then are."""
+    """Whether torchvision's compiled operators load into this process; if so, they stay loaded."""
     try:
         torch.ops.load_library(folder / "_C.so")  # type: ignore[no-untyped-call]
     except OSError:

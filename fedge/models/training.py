@@ -1,13 +1,13 @@
-"""Local training: SGD with momentum on one vector of weights, losses and gradients on a device's samples.
+"""Local training: SGD with momentum on one vector of weights; losses and gradients on a device's samples.
 
-All trainable tensors of the network are views of one vector, and so are their gradients: a step of the optimiser is
-three vector operations, however many layers there are. On networks of a few thousand weights, where a step is mostly
-overhead, that made a step a third quicker than `torch.optim.SGD` (digits MLP, batch 32, one core: 97 against 154 µs).
+All trainable tensors of the network are views of one vector, and so are their gradients: an optimiser step is three
+vector operations, however many layers there are. For networks of a few thousand weights, where a step is mostly
+overhead, a step became a third quicker than `torch.optim.SGD` (digits MLP, batch 32, one core: 97 against 154 µs).
 
 The same loop trains one model (`Network`) or n of them side by side (`Stack`), whose weights are the rows of a matrix.
 
-A network's tensors live on one `processor`, its arithmetic is done there, and samples are brought there; what goes in
-and what comes out are arrays in the memory of the machine. The batches are drawn in the same way wherever that is.
+A network's tensors and arithmetic are on one `processor`, to which samples are moved; inputs and outputs are arrays in
+main memory. The choice of processor does not affect the batches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SHARED: Final = 4
 
 
 def torch_device(processor: Processor) -> torch.device:
-    """The processor as torch names it, set to reckon in whole float32 as others do, and alike each time.
+    """The torch device of a processor, set to full float32 precision and repeatable results.
 
     Raises:
         ConfigError: it is not there.
@@ -74,7 +74,7 @@ def torch_device(processor: Processor) -> torch.device:
 
 @contextmanager
 def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
-    """Within it torch draws from this seed, as dropout does; those who draw after it are not disturbed."""
+    """Context in which torch draws from this seed, as for dropout; draws outside are unaffected."""
     elsewhere = [] if processor.type == CPU.type else [processor.index or 0]
     with torch.random.fork_rng(elsewhere, device_type=processor.type):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed also waits for a GPU, at length
@@ -84,7 +84,7 @@ def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
 
 
 class Network:
-    """The task's network. Its trainable tensors are views of `weights`, (d,), their gradients views of `gradient`."""
+    """The task's network. Its trainable tensors are views of `weights`, (d,); their gradients, views of `gradient`."""
 
     def __init__(self, task: TaskSpec, processor: torch.device = CPU) -> None:
         self.task = task
@@ -118,7 +118,7 @@ class Network:
         return out
 
     def slice_of(self, part: Part) -> slice:
-        """Where the trainable tensors of a part lie among `weights`: the head comes last.
+        """The slice of `weights` that holds a part: the head comes last.
 
         Raises:
             ConfigError: the network has no head.
@@ -129,7 +129,7 @@ class Network:
         return slice(n_base, None) if part == "head" else slice(0, n_base)
 
     def load(self, model: Model) -> None:
-        """Take over a model's weights, in evaluation mode."""
+        """Load a model's weights, in evaluation mode."""
         with torch.no_grad():
             self.weights.copy_(tensor(model.params))
             for tensors, vector in ((self._buffers, model.buffers), (self._counters, model.counters)):
@@ -149,7 +149,7 @@ class Network:
         return models.dump(self.module, self.layout)
 
     def change(self, start: Model) -> Model:
-        """The weights less those of a model that they come from, finite or not; buffers and counters as they are."""
+        """The weights minus those of the start model, finite or not; buffers and counters unchanged."""
         return Model(
             params=self.weights.cpu().numpy() - start.params,
             buffers=np.concatenate([np.zeros(0, np.float32), *(own.cpu().numpy().ravel() for own in self._buffers)]),
@@ -167,7 +167,7 @@ class Network:
         return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
 
     def features(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
-        """What a model's head sees of n >= 1 inputs, (n, D), in evaluation mode.
+        """The head's input for n >= 1 samples, (n, D), in evaluation mode.
 
         Raises:
             ConfigError: the network has no head.
@@ -182,10 +182,10 @@ class Network:
 
 
 class Stack:
-    """n models of a network without buffers, side by side: `weights` and `gradient` are (n, d), one model a row.
+    """n models of a network without buffers, side by side: `weights` and `gradient` are (n, d), one model per row.
 
-    Inputs are (n, b, ...), labels (n, b): b samples of each model. `given`: tensors (n, ...) for the loss, a row for
-    each model.
+    Inputs are (n, b, ...), labels (n, b): b samples per model. `given`: tensors (n, ...) for the loss, one row per
+    model.
     """
 
     def __init__(self, network: Network, starts: Sequence[Model]) -> None:
@@ -200,7 +200,7 @@ class Stack:
         self._infos = self.layout.of_kind("param")
 
     def slice_of(self, part: Part) -> slice:
-        """All of the weights: parts of a model are trained alone, one model at a time.
+        """All of the weights; training parts of a model needs one model at a time.
 
         Raises:
             ValueError: another part than all.
@@ -218,7 +218,7 @@ class Stack:
         return self._call(self.module, "", x)
 
     def features(self, x: Tensor) -> Tensor:
-        """What the heads see, (n, b, D).
+        """The heads' inputs, (n, b, D).
 
         Raises:
             ConfigError: the network has no head.
@@ -232,14 +232,14 @@ class Stack:
         return out
 
     def changes(self, starts: Sequence[Model]) -> list[Model]:
-        """The weights of each row less those of the model that it began with; they need not be finite."""
+        """Each row's weights minus those of its start model; not necessarily finite."""
         nothing = np.zeros(0, np.float32), np.zeros(0, np.int64)
         rows = zip(self.weights.cpu().numpy(), starts, strict=True)
         return [Model(row - start.params, *nothing) for row, start in rows]
 
 
 class Objective(nn.Module):
-    """A loss as a module, so that the weights under it can be exchanged."""
+    """A loss as a module, so that the weights under it can be replaced."""
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -247,12 +247,12 @@ class Objective(nn.Module):
         self._loss = loss
 
     def forward(self, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
-        """Of a batch."""
+        """Loss of a batch."""
         return self._loss(self.module, x, y, *given)
 
 
 class Features(nn.Module):
-    """What a network's head sees, as a module, for the same reason."""
+    """The head's input as a module, for the same reason."""
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         super().__init__()
@@ -260,25 +260,25 @@ class Features(nn.Module):
         self._layout = layout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch, (b, D)."""
+        """Features of a batch, (b, D)."""
         return models.features_and_logits(self.module, x, self._layout)[0]
 
 
 @lru_cache(maxsize=_SHARED)
 def can_stack(network: Network) -> bool:
-    """Whether it pays, and is possible, to train models of this network side by side.
+    """Whether training models of this network side by side is possible and pays off.
 
-    It pays where a step is mostly overhead (`is_small`). MLPs, batch 32, one thread, microseconds of processor time a
+    It pays where a step is mostly overhead (`is_small`). MLPs, batch 32, one thread, microseconds of processor time per
     step and model, median of five on a machine in use (load 7), alone against 2, 10, 40 and 64 models side by side:
     2,410 weights 173 against 451, 131, 61 and 53; 9,610 222 against 639, 225, 119 and 106; 18,314 289 against 693, 298,
     181 and 181; 25,450 233 against 560, 264, 201 and 205; 50,890 304 against 646, 392, 312 and 311; 159,010 647 against
-    1534, 980, 1037 and 1579. So few models gain nothing, and large ones never do. Convolutions lost, too: `cnn` on
+    1534, 980, 1037 and 1579. So a few models gain nothing, and large ones never do. Convolutions lost, too: `cnn` on
     28 x 28 6.3 ms against 8.1 with 4 models, `cnn_fedavg` 35 ms against 42 with 2 and 35 with 8.
 
-    On a GPU all networks are tried: there a step on a few dozen samples is mostly launching (not measured by us).
+    On a GPU all networks are tried, since a step on a few dozen samples is mostly launch overhead (not measured by us).
 
-    It is possible for networks without buffers and random numbers, whose code can be vectorised: this is tried. The
-    network is left with other weights.
+    It is possible for networks without buffers and random numbers whose code can be vectorised, which is tried out.
+    This changes the network's weights.
     """
     if network.processor == CPU and not is_small(network):
         return False
@@ -302,14 +302,14 @@ def can_stack(network: Network) -> bool:
 
 
 def is_small(network: Network) -> bool:
-    """Whether a step of training is mostly overhead: linear layers alone, at most `MOST_STACKED` weights."""
+    """Whether a training step is mostly overhead: only linear layers, at most `MOST_STACKED` weights."""
     linear = sum(p.numel() for m in network.module.modules() if isinstance(m, nn.Linear) for p in m.parameters())
     return linear == network.layout.n_params <= MOST_STACKED
 
 
 @lru_cache(maxsize=_SHARED)
 def draws(network: Network) -> bool:
-    """Whether the network draws random numbers in training, as dropout does, or cannot say. Its buffers may change."""
+    """Whether the network draws random numbers in training, as dropout does, or may do so. May change its buffers."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
         network.module.train()
@@ -340,7 +340,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=_SHARED)
 def flops(network: Network) -> int:
-    """Floating-point operations of one sample's forward pass, as torch counts them: matrix products, convolutions."""
+    """Floating-point operations of one sample's forward pass as torch counts them: matrix products, convolutions."""
     network.module.eval()
     with _Counter() as counter, torch.no_grad():  # type: ignore[no-untyped-call]
         network.outputs(torch.zeros((1, *network.task.input_shape), device=network.processor))
@@ -351,9 +351,9 @@ _of_thread = threading.local()
 
 
 def shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = CPU) -> Network:
-    """A network of the task for whoever works in this thread: one loads weights before one uses it.
+    """The task's network shared by all workers in this thread; load weights before each use.
 
-    All workers of a process share it: a thousand of them need the memory of one. The last ones are kept.
+    Sharing lets a thousand workers use the memory of one. The most recent networks are kept.
     """
     if not hasattr(_of_thread, "networks"):
         _of_thread.networks = OrderedDict()
@@ -368,14 +368,14 @@ def shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = C
 
 
 def tensor(array: NDArray[np.generic], processor: torch.device = CPU) -> Tensor:
-    """A tensor on the array's memory where torch can share it, else a copy on the processor."""
+    """A tensor that shares the array's memory if possible, else a copy on the processor."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(processor)
 
 
 def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """Endless batches of min(batch_size, n) indices; every pass over the n >= 1 samples has its own order.
+    """Endless batches of min(batch_size, n) indices; each pass over the n >= 1 samples is shuffled anew.
 
-    A batch may reach into the next pass, so that all batches are of one size: no step rests on a remnant of one or two.
+    Batches may span two passes, so that all have the same size and no step uses a remnant of one or two samples.
     """
     size = min(batch_size, n)
     waiting = np.zeros(0, np.int64)
@@ -389,9 +389,9 @@ def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArr
 def side_by_side(
     sizes: Sequence[int], batch_size: int, rngs: Sequence[np.random.Generator]
 ) -> Iterator[NDArray[np.int64]]:
-    """Endless batches (n, b) of n clients whose samples lie one after the other (`joined`).
+    """Endless batches (n, b) for n clients whose samples are concatenated (`joined`).
 
-    Each row is what `batches` gives; that of a client with fewer samples is filled up with the sample that counts not.
+    Each row is what `batches` yields, padded with the ignored sample for clients with fewer samples.
     """
     *offsets, last = np.cumsum([0, *sizes]).tolist()
     drawn = [batches(size, batch_size, rng) for size, rng in zip(sizes, rngs, strict=True)]
@@ -406,13 +406,13 @@ def side_by_side(
 def joined(
     samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The samples of n clients one after the other, and one more at the end, which counts not (`PADDING`)."""
+    """The concatenated samples of n clients, followed by one ignored sample (`PADDING`)."""
     x = np.concatenate([*(own for own, _ in samples), np.zeros_like(samples[0][0][:1])])
     return x, np.concatenate([*(own for _, own in samples), [PADDING]])
 
 
 def _evaluating(module: nn.Module) -> None:
-    """Evaluation mode; asking first is quicker than telling each layer again."""
+    """Switch to evaluation mode; checking first is quicker than setting every layer again."""
     if module.training:
         module.eval()
 
@@ -423,7 +423,7 @@ def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Trainable(Protocol):
-    """What a `Trainer` needs: `Network`, `Stack`, `fedge.models.dp_sgd.PrivateNetwork`."""
+    """The interface of `Network`, `Stack` and `fedge.models.dp_sgd.PrivateNetwork` for a `Trainer`."""
 
     module: nn.Module
     processor: torch.device
@@ -431,30 +431,29 @@ class Trainable(Protocol):
     gradient: Tensor
 
     def slice_of(self, part: Part) -> slice:
-        """Where a part lies among the weights."""
+        """The slice of the weights that holds a part."""
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the gradient to `gradient`."""
 
 
 class Trainer:
-    """One run of SGD from the present weights of a network or a stack; `run` goes on where the last one ended.
+    """A run of SGD from the present weights of a network or stack; each `run` continues the previous one.
 
     v <- momentum * v + gradient of the batch's mean loss + mu * (w - anchor) + weight_decay * w;
     w <- w - learning_rate * v.
 
-    While it runs, v lies in the network's `gradient`: the backward pass adds to momentum * v what it would else add to
-    zeros. The numbers are the same; a step of `cnn_fedavg`, batch 10, takes 9.0 instead of 9.6 ms of one processor.
+    During a run, v is kept in the network's `gradient`: the backward pass adds to momentum * v instead of to zeros. The
+    numbers are the same; a step of `cnn_fedavg`, batch 10, takes 9.0 instead of 9.6 ms of one processor.
 
-    `loss`: default cross-entropy; `moves`: the part of the weights that learns, the rest stays as it is; `anchor`: (d,)
-    the weights that the proximal term draws to, by default the present ones.
+    `loss`: default cross-entropy; `moves`: the part of the weights that learns; `anchor`: (d,) the weights that the
+    proximal term pulls towards, by default the present ones.
 
-    Batches of one sample have no spread to normalise by: batch normalisation then uses its running statistics, which
-    stay as they are.
+    Batches of one sample have no variance: batch normalisation then uses its running statistics and leaves them
+    unchanged.
 
-    `rng`: of the batches, or the batches themselves: positions (b,) among `x` and `y`, of a stack (n, b)
-    (`side_by_side`).
-    Of a stack the loss must leave out samples of the label `PADDING`, as cross-entropy does.
+    `rng`: of the batches, or the batches themselves: positions (b,) in `x` and `y`, for a stack (n, b)
+    (`side_by_side`). A stack's loss must ignore samples with the label `PADDING`, as cross-entropy does.
     """
 
     def __init__(
@@ -519,7 +518,7 @@ class Trainer:
 
 
 def mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
-    """Mean cross-entropy of the network's present weights on n >= 1 samples, in evaluation mode."""
+    """Mean cross-entropy of the present weights on n >= 1 samples, in evaluation mode."""
     return float(mean_losses(network, x, y))
 
 
@@ -530,7 +529,7 @@ def loss_and_gradient_norm(network: Network, x: NDArray[np.float32], y: NDArray[
 
 
 def mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """As `mean_loss`, one number for each model; of a stack x is (n, m, ...) and y (n, m), padded (`padded`)."""
+    """As `mean_loss`, one number per model; for a stack x is (n, m, ...) and y (n, m), padded (`padded`)."""
     with torch.inference_mode():
         total = sum((loss.double() for loss in _losses(network, x, y)), torch.zeros(()))
     return np.asarray(total.cpu().numpy() / _counts(y))
@@ -539,7 +538,7 @@ def mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.
 def losses_and_gradient_norms(
     network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """As `loss_and_gradient_norm`, one pair for each model; inputs as in `mean_losses`."""
+    """As `loss_and_gradient_norm`, one pair per model; inputs as in `mean_losses`."""
     network.gradient.zero_()
     total = torch.zeros(())
     for loss in _losses(network, x, y):
@@ -564,7 +563,7 @@ def accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> ND
 def padded(
     samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Ragged samples of n clients as (n, m, ...) inputs and (n, m) labels, m the largest number; `PADDING` fills up."""
+    """Ragged samples of n clients as (n, m, ...) inputs and (n, m) labels, padded with `PADDING` to the largest, m."""
     longest = max(len(y) for _, y in samples)
     x = np.zeros((len(samples), longest, *samples[0][0].shape[1:]), np.float32)
     y = np.full((len(samples), longest), PADDING, np.int64)
@@ -578,7 +577,7 @@ def _counts(y: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[Tensor]:
-    """Sums of losses over chunks of the samples, one number for each model."""
+    """Sums of losses over chunks of the samples, one per model."""
     network.module.eval()
     for inputs, labels in _chunks(network, x, y):
         logits = network.outputs(inputs)

@@ -1,1 +1,1 @@
-"""All that a device can be asked: one contract a module (`fedge.step`), its device half under `edge_agent.steps`."""
+"""The steps of devices, one contract per module (`fedge.step`); the device halves are in `edge_agent.steps`."""

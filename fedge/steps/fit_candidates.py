@@ -1,4 +1,4 @@
-"""fedge.md sections 6 and 7: train private and local model, choose the primary expert, tell validation losses."""
+"""fedge.md sections 6 and 7: train private and local model, choose the primary expert, report validation losses."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CandidatesFitted(Result, frozen=True, kw_only=True):
 class FitCandidates(Action, frozen=True, kw_only=True):
     """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid.
 
-    `private_steps` None: as many as validation asks for. `private_start` best: the primary expert, or the global model.
-    `tell`: whether losses are wanted; what is fitted stays on the device for `fit_gate` in any case.
+    `private_steps` None: chosen by validation. `private_start` best: the primary expert, or the global model. `tell`:
+    whether to report losses; what is fitted is kept for `fit_gate` in any case.
     """
 
     STEP: ClassVar = "fit_candidates"
@@ -51,17 +51,17 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     tell: bool = True
 
     def sparing(self, withheld: Collection[str]) -> Self:
-        """Fits all the same, and says nothing of it."""
+        """Fit all the same, and report nothing."""
         return msgspec.structs.replace(self, tell=self.tell and Reveals.LOSS not in withheld)
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Two trainings, and looks at all candidates."""
+        """Two trainings, and evaluations of all candidates."""
         del n_shared
         steps = (self.private_steps or CANDIDATE_STEPS) + self.local_steps
         return (5 + len(self.experts)) * n_val + self.sgd.passes(steps, n_train)
 
     def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
-        """Losses of the global model at least where they are wanted, and of nothing that was not offered."""
+        """Losses of the global model at least, if requested, and none of candidates that were not offered."""
         del task
         offered = {start.cluster for start in self.experts} | {-1}
         require(result.cluster in offered, "an expert that was not offered")

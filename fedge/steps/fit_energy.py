@@ -1,4 +1,4 @@
-"""fedge.md section 9: how the mixture does with and without energies, on the validation samples."""
+"""fedge.md section 9: losses of the mixture with and without energies on the validation samples."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fedge.steps.install import Installed
 
 
 class FitGate(Action, frozen=True, kw_only=True):
-    """`pooled` holds "local" only if the pool took the local model in."""
+    """`pooled` holds "local" only if the pool accepted the local model."""
 
     STEP: ClassVar = "fit_gate"
     RESULT: ClassVar = Installed

@@ -19,7 +19,7 @@ Alone = Literal["average", "best", "private"]
 
 
 class FitMixture(Action, frozen=True, kw_only=True):
-    """Nothing of it is sent."""
+    """No part of it is sent."""
 
     STEP: ClassVar = "fit_mixture"
     RESULT: ClassVar = Installed
@@ -28,16 +28,16 @@ class FitMixture(Action, frozen=True, kw_only=True):
 
     experts: Starts
     initial_model: BlobRef
-    sgd: Sgd  # of the private model; `steps` are its steps
+    sgd: Sgd  # of the private model, including its steps
     private_data: Literal["sensitive", "all"] = "all"
     private_start: Literal["initial", "best"] = "best"
     gate: GateData = "validation"
     energy: bool = True
     energy_offset: Literal["never", "untrained", "always"] = "untrained"
     alone: Alone | None = None
-    near_best: bool = False  # of experts that the device does not know yet: those within 0.02 of the best, at most 3
+    near_best: bool = False  # only new experts within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
-    space: Literal["prob", "logit"] = "prob"  # what is mixed, 11.3
+    space: Literal["prob", "logit"] = "prob"  # where to mix, 11.3
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on all samples, and the private model's training."""

@@ -21,8 +21,8 @@ class FitPool(Served, frozen=True, kw_only=True):
 
     kept_by: Id
     initial: BlobRef
-    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: not to be had
-    own: Count  # index in the pool, where None stands: the own module is read from the device's own store
+    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: not available
+    own: Count  # the device's own index in the pool (entry None): that module comes from its own store
     preset: Literal["paper", "anchored"] = "anchored"
     top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
     denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2

@@ -34,14 +34,14 @@ class WeightsFitted(Result, frozen=True, kw_only=True):
 
 
 class OfPooled(Action, frozen=True, kw_only=True):
-    """What is fitted on the validation samples from each pooled mean in `pooled` (without and with the local model)."""
+    """Something fitted on validation samples from each pooled mean in `pooled` (without and with the local model)."""
 
     calibration: dict[Role, Calibration]
     pooled: Variants
     shrinkage: Annotated[float, Meta(gt=0)]
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Each candidate on the validation samples, once a variant."""
+        """Each candidate on the validation samples, once per variant."""
         del n_shared, n_train
         return len(self.calibration) * len(self.pooled) * n_val
 
@@ -54,7 +54,7 @@ class FitWeights(OfPooled, frozen=True, kw_only=True):
     DEVICE: ClassVar = "edge_agent.steps.fit_weights"
 
     def check(self, result: WeightsFitted, task: TaskSpec) -> None:
-        """One set of weights for each variant, of its candidates, with the sum 1."""
+        """One set of weights per variant, for its candidates, with sum 1."""
         del task
         require(len(result.weights) == len(self.pooled), "another number of weights than pooled means")
         for weights, pooled in zip(result.weights, self.pooled, strict=True):

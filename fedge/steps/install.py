@@ -13,28 +13,29 @@ from fedge.tensors import Selector
 
 
 class Installed(Result, frozen=True, kw_only=True):
-    """The bundle is written. What is in it stays on the device: sensitive samples shaped it."""
+    """The bundle is written. Its content stays on the device, since sensitive samples shaped it."""
 
     REVEALS: ClassVar = {"release": Reveals.NOTHING}
     release: Annotated[int, Meta(ge=1, le=2**53)]  # higher than that of any bundle before on the device
 
 
 class FineTune(Struct, frozen=True, kw_only=True):
-    """Training on all of the device's training samples that ends in a bundle; nothing of it is sent.
+    """Train on all of the device's training samples and write a bundle; nothing of it is sent.
 
-    `checkpoints`: numbers of steps that compete on validation loss, the smaller on a tie; one alone is simply done.
+    `checkpoints`: candidate numbers of steps, chosen by validation loss, the smaller on a tie; a single one is simply
+    run.
     """
 
     sgd: Sgd  # its `steps` are not used
     checkpoints: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=32)]
-    otherwise: Count  # steps where there are no validation samples and several checkpoints
+    otherwise: Count  # steps if there are no validation samples but several checkpoints
 
 
 class Served(Action, frozen=True, kw_only=True):
-    """The model of an order that ends a method, with what a training step kept on the device put over it.
+    """The model of a final order, combined with what a training step kept on the device.
 
-    `personal`: the layers that `model` lacks. `kept_by`: the step whose training kept something; None: nothing is.
-    `initial`: all tensors, for a device that never trained; None: as in `Train`.
+    `personal`: the layers that `model` lacks. `kept_by`: the step whose training kept something; None: none. `initial`:
+    all tensors, for a device that never trained; None: as in `Train`.
     """
 
     model: BlobRef
@@ -44,7 +45,7 @@ class Served(Action, frozen=True, kw_only=True):
 
 
 class Install(Served, frozen=True, kw_only=True):
-    """Write a bundle of the model, as it is or fine-tuned."""
+    """Write a bundle of the model, unchanged or fine-tuned."""
 
     STEP: ClassVar = "install"
     RESULT: ClassVar = Installed
@@ -55,7 +56,7 @@ class Install(Served, frozen=True, kw_only=True):
     fine_tune: FineTune | None = None
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """A look at the validation samples, and the fine-tuning."""
+        """One evaluation on the validation samples, and the fine-tuning."""
         del n_shared
         tuning = self.fine_tune
         return n_val + (tuning.sgd.passes(max(tuning.checkpoints), n_train) if tuning else 0)

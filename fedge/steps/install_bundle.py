@@ -1,4 +1,4 @@
-"""Put a finished bundle in place: its files by name. Needs no torch."""
+"""Install a finished bundle, given its files by name. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class InstallBundle(Action, frozen=True, kw_only=True):
-    """`release`: that of the manifest, higher than any on the device."""
+    """`release`: as in the manifest, higher than any on the device."""
 
     STEP: ClassVar = "install_bundle"
     RESULT: ClassVar = Installed

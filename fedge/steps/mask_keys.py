@@ -1,4 +1,4 @@
-"""Secure aggregation, step 1 of 4: a device makes two key pairs for one sum and tells the public halves."""
+"""Secure aggregation, step 1 of 4: a device makes two key pairs for one sum and publishes the public halves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Proof = Annotated[bytes, Meta(max_length=4096)]
 
 
 class KeysMade(Result, frozen=True, kw_only=True):
-    """X25519, for `encryption` of the shares that others send it, and for `masking`.
+    """X25519 keys: `encryption`, for shares that others send it, and `masking`.
 
-    `proof`: that both are this device's, for the others of the cohort (`fedge.masking.require_genuine`); empty where
-    messages are not signed.
+    `proof`: of this device's ownership, for the rest of the cohort (`fedge.masking.require_genuine`); empty if messages
+    are not signed.
     """
 
     REVEALS: ClassVar = {"encryption": Reveals.NOTHING, "masking": Reveals.NOTHING, "proof": Reveals.NOTHING}
@@ -30,7 +30,7 @@ class KeysMade(Result, frozen=True, kw_only=True):
 
 
 class MaskStep(Action, frozen=True, kw_only=True):
-    """What the steps of a masked sum other than training have in common: only devices that train are asked.
+    """Common part of the steps of a masked sum besides training; only devices that train are asked.
 
     `session`: name of the sum within the round, the same in all four.
     """
@@ -39,7 +39,7 @@ class MaskStep(Action, frozen=True, kw_only=True):
     session: Id
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Next to nothing: no sample is touched."""
+        """Almost none: no sample is used."""
         del n_shared, n_train, n_val
         return 1
 
@@ -52,7 +52,7 @@ class MaskKeys(MaskStep, frozen=True, kw_only=True):
     DEVICE: ClassVar = "edge_agent.steps.mask_keys"
 
     def check(self, result: KeysMade, task: TaskSpec) -> None:
-        """Two keys with which others can make a secret."""
+        """Two valid public keys."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
         del task

@@ -1,4 +1,4 @@
-"""Secure aggregation, step 2 of 4: a device hands its neighbours shares of the secrets behind its masks."""
+"""Secure aggregation, step 2 of 4: a device gives its neighbours shares of the secrets behind its masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sealed = Annotated[bytes, Meta(min_length=82, max_length=82)]
 
 
 class SharesMade(Result, frozen=True, kw_only=True):
-    """`sealed`: for each neighbour its shares. `commitment`: a hash of the own mask's seed."""
+    """`sealed`: the shares for each neighbour. `commitment`: a hash of the device's own mask seed."""
 
     REVEALS: ClassVar = {"sealed": Reveals.NOTHING, "commitment": Reveals.NOTHING}
     sealed: Annotated[dict[Position, Sealed], Meta(min_length=1, max_length=256)]

@@ -1,4 +1,4 @@
-"""ReLU-sparsity profile (SPRE) of the device's samples that are not sensitive."""
+"""ReLU-sparsity profile (SPRE) of the device's non-sensitive samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Profiled(Result, frozen=True, kw_only=True):
     """Share of exact zeros per unit, in [0, 1]; `halves`: D_raw between the even and the odd samples' profiles.
 
-    `extractor`: digest of the network that made the profile. `halves` is None with noise, or fewer than 2 samples.
+    `extractor`: digest of the network that made the profile. `halves` is None with noise or fewer than 2 samples.
     """
 
     REVEALS: ClassVar = {
@@ -32,7 +32,7 @@ class Profiled(Result, frozen=True, kw_only=True):
 
 
 class Profile(Action, frozen=True, kw_only=True):
-    """`noise`: sigma_dp of Gaussian noise that the device adds; it is drawn once and stored. 0: none."""
+    """`noise`: sigma_dp of Gaussian noise that the device adds, drawn once and stored. 0: none."""
 
     STEP: ClassVar = "profile"
     RESULT: ClassVar = Profiled
@@ -42,12 +42,12 @@ class Profile(Action, frozen=True, kw_only=True):
     noise: NonNegative = 0.0
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """One look at D_L."""
+        """One pass over D_L."""
         del n_train, n_val
         return n_shared
 
     def check(self, result: Profiled, task: TaskSpec) -> None:
-        """A profile by this extractor, without halves where noise is to cover it."""
+        """A profile by this extractor, without halves if noise is requested."""
         del task
         require(result.extractor == self.extractor.digest, "a profile of another extractor")
         require(not self.noise or result.halves is None, "halves, which no noise covers")

@@ -1,4 +1,4 @@
-"""PM-MoE's one upload: what training kept on the device. Off unless the device's owner turned it on."""
+"""PM-MoE's one upload: what training kept on the device. Off unless the device's owner enables it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PrivateShared(Result, frozen=True, kw_only=True):
-    """The private module, as tensors of its own names; codec float32."""
+    """The private module, as tensors under their own names; codec float32."""
 
     REVEALS: ClassVar = {"module": Reveals.PRIVATE}
     module: BlobRef
@@ -27,7 +27,7 @@ class PrivateShared(Result, frozen=True, kw_only=True):
 class SharePrivate(Action, frozen=True, kw_only=True):
     """`kept_by`, `personal`: as in `Install`.
 
-    `clip`, `noise`: the whole module is clipped to that norm and gets N(0, (noise * clip)^2); None: as it is.
+    `clip`, `noise`: the whole module is clipped to that norm and gets N(0, (noise * clip)^2); None: unchanged.
     """
 
     STEP: ClassVar = "share_private"

@@ -1,4 +1,4 @@
-"""Train the shared model, or the part of it that travels, on the samples that are not sensitive (D_L)."""
+"""Train the shared model, or its travelling part, on the non-sensitive samples (D_L)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Starts = Annotated[tuple[Start, ...], Meta(max_length=MAX_STARTS)]
 
 
 class Trained(Result, frozen=True, kw_only=True):
-    """`update` holds (trained - start) of the trainable tensors, and the buffers as they are.
+    """`update` holds (trained - start) of the trainable tensors, and the buffers unchanged.
 
-    Losses and norm are None where the order does not ask for them (`measure`).
+    Losses and norm are None unless the order asks for them (`measure`).
     """
 
     REVEALS: ClassVar = {
@@ -61,13 +61,13 @@ class Trained(Result, frozen=True, kw_only=True):
 
 
 class Train(Action, frozen=True, kw_only=True):
-    """Train on D_L from the best of `starts` (by `choose`; one start: no look-up).
+    """Train on D_L from the best of `starts` (by `choose`; a single start is not evaluated).
 
     `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
-    normalisation). The others travel: those of the starts and of the update. What stays is what the device kept in the
-    round before, at first that of `initial`. `head_steps`: the head learns alone for so long, then the base alone
-    (FedRep); 0: together. `class_means`: weight of the features' distance to the device's own class means (fedge.md
-    section 4.1), where nothing stays on the device; left out: without. The network must have a head.
+    normalisation). The others travel: those of the starts and of the update. The personal layers are those kept in the
+    previous round, at first those of `initial`. `head_steps`: the head first learns alone for this long, then the base
+    alone (FedRep); 0: together. `class_means`: weight of the features' distance to the device's own class means
+    (fedge.md section 4.1), if nothing stays on the device; omitted: without. The network must have a head.
     """
 
     STEP: ClassVar = "train"
@@ -78,19 +78,19 @@ class Train(Action, frozen=True, kw_only=True):
     codec: Codec = Codec.INT8
     choose: Choice = "loss"
     personal: Selector = ()
-    initial: BlobRef | None = None  # all tensors; None: personal layers begin as the network's own code makes them
+    initial: BlobRef | None = None  # all tensors; None: the network's own code initialises personal layers
     head_steps: Count = 0
     class_means: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
-    measure: bool = True  # whether losses and the gradient's norm are wanted: as much work as an epoch
+    measure: bool = True  # whether to measure losses and the gradient's norm: as much work as an epoch
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Looks at the starts, training, looks before and after."""
+        """Evaluations of the starts, training, evaluations before and after."""
         del n_train
         looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * (n_val or n_shared)
         return looks + self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:
-        """An update of at least one sample, in the codec and from a start of the order, with losses if asked for."""
+        """An update of at least one sample, in the order's codec and from one of its starts, with requested losses."""
         del task
         if result.n_samples == 0:
             raise ProtocolError("no-samples", "an update that was learned from nothing")
@@ -104,12 +104,12 @@ class Train(Action, frozen=True, kw_only=True):
         return {result.update: layout.without(self.personal)}
 
     def reveals(self) -> Mapping[str, Reveals]:
-        """With one start there is nothing to choose."""
+        """Without the choice, if there is only one start."""
         only = {"cluster": Reveals.NOTHING} if len(self.starts) == 1 else {}
         return {**super().reveals(), **only}
 
     def sparing(self, withheld: Collection[str]) -> Self | None:
-        """Without losses, or with the first start alone."""
+        """Without losses, or with only the first start."""
         spared = msgspec.structs.replace(
             self,
             starts=self.starts[:1] if Reveals.CHOICE in withheld else self.starts,
@@ -119,20 +119,20 @@ class Train(Action, frozen=True, kw_only=True):
 
     @property
     def shareable(self) -> bool:
-        """Whether what stays on the device learns from D_L alone; if not, nothing is told of it."""
+        """Whether what stays on the device learns from D_L alone; if not, nothing about it is reported."""
         return True
 
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout | None:
-        """The tensors that stay on the device after the step; None: nothing does."""
+        """The tensors that stay on the device after the step; None: none."""
         return layout.select(personal) if personal else None
 
 
 def kept_by(step: str, personal: Selector, layout: Layout, known: Steps | None = None) -> Layout:
-    """The tensors that a training step of this name keeps on a device. `known`: the steps to look among.
+    """The tensors that a training step of this name keeps on a device. `known`: the steps to search.
 
     Raises:
-        ConfigError: it is no such step, or keeps nothing.
+        ConfigError: no such step, or it keeps nothing.
     """
     kind = (installed_steps() if known is None else known).get(step)
     kept = kind.kept(personal, layout) if kind is not None and issubclass(kind, Train) else None

@@ -1,4 +1,4 @@
-"""DBE: a vector that is added to the features stays on the device; their mean is drawn to the global one."""
+"""DBE: a vector added to the features stays on the device; the features' mean is pulled to the global one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OFFSET: Final = "offset"
 
 
 class TrainDbe(Train, frozen=True, kw_only=True):
-    """`momentum`, `kappa`: of the running mean of the features, and the weight of its distance to `global_mean`."""
+    """`momentum`: of the running mean of the features; `kappa`: weight of its distance to `global_mean`."""
 
     STEP: ClassVar = "train_dbe"
     DEVICE: ClassVar = "edge_agent.steps.train_dbe"

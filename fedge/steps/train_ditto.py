@@ -1,4 +1,4 @@
-"""Ditto: besides the shared model a personal one learns, drawn to it; it stays on the device."""
+"""Ditto: besides the shared model, a personal model that is pulled towards it learns and stays on the device."""
 
 from __future__ import annotations
 

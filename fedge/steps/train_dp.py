@@ -1,4 +1,4 @@
-"""Train the shared model, or the part of it that travels, with differential privacy for each sample of D_L."""
+"""Train the shared model, or its travelling part, with differential privacy for each sample of D_L."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NoiseMultiplier = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class Privacy(Struct, frozen=True, kw_only=True):
-    """What a run promises to each sample: (epsilon, delta) for all of its orders together, or noise of one strength.
+    """A run's promise to each sample: (epsilon, delta) for all of its orders together, or a fixed noise level.
 
-    `epsilon`: with it each device chooses the noise by its number of samples. `noise_multiplier`: standard deviation of
-    the noise over the clip norm; then each device has an epsilon of its own. One of the two. `participations`: the most
-    orders of the run that are asked of one device.
+    Give one of `epsilon`, from which each device derives the noise by its number of samples, and `noise_multiplier`,
+    the noise's standard deviation over the clip norm, which gives each device its own epsilon. `participations`: the
+    most orders of the run for one device.
     """
 
     clip_norm: ClipNorm
@@ -37,9 +37,9 @@ class Privacy(Struct, frozen=True, kw_only=True):
 
 
 class TrainedDp(Trained, frozen=True, kw_only=True):
-    """`update` holds noise, and is accounted for. What else a training tells is absent, for nothing accounts for it.
+    """`update` is noisy and accounted for. Other figures of training are absent, since they are not accounted for.
 
-    `n_samples` is public: neighbouring data are those in which one sample does not count, and their number is the same.
+    `n_samples` is public: neighbouring data sets have the same size and differ in whether one sample counts.
     """
 
     REVEALS: ClassVar = dict.fromkeys(Trained.__struct_fields__, Reveals.NOTHING) | {
@@ -49,7 +49,7 @@ class TrainedDp(Trained, frozen=True, kw_only=True):
 
 
 class TrainDp(Train, frozen=True, kw_only=True):
-    """`Train` by DP-SGD: one start, no measurements. How long it took is not told, either."""
+    """`Train` by DP-SGD: one start, no measurements, and no duration reported."""
 
     STEP: ClassVar = "train_dp"
     RESULT: ClassVar = TrainedDp

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TrainedMasked(Result, frozen=True, kw_only=True):
-    """`masked`: `fedge.fixed_point.Summand` as bytes, masks added. The others as those of `Trained`."""
+    """`masked`: `fedge.fixed_point.Summand` as bytes, masks added. The others as in `Trained`."""
 
     REVEALS: ClassVar = {
         "masked": Reveals.MASKED,
@@ -36,10 +36,10 @@ class TrainedMasked(Result, frozen=True, kw_only=True):
 
 
 class TrainMasked(Action, frozen=True, kw_only=True):
-    """Train from the one start of `train`, a whole model, and mask its change with neighbours whose shares are here.
+    """Train from the one start of `train`, a whole model, and mask its change with the neighbours in `shares`.
 
-    `heaviest`: a device counts as many times as it has samples, but no more often than this. `shares`: what neighbours
-    have sealed for this device, by their positions in the roster.
+    `heaviest`: upper limit of a device's weight, which is its number of samples. `shares`: what neighbours sealed for
+    this device, by their positions in the roster.
     """
 
     STEP: ClassVar = "train_masked"
@@ -68,7 +68,7 @@ class TrainMasked(Action, frozen=True, kw_only=True):
         require(not self.train.measure or None not in measured, "no losses, which were asked for")
 
     def uploads(self, result: TrainedMasked, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """Plain bytes, exactly as many as a summand has: nothing else of them can be seen."""
+        """Plain bytes, exactly the size of a summand; nothing else can be checked."""
         from fedge.fixed_point import n_bytes
 
         size, needed = result.masked.size_bytes, n_bytes(layout)

@@ -14,7 +14,7 @@ class TrainRod(Train, frozen=True, kw_only=True):
     STEP: ClassVar = "train_rod"
     DEVICE: ClassVar = "edge_agent.steps.train_rod"
 
-    poolable: bool = False  # the second head may be sent (PM-MoE): it learns from D_L alone
+    poolable: bool = False  # the second head may be sent (PM-MoE), so it learns from D_L alone
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """A second pass for the second head."""
@@ -23,7 +23,7 @@ class TrainRod(Train, frozen=True, kw_only=True):
 
     @property
     def shareable(self) -> bool:
-        """Where the second head learns from D_L alone."""
+        """Whether the second head learns from D_L alone."""
         return self.poolable
 
     @staticmethod

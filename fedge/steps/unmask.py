@@ -1,4 +1,4 @@
-"""Secure aggregation, step 4 of 4: devices show what opens the sum, and nothing that opens a single update."""
+"""Secure aggregation, step 4 of 4: devices reveal what opens the sum, and nothing that opens a single update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KeyShare = Annotated[bytes, Meta(min_length=33, max_length=33)]
 
 
 class Unmasked(Result, frozen=True, kw_only=True):
-    """Shares by the position of the neighbour whose secret it is, of either kind one for each.
+    """Shares by the position of the neighbour whose secret they belong to.
 
     `seeds`: of a neighbour's own mask, if it is in the sum; `keys`: of its masking key, if it is not.
     """
@@ -29,7 +29,7 @@ class Unmasked(Result, frozen=True, kw_only=True):
 
 
 class Unmask(MaskStep, frozen=True, kw_only=True):
-    """Show shares for the sum of some devices of the roster. `summed`: their positions, ascending."""
+    """Reveal shares for the sum of some devices of the roster. `summed`: their positions, ascending."""
 
     STEP: ClassVar = "unmask"
     RESULT: ClassVar = Unmasked
@@ -38,7 +38,7 @@ class Unmask(MaskStep, frozen=True, kw_only=True):
     summed: Annotated[tuple[Position, ...], Meta(max_length=MAX_COHORT)]
 
     def check(self, result: Unmasked, task: TaskSpec) -> None:
-        """The own mask's share of who is summed, the key's of who is not."""
+        """Mask shares for devices in the sum, key shares for the others."""
         del task
         require(set(result.seeds) <= set(self.summed), "a share of an own mask of somebody who is not summed")
         require(not set(result.keys) & set(self.summed), "a share of a key of somebody who is summed")
