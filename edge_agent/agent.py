@@ -1,8 +1,8 @@
 """The agent on a device: one asyncio loop that carries out what `edge_agent.session` decides.
 
-The loop does all that must never wait long (keep-alive, orders, acknowledgements, serving chunks); one worker thread
-waits for the work, so that a busy device never looks dead to its broker. The work of `fedge agent` is done in a process
-of its own (`edge_agent.workplace`): an idle agent stays small.
+The loop handles everything that must not wait (keep-alive, orders, acknowledgements, serving chunks); one worker thread
+waits for the work, so that a busy device never looks dead to its broker. `fedge agent` does the work in a separate
+process (`edge_agent.workplace`), so an idle agent stays small.
 """
 
 from __future__ import annotations
@@ -114,21 +114,21 @@ sent it may be gone, or never was. A coordinator that was restarted is back soon
 
 
 class Works(Protocol):
-    """What carries out orders: `edge_agent.workplace.Workplace`, or a stand-in, such as a relay's site."""
+    """Carries out orders: `edge_agent.workplace.Workplace`, or a stand-in such as a relay's site."""
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
     ) -> Finished:
-        """Do the work of one order. Raises anything soon after `stop()` became true."""
+        """Do the work of one order. Raises soon after `stop()` became true."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the device would rather not work. None: no limit; a sensor that the device lacks is never past its limit."""
+    """When the device declines work. None: no limit. A limit on a sensor that the device lacks is never exceeded."""
 
     min_free_ram_gb: float | None = None
     max_temperature_c: float | None = None
-    min_battery: float | None = None  # share of a full one
+    min_battery: float | None = None  # as a share of full charge
 
     def excuse(self, now: Context) -> Declined | None:
         """Why the device declines work now, or None."""
@@ -150,10 +150,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who the agent is and what it has.
+    """The agent's name and properties.
 
-    n_shared: training samples not marked sensitive, nobody learns how many are; 0 where nothing is trained. steps: what
-    the device can be asked. site: of a relay, who is behind it now.
+    n_shared: non-sensitive training samples (the number of sensitive ones is never sent); 0 where nothing is trained.
+    steps: what the device can be asked. site: of a relay, the devices behind it.
     """
 
     device_id: str
@@ -166,21 +166,21 @@ class Identity:
 
 
 def silent(event: str, fields: dict[str, object]) -> None:
-    """Observe nothing."""
+    """Ignore the event."""
 
 
 class Agent:
     """One device in one federation. `run` lasts until `stop`.
 
     Args:
-        identity: who it is.
+        identity: of the device.
         broker: how to reach the broker.
         home: durable folder: `outbox`, `models` (received); the worker has its own files beside them.
         make_worker: called once, in the worker thread, when the first order needs it.
         limits: when to decline.
-        context_interval_s: how often the device says how it is.
+        context_interval_s: how often the device reports its context.
         rules: what may leave, by the device's owner.
-        observe: is told every event, with its fields, on the event loop.
+        observe: called with every event and its fields, on the event loop.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class Agent:
         self._fetching: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background(self._fail)
-        self._release = 0  # that the last status told
+        self._release = 0  # in the last status sent
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._something_waits = asyncio.Event()
         self._end: asyncio.Future[None] | None = None
-        self._connecting: asyncio.Task[Any] | None = None  # the one in `run`, until a broker lets us in
+        self._connecting: asyncio.Task[Any] | None = None  # set in `run` until a broker lets us in
 
     def tell(self) -> None:
-        """Say once more who is behind this relay."""
+        """Publish again which devices are behind this relay."""
         if self._end is not None and self._transport.connected:
             self._send(self._status(Presence.ONLINE))
 
@@ -231,7 +231,7 @@ class Agent:
 
         Raises:
             ConfigError: another agent uses the folder, or the certificate is not this device's.
-            StoreError: durable state cannot be written; nothing that was accepted is lost.
+            StoreError: durable state cannot be written; nothing accepted is lost.
             TransportError: the broker refused us for good.
         """
         self._end = asyncio.get_running_loop().create_future()
@@ -262,14 +262,14 @@ class Agent:
                 self._halt()
 
     def stop(self) -> None:
-        """Finish soon: stop training between two batches, say that the device sleeps, return from `run`."""
+        """Finish soon: stop training between two batches, announce sleep, return from `run`."""
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
-            if self._connecting is not None:  # nobody to say good-bye to
+            if self._connecting is not None:  # not connected yet, so no goodbye
                 self._connecting.cancel()
 
     async def _wire(self, door: Door) -> Transport:
-        """Make the transport, with all that it is subscribed to from the first connection on."""
+        """Make the transport with its initial subscriptions."""
         me, topics = self._identity.device_id, self._topics
         role = Role.DEVICE if self._identity.site is None else Role.RELAY
         subject = Subject(self._identity.federation, role, me)
@@ -290,7 +290,7 @@ class Agent:
         return transport
 
     async def _serve(self) -> None:
-        """Work until the end, then say good-bye. The end is an exception if a background task failed."""
+        """Work until the end, then say goodbye. The end is an exception if a background task failed."""
         assert self._end is not None
         self._background.spawn(self._publish_what_waits())
         self._background.spawn(self._tell_context())
@@ -307,7 +307,7 @@ class Agent:
         self._say("sleeping")
 
     def _halt(self) -> None:
-        """Leave nothing running behind, however `run` ends."""
+        """Stop everything, however `run` ends."""
         self._stop_work.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -342,12 +342,12 @@ class Agent:
             self._sender.want(want.digest, want.ranges, chunks=self._topics.update_chunk(me, want.digest))
 
     def _opened(self, inbound: Inbound, *others: Role) -> bytes:
-        """What the coordinator, or one of the others, says to this agent as it is now."""
+        """A message from the coordinator, or another permitted sender, to this incarnation of the agent."""
         return self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, *others, to=self._incarnation)
 
     @contextmanager
     def _refusing(self, inbound: Inbound) -> Iterator[None]:
-        """Drop what the contract does not allow: one line, one count, no change."""
+        """Drop messages that violate the contract: one log line, one count, no change."""
         try:
             yield
         except ProtocolError as error:
@@ -357,7 +357,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- deciding
 
     def _feed(self, event: Event) -> None:
-        """Let the session decide, and do what it says, in its order."""
+        """Let the session decide, and carry out its actions in order."""
         try:
             for action in self._session.handle(event, uptime_s()):
                 self._perform(action)
@@ -369,8 +369,8 @@ class Agent:
             self._timer.cancel()
         wakeup = self._session.next_wakeup()
         if wakeup is not None:
-            # At least a moment ahead: the loop's clock and ours do not tick alike. At most LAST_RESEND_S: the loop's
-            # stands still while the machine is suspended.
+            # At least a moment ahead: the loop's clock and ours differ slightly. At most LAST_RESEND_S: the loop's
+            # clock stands still while the machine is suspended.
             delay_s = min(max(wakeup - uptime_s(), 0.01), LAST_RESEND_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
@@ -401,7 +401,7 @@ class Agent:
                 self._send(self._measure())
             case Publish(report):
                 self._send(report)
-                if highest_release(self._home) != self._release:  # after the report, or the order comes again
+                if highest_release(self._home) != self._release:  # after the report, or the order would come again
                     self._send(self._status(Presence.ONLINE))
             case Acknowledge(ack):
                 self._outgoing.pop(ack.order_id, None)
@@ -415,7 +415,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- working
 
     async def _carry_out(self, order: Order) -> None:
-        """Do one order from its models to its report; nothing comes of it if it was stopped."""
+        """Do one order from its models to its report; a stopped one gives none."""
         with bound(**_about(order)):
             self._say("order_started", **_about(order))
             began = time.monotonic()
@@ -435,7 +435,7 @@ class Agent:
             self._feed(WorkStopped(order.id) if report is None else WorkFinished(report))
 
     def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
-        """What needs no model and no worker to be answered."""
+        """Answer what needs neither a model nor a worker."""
         if not self._rules.permitted(action):
             text = f"its result would tell of {', '.join(kind for kind in self._rules.withheld)}"
             return Declined(why=Why.NOT_ALLOWED, reason=f"{action.STEP}: {text}")
@@ -450,7 +450,7 @@ class Agent:
         return self._limits.excuse(self._measure())
 
     async def _fetch(self, order: Order, action: Action) -> bool:
-        """Bring all models that an action names into the folder; False if it was stopped meanwhile."""
+        """Fetch all models that an action names into the folder; False if stopped meanwhile."""
         if self._stop_work.is_set():
             return False
         self._fetching = asyncio.create_task(self._fetch_models(order, action))
@@ -469,11 +469,11 @@ class Agent:
             if ref.digest not in self._models and self._identity.trains:
                 await self._follow(ref, order)
             path = await self._fetch_blob(ref)
-            with suppress(OSError):  # not ours, or read-only: it may be deleted earlier than others, no more
+            with suppress(OSError):  # if not ours or read-only, it may be deleted early, nothing worse
                 os.utime(path)
 
     async def _follow(self, ref: BlobRef, order: Order) -> None:
-        """Make a model of one that is here, if the order says how; where that does not work, it is fetched whole."""
+        """Build a model from one at hand, if the order says how; if that fails, it is fetched whole."""
         if (way := way_to(ref, order.differences, set(self._models))) is None:
             return
         base, steps = way
@@ -488,8 +488,8 @@ class Agent:
                 self._models.remove(step.digest)
 
     def _move(self, ref: BlobRef, base: str, steps: Iterable[BlobRef]) -> None:
-        """Put a model into the folder: another one plus differences."""
-        from fedge.codec import moved  # needs zstandard, which a device that does not train may lack
+        """Store a model made of another one plus differences."""
+        from fedge.codec import moved  # needs zstandard, which an inference-only device may lack
 
         tensors = views_of(self._models.get(base))
         for step in steps:
@@ -511,7 +511,7 @@ class Agent:
         )
 
     def _execute(self, order: Order, action: Action, began: float) -> Report | None:
-        """In the worker thread: do the work, make its tensors durable. None: it was stopped."""
+        """In the worker thread: do the work and store its tensors durably. None: it was stopped."""
         try:
             if self._worker is None:
                 self._worker = self._make_worker()
@@ -526,10 +526,10 @@ class Agent:
             if not isinstance(result, Refusal):
                 result = self._rules.stripped(result, action.reveals())
             report = self._report(order, result, began + finished.untimed_s if action.TIMED else None)
-            read_result(decode(encode(report), Report), action)  # what the coordinator would refuse is refused here
+            read_result(decode(encode(report), Report), action)  # refuse here what the coordinator would refuse
         except StoreError:
             raise
-        except Exception as error:  # whatever an order or a user's own network does, the agent lives on
+        except Exception as error:  # no order and no user's network may bring the agent down
             if self._stop_work.is_set():
                 return None
             log.exception("event=order_failed order=%s", order.id)
@@ -541,7 +541,7 @@ class Agent:
         return report
 
     def _strangers(self, order: Order, action: MaskShares) -> Declined | None:
-        """Why secrets are not shared with a cohort; None: all in it are of the federation, as far as anybody signs."""
+        """Why secrets are not shared with a cohort; None: all are members, as far as messages are signed."""
         from fedge.masking import read_roster, require_genuine  # with `cryptography`
 
         try:
@@ -551,9 +551,9 @@ class Agent:
         return None
 
     def _report(self, order: Order, result: Result, began: float | None) -> Report:
-        """The report of an order; why there is no result is said here, and to the coordinator by its code alone.
+        """The report of an order. The reason for a failure is logged here; the coordinator gets only its code.
 
-        `began`: of the work, by the monotonic clock; None: how long it took is not told.
+        `began`: start of the work, by the monotonic clock; None: the duration is not reported.
         """
         if isinstance(result, Refusal):
             log.warning("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
@@ -564,14 +564,14 @@ class Agent:
         return self._models.get(ref.digest)
 
     def _forget_models(self) -> None:
-        """Delete the models that no open order names, but for the few that were used last."""
+        """Delete models that no open order names, except the most recently used."""
         needed = {ref.digest for order in self._session.orders for ref in self._named(order)}
         others = sorted(set(self._models) - needed, key=lambda digest: self._models.path(digest).stat().st_mtime_ns)
         for digest in others[:-CACHED_MODELS]:
             self._models.remove(digest)
 
     def _may_still_leave(self, report: Report, order: Order) -> bool:
-        """Whether a report that an earlier agent kept fits the owner's rules; if not, the work is done once more."""
+        """Whether a report kept by an earlier agent fits the owner's rules; if not, the work is repeated."""
         try:
             action = read_action(order, self._identity.steps)
             result = read_result(report, action) if isinstance(action, Action) else action
@@ -583,7 +583,7 @@ class Agent:
         return all(parts)
 
     def _action_of(self, order_id: str) -> Action | None:
-        """What an open order asks for, as far as this device knows it."""
+        """The action of an open order, if this device knows its step."""
         for order in self._session.orders:
             if order.id == order_id:
                 action = read_action(order, self._identity.steps)
@@ -591,7 +591,7 @@ class Agent:
         return None
 
     def _named(self, order: Order) -> Iterator[BlobRef]:
-        """The models that an order names; none of one that the device does not understand."""
+        """The models that an order names; none if the device does not understand it."""
         with suppress(ProtocolError):
             yield from blobs_of(read_action(order, self._identity.steps))
 
@@ -616,7 +616,7 @@ class Agent:
         return context.measure(self._identity.device_id, self._identity.n_shared, self._home)
 
     def _send(self, message: Status | Context | Report) -> None:
-        """Queue a message; one that waits under the same key is replaced, so the queue is bounded."""
+        """Queue a message; it replaces one with the same key, so the queue is bounded."""
         leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
         key = message.order_id if isinstance(message, Report) else leaf
         topic = self._topics.agent(self._identity.device_id, leaf)
@@ -632,7 +632,8 @@ class Agent:
                 try:
                     await self._transport.publish(topic, self._signed.seal(topic, payload), retain=retain)
                 except (TransportError, ValueError) as error:
-                    # The broker's rules forbid this one; whatever matters is repeated, the operator sees the reason.
+                    # The broker's rules forbid this one; important messages are repeated, and the operator sees the
+                    # reason.
                     self._say("publish_refused", logging.ERROR, topic=topic, detail=str(error))
 
     async def _tell_context(self) -> None:
@@ -642,13 +643,13 @@ class Agent:
                 self._send(self._measure())
 
     def _say(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
-        """One log line, and the same to whoever observes."""
+        """Log an event and pass it to the observer."""
         note(log, event, {"device": self._identity.device_id, **fields}, level)
         self._observe(event, fields)
 
 
 def capabilities(*, trains: bool, steps: Steps) -> Capabilities:
-    """What this machine can do."""
+    """The capabilities of this machine."""
     return Capabilities(
         trains=trains,
         steps={name: kind.VERSION for name, kind in steps.items() if trains or not kind.TRAINS},

@@ -1,11 +1,11 @@
-"""Batched execution: many devices' orders at once, for a fleet that lives in one process.
+"""Batched execution: many devices' orders at once, for a fleet in one process.
 
-A step whose device half has `many` is given all its orders together; each result is what its device alone gives, to
-float tolerance. The others are done one by one; those of large networks, if the step draws from no generator of the
-process (`THREADED`), in a thread for each processor, where they wait for arithmetic rather than for Python
-(`cnn_fedavg` on two processors with nothing else to do: 10.4 s of processor time in 5.4 s; on a busy machine threads
-gain nothing), and are equal to the last bit. Which way is taken depends on step and network alone, never on who else
-was asked. A GPU has no use for threads, which would share its random numbers.
+A step whose device half has `many` gets all its orders together; each result equals what its device alone gives, to
+float tolerance. The others are done one by one. With large networks, if the step draws from no generator of the process
+(`THREADED`), each processor gets a thread, which waits for arithmetic rather than for Python (`cnn_fedavg` on two idle
+processors: 10.4 s of processor time in 5.4 s; on a busy machine threads gain nothing); results are then equal to the
+last bit. The choice depends on step and network alone, never on the other devices. A GPU gets no threads, which would
+share its random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedge.step import Action, device_half
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One order with its action, who carries it out, and where its blobs come from."""
+    """One order with its action, its worker, and the source of its blobs."""
 
     worker: Worker
     order: Order
@@ -38,19 +38,19 @@ class Job:
     fetch: Fetch
 
     def alone(self) -> Finished:
-        """What the worker makes of it."""
+        """The worker's result."""
         return self.worker.execute(self.order, self.fetch, action=self.action)
 
 
 def one_by_one(jobs: Sequence[Job]) -> list[Finished]:
-    """Each worker alone, as on its device."""
+    """Run each worker alone, as on its device."""
     return [job.alone() for job in jobs]
 
 
 def execute(jobs: Sequence[Job]) -> list[Finished]:
     """Carry out orders of different workers; results in the order of the jobs.
 
-    All arithmetic is done by one thread of torch for each job: the last bit of a sum depends on their number.
+    Each job uses one torch thread: the last bit of a sum depends on the number of threads.
     """
     found: dict[int, Finished] = {}
     with one_thread(), remembering(), torch.random.fork_rng(devices=[]):
@@ -67,7 +67,7 @@ def execute(jobs: Sequence[Job]) -> list[Finished]:
 
 
 def _together(step: type[Action], jobs: dict[int, Job]) -> dict[int, Finished]:
-    """What of one step's orders can be done other than one by one."""
+    """Do together those of one step's orders that can be."""
     found: dict[int, Finished] = {}
     half = device_half(step)
     if hasattr(half, "many"):
@@ -83,7 +83,7 @@ def _together(step: type[Action], jobs: dict[int, Job]) -> dict[int, Finished]:
 
 
 def _large(worker: Worker) -> bool:
-    """Whether a thread of its own pays for a network, and changes nothing."""
+    """Whether a separate thread pays off for a network, without changing results."""
     network = worker.network
     return network.processor == CPU and not is_small(network) and not draws(network)
 
@@ -97,13 +97,13 @@ def _in_threads(jobs: Sequence[Job]) -> list[Finished]:
 
 @lru_cache(maxsize=1)
 def _threads(n: int) -> ThreadPoolExecutor:
-    """Kept from one step to the next, for each of them keeps a network (`shared_network`)."""
+    """Threads kept between steps, since each of them caches a network (`shared_network`)."""
     return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As in an agent: the order of sums, and with it the last bit, depends on the number of threads."""
+    """One thread, as in an agent: the order of sums, and so the last bit, depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The candidates of fedge's mixture: what `fit_candidates` keeps for the steps after it (fedge.md sections 6 to 11)."""
+"""The candidates of fedge's mixture: what `fit_candidates` keeps for later steps (fedge.md sections 6 to 11)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ INITIAL: Final = "initial"
 class Plan(Struct, frozen=True, kw_only=True):
     """How the private and the local model are trained.
 
-    `private_start`: the role of the model that the private one begins with, or "initial"; `private_steps` None: as many
-    as validation asks for.
+    `private_start`: the role of the private model's start, or "initial"; `private_steps` None: chosen by validation.
     """
 
     private_start: str
@@ -42,7 +41,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 class Fitted(Struct, frozen=True, kw_only=True):
-    """What was fitted: models by role or "initial", how, and how many steps the private one took."""
+    """The fitted models by role or "initial", how they were fitted, and the private model's number of steps."""
 
     models: dict[str, bytes]
     plan: Plan
@@ -67,7 +66,7 @@ def fit(
     validation: Samples,
     streams: tuple[int, int],
 ) -> Fitted:
-    """The private and the local model beside the given ones (fedge.md section 6); neither with fewer than two samples.
+    """Fit private and local model beside the given ones (fedge.md section 6); neither with fewer than two samples.
 
     `streams`: of the order's random numbers, for the two.
     """
@@ -93,7 +92,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates that an order is about, in the order of `Role`: roles and calibrations (M), models, validation."""
+    """An order's candidates, in the order of `Role`: roles and calibrations (M), models, validation."""
 
     fitted: Fitted
     roles: tuple[Role, ...]
@@ -107,20 +106,20 @@ class Candidates:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Positions of the models that several devices share."""
+        """Positions of the models shared by several devices."""
         return tuple(k for k, role in enumerate(self.roles) if role.is_shared)
 
 
 def keep(device: Device, fitted: Fitted) -> None:
-    """Make the candidates durable."""
+    """Store the candidates durably."""
     device.files.write(CANDIDATES, msgspec.msgpack.encode(fitted))
 
 
 def fitted_on(device: Device) -> Fitted:
-    """What `keep` kept last.
+    """The candidates last stored by `keep`.
 
     Raises:
-        FailedError: nothing was.
+        FailedError: there are none.
         StoreError: it cannot be read.
     """
     data = device.files.read(CANDIDATES)
@@ -143,8 +142,8 @@ def candidates(
     """The candidates that have a calibration and a pooled weight, on some samples.
 
     Args:
-        device: whose candidates.
-        fitted: what was fitted.
+        device: the owner.
+        fitted: its fitted models.
         samples: (m, *input_shape) and (m,), m >= 0.
         classes: (C,) log class shares.
         calibration: of each candidate.
@@ -179,7 +178,7 @@ def candidates(
 def pooled_candidates(
     device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
 ) -> Candidates:
-    """The candidates that the fleet pools, on V_L: where samples are marked, shadows that were fitted on D_L alone."""
+    """The candidates that the fleet pools, on V_L; with marked samples, shadow models fitted on D_L alone."""
     return candidates(
         device, fitted_on(device), device.data.shared_validation, shared_prior(device), calibration, pooled
     )

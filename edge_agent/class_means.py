@@ -1,4 +1,4 @@
-"""Training that keeps the features of each class near a mean: own class means (fedge.md section 4.1)."""
+"""Training that keeps features near the mean of their class, per device (fedge.md section 4.1)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MOST_SAMPLES: Final = CHUNK
 def first_drawn(
     x: NDArray[np.float32], y: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The samples for a device's means: the first of those that training from the same random numbers shows it."""
+    """The samples for a device's means: the first that training with the same random numbers would draw."""
     chosen = rng.permutation(len(y))[:MOST_SAMPLES]
     return x[chosen], y[chosen]
 
 
 def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """Mean features (..., C, D) of each class, of (..., m, D) features with (..., m) labels; NaN where it has none.
+    """Mean features (..., C, D) per class, from features (..., m, D), labels (..., m); NaN for classes without samples.
 
-    Samples of the label `PADDING` count not. Sums are taken in float64, the means are float32.
+    Samples labelled `PADDING` are ignored. Sums are in float64, means in float32.
     """
     of_class = (labels.unsqueeze(-2) == torch.arange(n_classes, device=labels.device).unsqueeze(-1)).double()
     means: Tensor = of_class @ features.double() / of_class.sum(dim=-1, keepdim=True)
@@ -38,9 +38,9 @@ def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
 
 @contextmanager
 def near_class_means(head: nn.Linear, weight: float) -> Iterator[Loss]:
-    """Within it: cross-entropy + weight * mean over samples and features of (feature - its class's mean)^2.
+    """Context with the loss cross-entropy + weight * mean over samples and features of (feature - class mean)^2.
 
-    The loss is given the means (C, D) beside a batch. A sample whose class has no mean adds nothing to the second term.
+    The loss gets the means (C, D) along with a batch. Samples of a class without a mean add nothing to the second term.
     """
     seen: list[Tensor] = []
 

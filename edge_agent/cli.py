@@ -59,7 +59,7 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
-    """Make the agent that the settings describe; reads its data, without torch.
+    """Make the agent described by the settings; reads its data, without torch.
 
     Raises:
         ConfigError: the task, the data or an address is wrong, or there is no such GPU.
@@ -112,7 +112,7 @@ async def _run(agent: Agent) -> None:
 
 
 def _ready_at_first(observe: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
-    """Tell systemd, too, when the broker has let us in."""
+    """Also notify systemd once the broker has let us in."""
 
     def observed(event: str, fields: dict[str, object]) -> None:
         if event == "online":
@@ -131,7 +131,7 @@ def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
 
 
 class Progress:
-    """One line that says what the device is doing."""
+    """A status line that shows what the device is doing."""
 
     def __init__(self) -> None:
         self._counts = {"order_done": 0, "report_acked": 0, "refused": 0}

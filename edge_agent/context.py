@@ -1,4 +1,4 @@
-"""What a device is like now, as psutil sees it: the context that selection and the person at the console look at."""
+"""A device's present state by psutil: the context used by selection and shown at the console."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedge.sensors import temperature_c
 
 
 def measure(device_id: str, n_samples: int, home: Path) -> Context:
-    """Read all sensors; None where the device has no such sensor.
+    """Read all sensors; None if the device has no such sensor.
 
     n_samples: those whose model may be uploaded. home: a folder on the disk that the agent fills.
     """
@@ -30,7 +30,7 @@ def measure(device_id: str, n_samples: int, home: Path) -> Context:
 
 
 def _cpu_ghz() -> float | None:
-    """Present clock rate; containers and some boards hide it."""
+    """Present clock rate; hidden by containers and some boards."""
     try:
         frequency = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -39,11 +39,11 @@ def _cpu_ghz() -> float | None:
 
 
 def _battery() -> float | None:
-    """Charge as a share of full; None on mains, and where the kernel knows of no power supplies."""
+    """Charge as a share of full; None on mains, or if the kernel knows no power supply."""
     read = getattr(psutil, "sensors_battery", None)
     try:
         battery = read() if read is not None else None
-    except OSError:  # psutil lists /sys/class/power_supply without asking whether it is there
+    except OSError:  # psutil lists /sys/class/power_supply without checking that it exists
         return None
     if battery is None or battery.power_plugged:
         return None

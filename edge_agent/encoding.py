@@ -1,4 +1,4 @@
-"""How an update leaves its device: as bytes with their digest; or as it is, where device and server share a memory."""
+"""How an update leaves its device: as bytes with a digest, or unencoded if device and server share memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _in_one_process = ContextVar("in_one_process", default=False)
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Within it updates in FLOAT32, a codec that changes nothing, stay arrays: nobody else is to read them.
+    """Context in which updates in the exact codec FLOAT32 stay arrays, since nobody else reads them.
 
-    With 1.66 million weights a round of FedAvg costs 6 instead of 16 ms of processor time for each device, training
-    aside; half of the difference is the digest.
+    With 1.66 million weights a round of FedAvg costs 6 instead of 16 ms of processor time per device, without training;
+    half of the difference is the digest.
     """
     before = _in_one_process.set(True)
     try:
@@ -33,18 +33,18 @@ def in_one_process() -> Iterator[None]:
 
 
 def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> BlobRef:
-    """Have an update go along with the device's result; the reference to it.
+    """Attach an update to the device's result; returns its reference.
 
     Args:
-        device: whose update it is; an update that stays in the process is named after the order, since the same order
-            gives the same update.
-        update: what changed, all tensors; buffers and counters as they are.
-        part: the tensors of it that travel.
-        codec_: how.
+        device: the sender; an update that stays in the process is named after the order, since the same order gives the
+            same update.
+        update: all tensors of the change; buffers and counters are not differences.
+        part: the tensors that travel.
+        codec_: of the bytes.
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
-        StoreError: what is left out cannot be kept.
+        StoreError: the omitted part cannot be stored.
     """
     tensors = unflatten(update, device.layout)
     own = {info.name: tensors[info.name] for info in part.tensors}
@@ -68,10 +68,10 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
 
 
 def _with_what_waited(device: Device, update: Model, part: Layout) -> bytes:
-    """An update in TOP with what earlier ones left out; what this one leaves out is kept (error feedback).
+    """An update in TOP plus what earlier ones omitted; what this one omits is kept (error feedback).
 
-    Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; what rounding loses is kept, too.
-    The file that is read is of an earlier round, so an order that is done again gives the same bytes.
+    Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; rounding errors are kept, too. The
+    file read is of an earlier round, so a repeated order gives the same bytes.
     """
     file = f"waits-{device.order.label}"
     kept = device.files.read(file, before=device.order.round)
@@ -86,7 +86,7 @@ def _with_what_waited(device: Device, update: Model, part: Layout) -> bytes:
 
 @lru_cache(maxsize=8)
 def _float32_bytes(layout: Layout) -> int:
-    """How long the bytes of such tensors are, whatever the numbers."""
+    """The encoded size of such tensors, which does not depend on the numbers."""
     dtypes = {"param": np.float32, "buffer": np.float32, "counter": np.int64}
     zeros: Tensors = {info.name: np.zeros(info.shape, dtypes[info.kind]) for info in layout.tensors}
     return len(codec.encode(zeros, Codec.FLOAT32))

@@ -1,4 +1,4 @@
-"""`fedge enrol`: make a machine the device that its start-up kit names."""
+"""`fedge enrol`: turns a machine into the device named in its start-up kit."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def _read(kit: Path) -> bytes:
 
 
 def make_request(identity: Path, device_id: str) -> Path:
-    """Make a key, or take that of an earlier request, and write ID.csr into the current folder.
+    """Make a key, or reuse that of an earlier request, and write ID.csr into the current folder.
 
     Raises:
-        ConfigError: the machine is a device already, or cannot be called so.
+        ConfigError: the machine is a device already, or the name is not allowed.
     """
     certificates.device_subject("", device_id)
     if (identity / CERTIFICATE).exists():
@@ -116,7 +116,7 @@ def make_request(identity: Path, device_id: str) -> Path:
 
 
 def take(kit: Kit, identity: Path) -> None:
-    """Write the identity that a kit gives.
+    """Write the identity in a kit.
 
     Raises:
         ConfigError: the machine is another device, its certificate is newer, or the kit is for another key.
@@ -138,7 +138,7 @@ def _public_key_in(identity: Path) -> object:
 
 
 def _refuse_other(kit: Kit, certificate: x509.Certificate, identity: Path) -> None:
-    """One machine is one device for good; deleting the folder is how its owner says otherwise."""
+    """A machine stays one device for good, unless its owner deletes the folder."""
     present = load_certificate(identity / CERTIFICATE)
     subject = subject_of(present)
     otherwise = f"to make it another one, delete {identity} first"
@@ -153,7 +153,7 @@ def _refuse_other(kit: Kit, certificate: x509.Certificate, identity: Path) -> No
 
 
 def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Path:
-    """Write the agent's configuration, unless its owner has one; returns it.
+    """Write the agent's configuration unless there is one; returns it.
 
     Raises:
         StoreError: it cannot be written.
@@ -179,7 +179,7 @@ def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Pa
 
 
 def start(folder: Path) -> bool:
-    """Make agent and runtime services and start the agent; the runtime has nothing to answer with yet.
+    """Install agent and runtime as services and start the agent; the runtime has no bundle to serve yet.
 
     Raises:
         ConfigError, StoreError: it cannot be set up.
@@ -192,7 +192,7 @@ def start(folder: Path) -> bool:
     service.write_public(service.UNITS / "fedge-serve.service", runtime)
     service.run("systemctl", "daemon-reload")
     service.run("systemctl", "enable", "fedge-agent")
-    service.run("systemctl", "restart", "--no-block", "fedge-agent")  # it is ready when the broker has let it in
+    service.run("systemctl", "restart", "--no-block", "fedge-agent")  # ready only after the broker has let it in
     return True
 
 

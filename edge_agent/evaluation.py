@@ -1,4 +1,4 @@
-"""How good a model is on a device's own samples, and which of several is the best."""
+"""Evaluates models on a device's own samples and picks the best."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A model before training: accuracy on the validation samples; loss and its gradient's norm on D_L if wanted."""
+    """A model before training: accuracy on the validation samples; loss and its gradient's norm on D_L if requested."""
 
     accuracy: float | None
     loss: float | None = None
@@ -33,19 +33,19 @@ class Look:
 
 
 def look(device: Device, model: Model, *, measure: bool = True) -> Look:
-    """How a model does on V_L, and on D_L, n >= 1. The network is left with its weights."""
+    """Evaluate a model on V_L, and on D_L, n >= 1. The network keeps the model's weights."""
     found = accuracy(device, model)
     device.network.load(model)
     return Look(found, *(loss_and_gradient_norm(device.network, *device.data.shared) if measure else ()))
 
 
 def best_start(device: Device, starts: Sequence[Start], choose: Choice = "loss") -> tuple[Model, Start]:
-    """The start that does best on V_L, on D_L where that is empty; the first on a tie."""
+    """The best start on V_L, or on D_L if that is empty; the first on a tie."""
     return best_of(device, [device.model(start.model) for start in starts], starts, choose)
 
 
 def best_of(device: Device, found: Sequence[Model], starts: Sequence[Start], choose: Choice) -> tuple[Model, Start]:
-    """The best of the models `found` of these starts."""
+    """The best of these starts, given their models `found`."""
     if len(found) == 1:
         return found[0], starts[0]
     best = mixture.first_ranked([rank(device, model, choose) for model in found])
@@ -53,7 +53,7 @@ def best_of(device: Device, found: Sequence[Model], starts: Sequence[Start], cho
 
 
 def rank(device: Device, model: Model, choose: Choice) -> tuple[float, float]:
-    """(samples classified correctly or 0, log-likelihood): the larger the better; without samples (0, 0)."""
+    """(number classified correctly or 0, log-likelihood): larger is better; without samples (0, 0)."""
     data = device.data
     x, y = data.shared_validation if len(data.shared_validation[1]) else data.shared
     if choose == "loss":
@@ -80,12 +80,12 @@ def accuracy(device: Device, model: Model) -> float | None:
 
 
 def shared_prior(device: Device) -> Array:
-    """Log class shares (C,) of D_L: for all that leaves the device or shapes what leaves."""
+    """Log class shares (C,) of D_L: for everything that leaves the device or influences it."""
     return mixture.log_prior(device.data.shared_counts(device.task.n_classes))
 
 
 def prior(device: Device) -> Array:
-    """Log class shares (C,) of all training samples: for what stays."""
+    """Log class shares (C,) of all training samples: for what stays on the device."""
     return mixture.log_prior(device.data.class_counts(device.task.n_classes))
 
 
@@ -95,7 +95,7 @@ def final_prior(device: Device) -> Array:
 
 
 def score(device: Device, log_p: Array) -> tuple[float, int]:
-    """Log-likelihood of the validation samples and how many of them are classified correctly."""
+    """Log-likelihood of the validation samples, and the number classified correctly."""
     y = device.data.y_val
     return float(mixture.of_labels(log_p, y).sum()), int((log_p.argmax(axis=1) == y).sum())
 

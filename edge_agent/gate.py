@@ -1,8 +1,8 @@
-"""The residual gate r(x): what the weights of the candidates gain or lose with the input (fedge.md section 9).
+"""The residual gate r(x): an input-dependent correction of the candidates' weights (fedge.md section 9).
 
-linear -> 16, ReLU, linear -> M, the last layer zero at the start, trained on the validation samples alone through the
-mixture's formula. Images are seen as means over at most 8 x 8 windows, other inputs standardised; the standardisation
-is folded into the first layer, so that the bundle's gate takes inputs as they are.
+linear -> 16, ReLU, linear -> M, the last layer zero at the start, trained only on the validation samples through the
+mixture's formula. Images are reduced to means over at most 8 x 8 windows, other inputs standardised; standardisation is
+folded into the first layer, so the bundle's gate takes raw inputs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def features(x: NDArray[np.floating]) -> Array:
 
 
 def n_features(input_shape: tuple[int, ...]) -> int:
-    """F, how many numbers of a model input the gate sees."""
+    """F, the number of gate inputs per sample."""
     return int(features(np.zeros((1, *input_shape))).shape[1])
 
 
 class Logits(NamedTuple):
-    """What is mixed where logits are fused instead of probabilities (scmoe_pfl.md 11.3): (M, m, C) and labels (m,)."""
+    """Inputs for fusing logits instead of probabilities (scmoe_pfl.md 11.3): (M, m, C) and labels (m,)."""
 
     values: Array
     labels: NDArray[np.int64]
@@ -148,7 +148,7 @@ def _fit(
 
 
 def _selected(scores: Tensor, experts: Tensor, top: int) -> Tensor:
-    """Scores with -inf for the experts that are not among the `top` of a sample, the lower index first on a tie."""
+    """Scores with -inf for the experts outside a sample's `top`, the lower index first on a tie."""
     if not len(experts):
         return scores
     order = torch.argsort(-scores[:, experts].detach(), dim=1, stable=True)

@@ -1,15 +1,15 @@
-"""What a device must remember of a masked sum, on disk before anything of it leaves.
+"""A device's memory of a masked sum, on disk before anything of it leaves.
 
-An order that comes again, changed or not, must not open what another one has closed.
+A repeated order, changed or not, must not open what another one has closed.
 
     HOME/masking/{run}/{round}.{session}/keys     two private keys, made once
-    HOME/masking/{run}/{round}.{session}/shares   for which roster secrets were shared, with the result
-    HOME/masking/{run}/{round}.{session}/masked   which order was answered with a masked update, the update, the result
-    HOME/masking/{run}/{round}.{session}/summed   which sum was opened
-    HOME/masking/{run}/sums                       all sums of the run that were opened here, by their devices
+    HOME/masking/{run}/{round}.{session}/shares   the roster with which secrets were shared, and the result
+    HOME/masking/{run}/{round}.{session}/masked   the order answered with a masked update, the update, the result
+    HOME/masking/{run}/{round}.{session}/summed   the sum that was opened
+    HOME/masking/{run}/sums                       all sums of the run opened here, by their devices
 
-Each file is written once and never changed, `sums` grows. The first session of a round ends those of the rounds
-before, the first of a run those of other runs: with the keys the means to open anything go.
+Files are written once and never changed, except that `sums` grows. The first session of a round deletes those of
+earlier rounds, the first of a run those of other runs: without the keys nothing can be opened any more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keys(Struct, frozen=True):
 
 
 class Shared(Struct, frozen=True):
-    """For the roster of this digest; b, and the result of the step."""
+    """For the roster with this digest: b, and the result of the step."""
 
     roster: str
     seed: bytes
@@ -49,7 +49,7 @@ class Shared(Struct, frozen=True):
 
 
 class Masked(Struct, frozen=True):
-    """What answered the action of this digest: the result, and the update. `shares`: of the action, by position."""
+    """The answer to the action with this digest: the result and the update. `shares`: of the action, by position."""
 
     action: str
     shares: dict[int, bytes]
@@ -58,7 +58,7 @@ class Masked(Struct, frozen=True):
 
 
 class Session:
-    """One sum, as this device sees it."""
+    """One sum, from this device's point of view."""
 
     def __init__(self, device: Device, name: str) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class Session:
             raise StoreError(f"{path} cannot be read: {error}") from error
 
     def read(self, kind: type[T]) -> T | None:
-        """What was kept of this kind; None: nothing.
+        """The stored value of this kind; None: nothing.
 
         Raises:
             StoreError: it cannot be read.
@@ -82,11 +82,11 @@ class Session:
         return self._read(self._folder / kind.__name__.lower(), kind)
 
     def keep(self, value: Struct) -> None:
-        """Keep it, durably."""
+        """Store a value durably."""
         write_atomically(self._folder / type(value).__name__.lower(), msgspec.msgpack.encode(value))
 
     def begin(self) -> Keys:
-        """The keys, made if this is the first time; then what came before is over."""
+        """The keys, made on the first call; then delete earlier sessions."""
         keys = self.read(Keys)
         if keys is None:
             keys = Keys(*(X25519PrivateKey.generate().private_bytes_raw() for _ in range(2)))
@@ -103,7 +103,7 @@ class Session:
 
     @cached_property
     def masking(self) -> X25519PrivateKey:
-        """The key that pairs make seeds with."""
+        """The key from which pair seeds are derived."""
         return X25519PrivateKey.from_private_bytes(self._keys.masking)
 
     @cached_property
@@ -117,8 +117,8 @@ class Session:
         """The cohort and this device's position in it.
 
         Raises:
-            FailedError: the device is not in it, with these keys.
-            ProtocolError: it is no roster.
+            FailedError: the device is not in it with these keys.
+            ProtocolError: not a roster.
         """
         roster = read_roster(self._device.fetch(ref))
         own = roster.position(self._device.host.id)
@@ -128,10 +128,10 @@ class Session:
         return roster, own
 
     def shared(self, roster: Roster) -> Shared:
-        """What was shared for this roster.
+        """The secrets shared for this roster.
 
         Raises:
-            FailedError: nothing was, or for another one.
+            FailedError: none, or for another one.
         """
         shared = self.read(Shared)
         if shared is None or shared.roster != roster.digest:
@@ -141,10 +141,10 @@ class Session:
     # ---------------------------------------------------------------------------------------------------------- sums
 
     def sums(self) -> list[tuple[str, ...]]:
-        """The devices of each sum of the run that was opened here."""
+        """The devices of each sum of the run opened here."""
         return self._read(self._run / "sums", list[tuple[str, ...]]) or []
 
     def opened(self, devices: Sequence[str]) -> None:
-        """Add a sum, durably."""
+        """Record a sum durably."""
         if (found := tuple(devices)) not in (earlier := self.sums()):
             write_atomically(self._run / "sums", msgspec.msgpack.encode([*earlier, found]))

@@ -68,7 +68,7 @@ def log_prior(counts: NDArray[np.integer]) -> Array:
 
 
 def of_labels(log_p: Array, labels: NDArray[np.int64]) -> Array:
-    """Log p of the true classes, (..., n), from (..., n, C). Not finite: as if every class were equally likely."""
+    """Log p of the true classes, (..., n), from (..., n, C). Non-finite rows count as uniform."""
     picked = log_p[..., np.arange(len(labels)), labels]
     return np.asarray(np.where(np.isfinite(picked), picked, -math.log(log_p.shape[-1])))
 
@@ -120,7 +120,7 @@ def em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
 
 
 def energy_statistics(energies: Array) -> tuple[Array, Array]:
-    """Mean and population deviation per candidate, (M,) each, over the samples with a finite energy; none: 0 and 1."""
+    """Mean and population deviation per candidate, (M,) each, over samples with finite energy; without any, 0 and 1."""
     means, deviations = np.zeros(energies.shape[1]), np.ones(energies.shape[1])
     for k, column in enumerate(energies.T):
         finite = column[np.isfinite(column)]
@@ -151,10 +151,10 @@ def class_distance(validation: NDArray[np.integer], training: NDArray[np.integer
 
 
 def guard(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]]) -> int | None:
-    """Index of the alternative that takes half of the output, or None.
+    """Index of the alternative that gets half of the output, or None.
 
-    Pairs are (log-likelihood on V_i in nats, samples classified correctly). An alternative needs more than 5 nats and
-    at least 2 samples above the mixture; of several the most likely one is taken.
+    Pairs are (log-likelihood on V_i in nats, samples classified correctly). An alternative must beat the mixture by
+    more than 5 nats and at least 2 samples; among several the most likely one wins.
     """
     clear = [
         i

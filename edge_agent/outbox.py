@@ -1,18 +1,18 @@
-"""What the agent must not lose, on disk: open orders, reports that nobody acknowledged yet, ids that are over.
+"""What the agent must not lose, on disk: open orders, unacknowledged reports, ids of finished orders.
 
     HOME/outbox/lock             held by the one agent that uses this folder
-    HOME/outbox/version          of what follows: "2"; fedge 0.1 wrote none
-    HOME/outbox/orders/{id}      an order, and when it was written; it stays until it is acknowledged or discarded
-    HOME/outbox/reports/{id}     its report, once there is one; writing this file is the moment at which work is done
-    HOME/outbox/blobs/{digest}   tensors that reports name; written before the report
+    HOME/outbox/version          of the following: "2"; fedge 0.1 wrote none
+    HOME/outbox/orders/{id}      an order and its time of writing; kept until acknowledged or discarded
+    HOME/outbox/reports/{id}     its report; once this file is written, the work is done
+    HOME/outbox/blobs/{digest}   tensors named in reports; written before the report
     HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
 
-Every file is replaced atomically, and every step leaves a folder that `Outbox` can read: what a kill -9 left over is
-removed at the next start. A file that cannot be read (a damaged disk) is dropped too: the coordinator repeats an order
-until it has its report, so the work is done again rather than lost.
+Files are replaced atomically, and after each step `Outbox` can read the folder: leftovers of a kill -9 are removed at
+the next start. Unreadable files (a damaged disk) are dropped, too: the coordinator repeats an order until it has its
+report, so the work is repeated rather than lost.
 
-What is left of an order's time goes on being counted while no agent runs. When the machine was off, nobody knows for
-how long: then half of what was left counts as gone. A coordinator that still wants it says how much there is.
+An order's time keeps running while no agent does. If the machine was off, nobody knows for how long: then half of the
+remaining time counts as gone. A coordinator that still wants the order gives it new time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ VERSION: Final = "2"
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """An order on the disk: the message, and when it was written, by the clock of which boot."""
+    """A stored order: the message, and its time of writing, with the boot whose clock was read."""
 
     order: bytes
     boot: str
     at: float
 
     def left(self, left_s: float) -> float:
-        """What remains now of the time that was left then."""
+        """The part of the remaining time that is still left now."""
         return left_s - (uptime_s() - self.at) if self.boot and self.boot == boot() else left_s / 2
 
 
@@ -65,17 +65,17 @@ _verdicts = msgspec.json.Decoder(list[Verdict])
 
 
 class Outbox:
-    """The folder above. One agent at a time may open it; all methods that write raise `StoreError` when they cannot.
+    """The folder above. One agent at a time may open it; all methods that write raise `StoreError` on failure.
 
-    Not bounded by itself: `edge_agent.session` bounds orders and acknowledged ids, and a report has at most one blob.
+    It sets no bounds: `edge_agent.session` bounds orders and acknowledged ids, and a report has at most one blob.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder, make it if need be, and clean up behind a crash.
+        """Open or create the folder, and clean up after a crash.
 
         Raises:
             ConfigError: another agent uses it, or it holds work of fedge 0.1.
-            StoreError: it cannot be read or written, or is a newer fedge's.
+            StoreError: it cannot be read or written, or belongs to a newer fedge.
         """
         self._orders = folder / "orders"
         self._reports = folder / "reports"
@@ -107,18 +107,18 @@ class Outbox:
         self.close()
 
     def close(self) -> None:
-        """Let another agent use the folder."""
+        """Release the folder for another agent."""
         self._lock.close()
 
     # ------------------------------------------------------------------------------------------------------ reading
 
     def orders(self) -> list[Order]:
-        """All open orders, the one that was written first at the head; `left_s` counts from now, 0: none is left."""
+        """All open orders, oldest first; `left_s` counts from now, 0: none is left."""
         paths = sorted(self._orders.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name))
         return [order for path in paths if (order := _read(path, _order, lambda order: order.id)) is not None]
 
     def reports(self) -> list[Report]:
-        """The reports of open orders that have one."""
+        """The existing reports of open orders."""
         return [
             report
             for path in sorted(self._reports.iterdir())
@@ -126,19 +126,19 @@ class Outbox:
         ]
 
     def blob(self, digest: str) -> Path | None:
-        """Where the bytes lie that a kept report names; None for anything else, whoever asks."""
+        """The file of bytes named in a stored report; None for anything else."""
         return self._blobs.path(digest) if digest in self._blobs else None
 
     # ------------------------------------------------------------------------------------------------------ writing
 
     def persist(self, order: Order) -> None:
-        """Write an order, or that it has more time; its `left_s` counts from now."""
+        """Write an order, or its extended time; `left_s` counts from now."""
         kept = _Kept(encode(order), boot(), uptime_s())
         write_atomically(self._orders / order.id, msgspec.msgpack.encode(kept))
 
     def put_blob(self, digest: str, data: bytes) -> None:
-        """Write tensors that the next report names, by their digest. May be called from another thread."""
-        with self._blob_lock:  # before the look whether it is there: from here on nobody deletes it
+        """Write tensors for the next report, under their digest. May be called from another thread."""
+        with self._blob_lock:  # taken before the existence check, so that nobody deletes it afterwards
             self._unreported.add(digest)
         self._blobs.put_as(digest, data)
 
@@ -149,14 +149,14 @@ class Outbox:
             self._unreported -= {ref.digest for ref in blobs_of(report)}
 
     def acknowledge(self, ack: Ack, *, remember: int) -> None:
-        """Remember that an order is over (the last `remember` of them), then delete what belongs to it."""
+        """Remember a finished order (the last `remember` of them), then delete its files."""
         verdicts = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
         write_atomically(self._acked, msgspec.json.encode(verdicts))
         self.verdicts = verdicts
         self.discard(ack.order_id)
 
     def discard(self, order_id: str) -> None:
-        """Delete an order with its report and blobs. The report goes first: a report never stands without its order."""
+        """Delete an order with its report and blobs. The report goes first: it must never exist without its order."""
         try:
             (self._reports / order_id).unlink(missing_ok=True)
             (self._orders / order_id).unlink(missing_ok=True)
@@ -176,7 +176,7 @@ class Outbox:
             return []
 
     def _clean_up(self) -> None:
-        """Delete what a crash left over: half-written files, ends of deletions, reports that lost a part."""
+        """Delete leftovers of a crash: half-written files, unfinished deletions, incomplete reports."""
         over = {verdict.order_id for verdict in self.verdicts}
         for folder in (self._acked.parent, self._orders, self._reports, self._acked.parent / "blobs"):
             for path in folder.glob(".tmp-*"):
@@ -185,7 +185,7 @@ class Outbox:
             if order.id in over:
                 self.discard(order.id)
             elif order.left_s > 0:
-                self.persist(order)  # a machine that is switched on again and again halves what is left each time
+                self.persist(order)  # each further restart of the machine halves the remaining time
         open_orders = {order.id for order in self.orders()}
         for report in self.reports():
             if report.order_id not in open_orders or any(ref.digest not in self._blobs for ref in blobs_of(report)):
@@ -213,7 +213,7 @@ def _report(data: bytes) -> Report:
 
 
 def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) -> T | None:
-    """Read a message, or delete its file if it is not what its name says."""
+    """Read a message; delete its file if the content does not match its name."""
     try:
         message = parse(path.read_bytes())
         if name_of(message) == path.name:
@@ -227,11 +227,11 @@ def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) 
 
 
 def _migrate(folder: Path) -> None:
-    """Make the folder one of this version, if nothing is lost by it.
+    """Upgrade the folder to this version, if nothing is lost.
 
     Raises:
-        ConfigError: fedge 0.1 left orders or reports, which nobody understands any more.
-        StoreError: the folder is a newer fedge's, or cannot be written.
+        ConfigError: it holds orders or reports of fedge 0.1, which can no longer be read.
+        StoreError: the folder belongs to a newer fedge, or cannot be written.
     """
     file = folder / "version"
     if file.exists():

@@ -1,13 +1,13 @@
-"""What training with differential privacy has cost this device's samples: a durable book, and how much is left.
+"""The privacy cost of differentially private training to this device's samples, kept durably.
 
 HOME/privacy.json holds a charge for each training whose result may have left. It is written before the result leaves,
-so it never holds too little; after a crash in between it may hold a training more than left. The book is about the
-samples in this home, whatever federations they learn for.
+so it never holds too little; after a crash in between it may hold a training too many. The ledger covers the samples in
+this home, for all federations.
 
 Accounting is Opacus' (Rényi differential privacy of the sampled Gaussian mechanism: Mironov, Talwar, Zhang, 2019). It
-adds up trainings with different noise and sampling rates, and one more costs microseconds. Opacus' PRV accountant gives
-an epsilon that is 7 to 12 % lower, for a sixth of a second and more at each order. Neighbouring data: one sample does
-not count.
+composes trainings with different noise and sampling rates, and one more costs microseconds. Opacus' PRV accountant
+gives an epsilon that is 7 to 12 % lower, but takes a sixth of a second and more per order. Neighbouring data: one
+sample does not count.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ROUNDING: Final = 1e-9
 
 
 class Mechanism(Struct, frozen=True, kw_only=True):
-    """One step of DP-SGD: noise over clip norm, and the probability with which a sample is in a batch."""
+    """One step of DP-SGD: noise over clip norm, and the sampling probability."""
 
     noise_multiplier: float
     sample_rate: float
 
 
 class Charge(Struct, frozen=True, kw_only=True):
-    """A training: the order's id and run, the mechanism, and how many steps it took. `at`: by the device's clock."""
+    """A training: the order's id and run, the mechanism, and the number of steps. `at`: by the device's clock."""
 
     order: str
     run: str
@@ -54,13 +54,13 @@ class Charge(Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """The book of one home."""
+    """The ledger of one home."""
 
     def __init__(self, home: Path) -> None:
         """Open it; a home without one has spent nothing.
 
         Raises:
-            StoreError: it cannot be read: nobody knows what was spent, so nothing is spent any more.
+            StoreError: it cannot be read; since the spent budget is unknown, no more is spent.
         """
         self._path = home / PRIVACY_LEDGER
         try:
@@ -72,12 +72,12 @@ class Ledger:
             ) from error
 
     def spent(self, delta: float, *, run: str | None = None, planned: Charge | None = None) -> float:
-        """Epsilon at `delta` of all charges, of those of one run, and with one that is planned."""
+        """Epsilon at `delta` of all charges, of those of one run, and including a planned one."""
         charges = [*self.charges, *((planned,) if planned else ())]
         return epsilon_of((charge for charge in charges if run is None or charge.run == run), delta)
 
     def add(self, charge: Charge) -> None:
-        """Write a charge; when this returns it is on the disk.
+        """Write a charge; it is on disk when this returns.
 
         Raises:
             StoreError: it cannot be written: then the result must not leave.
@@ -90,7 +90,7 @@ _charges = msgspec.json.Decoder(list[Charge])
 
 
 def epsilon_of(charges: Iterable[Charge], delta: float) -> float:
-    """Epsilon of trainings one after the other; 0 of none."""
+    """Epsilon of successive trainings; 0 for none."""
     steps: Counter[Mechanism] = Counter()
     for charge in charges:
         steps[charge.mechanism] += charge.steps
@@ -98,13 +98,13 @@ def epsilon_of(charges: Iterable[Charge], delta: float) -> float:
         return 0.0
     total = sum(n * _of_a_step(mechanism) for mechanism, n in steps.items())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the best order is the first or the last: the bound holds all the same
+        warnings.simplefilter("ignore")  # about the best order being the first or last: the bound holds all the same
         return float(_opacus().analysis.rdp.get_privacy_spent(orders=ORDERS, rdp=total, delta=delta)[0])
 
 
 @lru_cache(maxsize=256)
 def _of_a_step(mechanism: Mechanism) -> Any:
-    """Rényi divergence of one step, for each of the orders."""
+    """Rényi divergence of one step, per order."""
     return _opacus().analysis.rdp.compute_rdp(
         q=mechanism.sample_rate, noise_multiplier=mechanism.noise_multiplier, steps=1, orders=ORDERS
     )
@@ -114,7 +114,7 @@ def noise_for(privacy: Privacy, sample_rate: float, steps: int) -> float:
     """Noise over clip norm for each of `steps` steps in each of the run's participations.
 
     Raises:
-        FailedError: no noise is enough, or Opacus is not installed.
+        FailedError: no noise suffices, or Opacus is not installed.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
@@ -144,10 +144,10 @@ def _noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> floa
 
 
 def _opacus() -> Any:
-    """Its accountants, which take a second to import.
+    """Opacus' accountants, which take a second to import.
 
     Raises:
-        FailedError: it is not installed.
+        FailedError: not installed.
     """
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Models that never leave the device: private, local, last fit on all labelled data (fedge.md sections 6 and 10)."""
+"""Models that never leave the device: private, local, final fit on all labelled data (fedge.md sections 6 and 10)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def fit_private(
     *,
     steps: int | None = None,
 ) -> tuple[Model, int]:
-    """Fine-tune `start` on all training samples (n >= 1); the model of the chosen checkpoint and its number of steps.
+    """Fine-tune `start` on all training samples (n >= 1); returns the chosen checkpoint and its number of steps.
 
-    The training ends early when two checkpoints in a row are worse than the best before them, and without validation
-    samples after 40 steps. `steps`: that many, whatever validation says.
+    Training stops early after two checkpoints in a row that are worse than the best before them, and without validation
+    samples after 40 steps. `steps`: exactly so many, without validation.
     """
     network.load(start)
     trainer = Trainer(network, *training, sgd, rng)
@@ -82,7 +82,7 @@ def fit(
 
 
 def or_before(work: Callable[[], T], before: T) -> T:
-    """What training on all samples gives; what there was before where it diverged: that nobody is told."""
+    """The result of training on all samples, or the previous model if that diverged, which is not reported."""
     try:
         return work()
     except ProtocolError as error:

@@ -1,19 +1,19 @@
 """The life of an order on the device: decided here, carried out by `edge_agent.agent`.
 
-Two rules: everything that changes an order's phase is in `TRANSITIONS`, and nothing here does IO or reads a clock. The
-shell feeds events with the time, and performs the returned actions **in order**: whatever must survive a kill -9 is
-written (`Persist`, `Keep`, `Acknowledge`) before anything that relies on it (`Run`, `Publish`). An event that does not
-fit the phase raises `ProtocolError` and changes nothing.
+Two rules: `TRANSITIONS` holds every change of an order's phase, and nothing here does IO or reads a clock. The shell
+feeds events with the time, and performs the returned actions **in order**: whatever must survive a kill -9 is written
+(`Persist`, `Keep`, `Acknowledge`) before anything that relies on it (`Run`, `Publish`). An event that does not fit the
+phase raises `ProtocolError` and changes nothing.
 
     UNKNOWN ──ordered──▶ QUEUED ──started──▶ RUNNING ──finished──▶ REPORTED ──acked──▶ ACKED
        ▲                  │   ▲                 │ expired, closed      ▲   │ evicted     │ forgotten
        │◀─────expired─────┘   │                 ▼                      │   ▼             ▼
        │                      └────stopped── STOPPING ─────finished────┘ UNKNOWN       UNKNOWN
 
-One order runs at a time, the others wait in the order of their arrival. The same order arrives many times, because the
-coordinator repeats it until it has the report: its id is its identity, and only the time that is left for it changes (a
-coordinator that was restarted gives more). That time is counted from receipt, by a clock that nobody sets: those of
-coordinator and device need not agree.
+One order runs at a time; the others wait in order of arrival. The same order arrives many times, since the coordinator
+repeats it until it has the report: its id is its identity, and only its remaining time changes (a restarted coordinator
+gives more). That time is counted from receipt by a monotonic clock, so the clocks of coordinator and device need not
+agree.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Phase(Enum):
     """Where an order stands on this device."""
 
     UNKNOWN = auto()  # never seen, or forgotten
-    QUEUED = auto()  # durable, waits for its turn
-    RUNNING = auto()  # models are being fetched, or the worker is at it
+    QUEUED = auto()  # durable, waiting for its turn
+    RUNNING = auto()  # fetching models, or in the worker
     STOPPING = auto()  # the worker was asked to stop
-    REPORTED = auto()  # the report is durable and repeated until it is acknowledged
-    ACKED = auto()  # the coordinator said its last word; only the id is kept
+    REPORTED = auto()  # the report is durable, and repeated until acknowledged
+    ACKED = auto()  # the coordinator's final word came; only the id is kept
 
 
 class Cause(Enum):
@@ -75,7 +75,7 @@ TRANSITIONS: Final[Mapping[tuple[Phase, Cause], Phase]] = {
     (Phase.RUNNING, Cause.FINISHED): Phase.REPORTED,
     (Phase.RUNNING, Cause.EXPIRED): Phase.STOPPING,
     (Phase.RUNNING, Cause.CLOSED): Phase.STOPPING,
-    (Phase.STOPPING, Cause.FINISHED): Phase.REPORTED,  # it was done before it saw that it should stop
+    (Phase.STOPPING, Cause.FINISHED): Phase.REPORTED,  # finished before it noticed the stop
     (Phase.STOPPING, Cause.STOPPED): Phase.QUEUED,  # expires there, unless its end was moved meanwhile
     (Phase.REPORTED, Cause.ACKED): Phase.ACKED,
     (Phase.REPORTED, Cause.EVICTED): Phase.UNKNOWN,
@@ -95,38 +95,38 @@ class OrderReceived:
 
 @dataclass(frozen=True, slots=True)
 class AckReceived:
-    """The coordinator's last word on a report arrived, for the first time or again."""
+    """The coordinator's final word on a report arrived, for the first time or again."""
 
     ack: Ack
 
 
 @dataclass(frozen=True, slots=True)
 class WorkFinished:
-    """The order that was running has a report. The blobs that it names are durable already."""
+    """The running order has a report. The blobs that it names are already durable."""
 
     report: Report
 
 
 @dataclass(frozen=True, slots=True)
 class WorkStopped:
-    """The order that was asked to stop has stopped, without a report."""
+    """The order stopped on request, without a report."""
 
     order_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The broker is there (again): what is not acknowledged is said again."""
+    """The broker is there (again): unacknowledged reports are repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; the shell sends one at `Session.next_wakeup` at the latest."""
+    """Time has passed; the shell sends one no later than `Session.next_wakeup`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """The agent shuts down: nothing is started any more."""
+    """The agent shuts down: nothing new is started."""
 
 
 Event = OrderReceived | AckReceived | WorkFinished | WorkStopped | Connected | Tick | Closing
@@ -202,7 +202,7 @@ class _Held:
 
 
 class Session:
-    """All orders of one device. `handle` is the only way to change it."""
+    """All orders of one device. Only `handle` changes it."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Session:
 
     @property
     def orders(self) -> tuple[Order, ...]:
-        """The orders that are held (waiting, running, reported), oldest first."""
+        """The orders held (waiting, running, reported), oldest first."""
         return tuple(held.order for held in self._held.values())
 
     @property
@@ -253,11 +253,11 @@ class Session:
     # ----------------------------------------------------------------------------------------------------- deciding
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event in and say what to do, in this order.
+        """Process one event; returns the actions, in order.
 
         Args:
             event: what happened.
-            now: seconds by a clock that never goes back.
+            now: seconds by a monotonic clock.
 
         Raises:
             ProtocolError: `foreign-id`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
@@ -303,7 +303,7 @@ class Session:
         return actions
 
     def _make_room(self, order: Order, now: float) -> list[Action]:
-        """Give up the oldest report that nobody asked for while its order had time, if there is no place left."""
+        """If full, give up the oldest report that was not requested while its order had time."""
         if len(self._held) < MAX_ORDERS:
             return []
         for held in self._held.values():
@@ -332,7 +332,7 @@ class Session:
         return [Keep(report), *self._publish(held, now)]
 
     def _move(self, order_id: str, cause: Cause) -> list[Action]:
-        """Follow the table for a change that needs no more than the order's id."""
+        """Apply the table to a change that needs only the order's id."""
         held = self._held[order_id]
         held.phase = TRANSITIONS[held.phase, cause]
         if held.phase is Phase.UNKNOWN:
@@ -385,7 +385,7 @@ class Session:
 
 
 def check_invariants(session: Session) -> None:
-    """Assert what must hold between any two events; used by the tests after each.
+    """Assert the invariants between events; tests call it after each one.
 
     Raises:
         AssertionError: names the broken invariant.

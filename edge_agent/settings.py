@@ -1,4 +1,4 @@
-"""Settings of `fedge agent`, as its own process and the one that trains both need them."""
+"""Settings of `fedge agent`, needed both by its own process and by the one that trains."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
 
     @property
     def trains(self) -> bool:
-        """Whether this installation can train, and is to."""
+        """Whether this installation can train, and should."""
         return not self.inference_only and find_spec("torch") is not None
 
     def spec(self) -> TaskSpec:
@@ -116,9 +116,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         return task_spec(self.task, self.data, allow=self.allow.split(","))
 
     def known_steps(self) -> Steps:
-        """What the device can be asked.
+        """The steps that the device can be asked.
 
         Raises:
-            ConfigError: a step of the owner's is none.
+            ConfigError: one named by the owner is not a step.
         """
         return known_steps(path for path in self.steps.split(",") if path)

@@ -83,7 +83,7 @@ def sparsity_profile(module: nn.Module, x: NDArray[np.float32], processor: torch
 
 
 class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device's noise is made from; it never leaves the device."""
+    """The source of a device's noise; it never leaves the device."""
 
     seed: int
     sigma: float
@@ -92,8 +92,8 @@ class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> SparsityProfile:
     """S' = clip(s + z, 0, 1), z ~ N(0, sigma^2) drawn once in the device's life and kept in `home`; without halves.
 
-    Fresh noise in every report could be averaged away, so what was drawn first holds for ever, whatever `sigma` is
-    asked for later. It comes from the device's own random numbers: the order's seed is known to the coordinator.
+    Fresh noise in every report could be averaged away, so the first draw holds for ever, whatever `sigma` is requested
+    later. It comes from the device's own random numbers, since the coordinator knows the order's seed.
 
     Raises:
         StoreError: the noise cannot be read or kept.
@@ -158,7 +158,7 @@ def _zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64
 
     with _listening([layer], look):
         module(x)
-    shares = seen[-1].cpu().numpy()  # a module that is used several times: its last use
+    shares = seen[-1].cpu().numpy()  # the last use of a module that is used several times
     if shares.shape[1] > MAX_UNITS:
         raise ConfigError(f"the last ReLU has {shares.shape[1]} units, a profile at most {MAX_UNITS}")
     return np.asarray(shares)

@@ -1,4 +1,4 @@
-"""Time that nobody sets: a Raspberry Pi without a clock chip wakes up in the past, and the network sets it later."""
+"""Monotonic time: a Raspberry Pi without a clock chip wakes up in the past until the network sets its clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def uptime_s() -> float:
-    """Seconds since some moment of this boot, those in which the machine was suspended included where Linux counts."""
+    """Seconds since some moment of this boot, including suspended time where Linux counts it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 def boot() -> str:
-    """The name of this boot, by which two readings of `uptime_s` can be compared; empty: nobody knows."""
+    """Identifies this boot; readings of `uptime_s` are comparable within it. Empty: unknown."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The worker of a device: carries out one order at a time, by its step; no network, no threads, no clock."""
+"""The worker of a device: carries out orders one at a time through their steps; no network, threads or clock."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What came of an order; by digest what the result refers to. `unpacked`: only where no device is (`encoding`).
+    """The result of an order, and what it refers to by digest. `unpacked`: only without a real device (`encoding`).
 
-    `untimed_s`: of the time that the work took, what sensitive samples may have shaped.
+    `untimed_s`: the part of the duration that sensitive samples may have influenced.
     """
 
     result: Result
@@ -71,16 +71,16 @@ class Worker:
     """One device's work.
 
     Args:
-        device_id: for the texts of failures.
+        device_id: for failure messages.
         task: what is learned.
         data: the device's samples; they stay here.
         home: durable folder; `kept` and `bundles` are the worker's.
-        steps: what it can be asked; None: whatever is installed, or handed to it as an action.
-        min_cohort: devices that a masked sum covers at least, and by which two of a run differ.
+        steps: known steps; None: all that are installed or passed as an action.
+        min_cohort: fewest devices in a masked sum, and in the difference of two sums of a run.
         processor: what trains the network; None: the CPU.
         trains: False: steps that need torch or labels are declined.
-        budget: what all orders together may spend, by the device's owner.
-        source: of an order's noise; only a simulation has another than the operating system.
+        budget: for all orders together, by the device's owner.
+        source: of an order's noise; only simulations replace the operating system.
 
     Raises:
         ConfigError: a sample has a label that the task does not have.
@@ -116,14 +116,14 @@ class Worker:
 
     @property
     def network(self) -> Network:
-        """The task's network, which all workers of a thread share: nobody relies on the weights that it has."""
+        """The task's network, shared by all workers of a thread: do not rely on its present weights."""
         from fedge.models.training import CPU, shared_network
 
         return shared_network(self.task, self.fingerprint, self._processor or CPU)
 
     @property
     def versions(self) -> Mapping[str, int] | None:
-        """The steps that the worker was made for, by name; None: whatever it is handed."""
+        """Versions of the worker's steps by name; None: any."""
         return None if self._limits is None else {name: kind.VERSION for name, kind in self._limits.items()}
 
     def device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
@@ -137,11 +137,11 @@ class Worker:
             order: what to do.
             fetch: the bytes of a blob that the order names.
             stop: checked between batches.
-            action: what the order says, where that is known already.
+            action: of the order, if already decoded.
 
         Returns:
-            `Failed` where the order or its blobs are unfit or the user's code raises anything, `Declined` where there
-            are no data for it, `Unsupported` where the device does not know the step.
+            `Failed` if the order or its blobs are unfit or the user's code raises anything, `Declined` if there are no
+            data for it, `Unsupported` if the device does not know the step.
 
         Raises:
             StoppedError: `stop()` was true.
@@ -159,7 +159,7 @@ class Worker:
         return self.finished(device, result)
 
     def refusal(self, action: Action) -> Declined | None:
-        """Why the worker does not do this, whatever its samples are; None: it does."""
+        """Why the worker refuses this, regardless of its samples; None: it does not."""
         if action.TRAINS and not self.trains:
             return Declined(why=Why.NO_TRAINING)
         fields = unaccounted(type(action))
@@ -175,9 +175,9 @@ class Worker:
         return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
     def guarded(self, work: Callable[[], R]) -> R | Failed:
-        """What the work gives, or `Failed` where the order or its blobs are unfit or a user's code raised anything.
+        """The result of the work, or `Failed` if the order or its blobs are unfit or a user's code raised anything.
 
-        One that is not ours (a user's network) is logged in full.
+        Foreign exceptions (from a user's network) are logged in full.
 
         Raises:
             StoppedError, StoreError: as `execute`.
@@ -193,7 +193,7 @@ class Worker:
             return failed(error)
 
     def _seeded(self, action: Action, seed: int) -> AbstractContextManager[None]:
-        """Dropout in a user's network draws from the order's seed."""
+        """Seed dropout in a user's network with the order's seed."""
         if not action.TRAINS:
             return nullcontext()
         from fedge.models.training import CPU, seeded
@@ -201,7 +201,7 @@ class Worker:
         return seeded(seed, self._processor or CPU)
 
     def personal(self, model: Model) -> Model:
-        """What the device would use now of the shared model that it is served: what it kept is put over it."""
+        """The model that the device would use now: the given shared model combined with what it kept."""
         runs = sorted((self.home / "kept").glob("*/"), key=lambda run: run.stat().st_mtime_ns)
         data = newest(runs[-1] / PERSONAL) if runs else None
         if data is None:

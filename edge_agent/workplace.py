@@ -1,7 +1,7 @@
-"""Where an agent's orders are carried out: a process of its own, which holds torch and the samples.
+"""A separate process for an agent's orders, which holds torch and the samples.
 
-It ends when no order comes for a while, and the agent is small again. The agent may kill it at any time, as the kernel
-may when memory is short: what it keeps is durable, and an order that is done again gives the same bytes.
+It ends after some time without orders, which makes the agent small again. The agent may kill it at any time, as may the
+kernel when memory is short: what it keeps is durable, and a repeated order gives the same bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def left_in(cgroup: Path) -> int:
 
 
 class Done(Struct, frozen=True):
-    """What came of an order. `reason`: of a refusal, which a report does not tell."""
+    """The result of an order. `reason`: of a refusal, not part of the report."""
 
     report: Report
     blobs: dict[str, bytes]
@@ -135,7 +135,7 @@ class Workplace:
         self._rest.start()
 
     def close(self) -> None:
-        """End the process, if there is one; the next order has another."""
+        """End the process, if any; the next order starts another."""
         with self._in_use:
             if self._child is not None:
                 self._child.close()
@@ -162,10 +162,10 @@ def carry_out(settings: AgentSettings, digest: str, order: Order) -> Done:
 
 
 def require_processor(processor: Processor) -> None:
-    """Look for what the settings train on.
+    """Check that the settings' processor exists.
 
     Raises:
-        ConfigError: it is not here.
+        ConfigError: it does not.
     """
     from fedge.models.training import torch_device
 

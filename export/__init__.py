@@ -1,4 +1,4 @@
-"""From a device's mixture in torch to a bundle that ONNX Runtime runs (the format: `fedge.bundle`)."""
+"""Exports a device's mixture from torch to a bundle for ONNX Runtime (the format: `fedge.bundle`)."""
 
 from export.bundle import BundleInfo, write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture

@@ -1,9 +1,9 @@
-"""One network as an ONNX graph whose weights are named tensors: torch is asked once per architecture.
+"""One network as an ONNX graph with named weights; torch exports each architecture once.
 
-The exporter sees random weights. Whatever is computed from weights (a folded BatchNorm, say) would be wrong for every
-other model of the architecture, so the graph is simplified with its weights as inputs, and taken only if each weight is
-a tensor of the network bit for bit. All else must be simplified: ONNX Runtime folds BatchNorm and gives convolutions
-their fast layout when it loads the graph, but only those whose weights and biases it sees at once.
+The exporter sees random weights. Anything computed from weights (such as a folded BatchNorm) would be wrong for every
+other model of the architecture, so the graph is simplified with its weights as inputs, and accepted only if each weight
+equals a tensor of the network bit for bit. Everything else must be simplified: ONNX Runtime folds BatchNorm and gives
+convolutions their fast layout at load time, but only if it sees weights and biases at once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _known: dict[str, bytes] = {}
 
 
 def branch(task: TaskSpec) -> onnx.ModelProto:
-    """The task's network: input x (n, *input_shape) float32, output logits (n, C); weights are named, not held.
+    """The task's network: input x (n, *input_shape) float32, output logits (n, C); weights by name only.
 
-    The graph comes from memory, else from the cache folder (`cache_folder`), else from torch; of several processes that
-    need the same graph at once one asks torch and the others wait for it.
+    The graph comes from memory, else from the cache folder (`cache_folder`), else from torch. If several processes need
+    the same graph, one exports it and the others wait.
 
     Raises:
         ConfigError: the network cannot be expressed in ONNX.
@@ -59,19 +59,19 @@ def branch(task: TaskSpec) -> onnx.ModelProto:
             data = _read(file)
             if data is None:
                 data = _export(task, module).SerializeToString(deterministic=True)
-                with suppress(StoreError):  # a cache that cannot be written only costs time
+                with suppress(StoreError):  # an unwritable cache only costs time
                     write_atomically(file, data)
         _known[key] = data
     return onnx.load_from_string(_known[key])
 
 
 def cache_folder() -> Path:
-    """Where graphs are kept between processes: $XDG_CACHE_HOME/fedge/graphs, or the same below ~/.cache."""
+    """The graph cache: $XDG_CACHE_HOME/fedge/graphs, or the same below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedge" / "graphs"
 
 
 def _key(task: TaskSpec, module: torch.nn.Module) -> str:
-    """Changes with anything that the graph depends on: the task, the layers, their code, the exporter's versions."""
+    """A key of everything the graph depends on: the task, the layers, their code, the exporter's versions."""
     import onnx
     import torch
 
@@ -91,7 +91,7 @@ def _source(kind: type) -> str:
 
 @contextmanager
 def _cached(key: str) -> Iterator[Path]:
-    """The cache file of a graph, locked against other processes where the folder can be written."""
+    """The cache file of a graph, locked against other processes if the folder is writable."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def _dynamo(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
 
 
 def _simplified(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
-    """The graph without what can be computed from anything else than its weights, by name."""
+    """The graph without whatever can be computed from other things than its weights, by name."""
     import onnx
     from onnxscript import optimizer
 
@@ -191,7 +191,7 @@ def _torchscript(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelPro
 
 
 def _randomise(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Give every float tensor of the network other values, so that no two look alike, and return them by name."""
+    """Give every float tensor of the network distinct values, and return them by name."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -204,7 +204,7 @@ def _randomise(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.ModelProto:
-    """Take the weights out of the graph; what the exporting machine left in it (paths, stack traces) goes too."""
+    """Take the weights out of the graph, along with traces of the exporting machine (paths, stack traces)."""
     import onnx
     from onnx import numpy_helper
 
@@ -251,7 +251,7 @@ def _input_shape(model: onnx.ModelProto) -> list[int]:
 
 
 def _weight(initializer: onnx.TensorProto) -> onnx.TensorProto:
-    """The tensor's name, type and shape, marked as held elsewhere."""
+    """The tensor's name, type and shape, marked as stored elsewhere."""
     import onnx
 
     return onnx.TensorProto(

@@ -1,4 +1,4 @@
-"""Writing a bundle: parts, skeleton and manifest, checked against torch, and all of it or nothing on the disk."""
+"""Writes bundles: parts, skeleton and manifest, checked against torch, all or nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fedge.tensors import Layout, digest_of, to_bytes, unflatten
 
 @dataclass(frozen=True, slots=True)
 class BundleInfo:
-    """A bundle that was written: SHA-256 of its manifest, largest |Δp| between torch and ONNX Runtime, its folder."""
+    """A written bundle: SHA-256 of its manifest, largest |Δp| between torch and ONNX Runtime, its folder."""
 
     digest: str
     max_abs_diff: float
@@ -59,9 +59,9 @@ def write_bundle(
     method: str,
     metrics: Mapping[str, float],
 ) -> BundleInfo:
-    """Write a mixture as a bundle. Equal arguments give equal bytes; a bundle that is there already is replaced.
+    """Write a mixture as a bundle. Equal arguments give equal bytes; an existing bundle is replaced.
 
-    Parts that a bundle beside `folder` holds already are linked, not written again.
+    Parts that a bundle beside `folder` already holds are linked, not written again.
 
     Args:
         folder: becomes the bundle; its parent is made.
@@ -69,13 +69,13 @@ def write_bundle(
         layout: of the candidates' models.
         mixture: see `Mixture` and `Pool`.
         validation: (n, *input_shape) model inputs of the device for the parity check; n may be 0.
-        release: counts up; a device refuses to go back.
-        method: what made the candidates, for people.
+        release: must increase; a device refuses to go back.
+        method: that made the candidates, for people.
         metrics: figures for people, finite.
 
     Raises:
-        ValueError: the mixture is inconsistent (shapes, a number that is not finite, a weight outside [0, 1]).
-        UpdateRejected: torch and ONNX Runtime disagree by more than 1e-4 in a probability. Nothing is left on the disk.
+        ValueError: the mixture is inconsistent (shapes, a non-finite number, a weight outside [0, 1]).
+        UpdateRejected: torch and ONNX Runtime disagree by more than 1e-4 in a probability. Nothing is left on disk.
         ConfigError: the network cannot be expressed in ONNX.
         StoreError: the disk is full or the folder cannot be written.
     """
@@ -133,20 +133,20 @@ def _check(task: TaskSpec, mixture: Mixture) -> None:
 
 
 def _put(path: Path, data: bytes, part: Part) -> None:
-    """Link the part from a bundle beside this one, else write it."""
+    """Link the part from a neighbouring bundle, else write it."""
     for other in path.parent.parent.glob(f"*/{part.file_name}"):
         try:
             if digest_of(other.read_bytes()) == part.digest:
                 os.link(other, path)
                 return
-        except OSError:  # gone meanwhile, or a file system without links
+        except OSError:  # gone meanwhile, or no links on this file system
             continue
     write_atomically(path, data)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Largest difference to torch; what the outputs and (M,) the largest energies are on the validation samples."""
+    """The largest difference to torch; the outputs, and (M,) the largest energies, on the validation samples."""
 
     difference: float
     yardstick: tuple[Reference, float] | None

@@ -1,7 +1,7 @@
-"""FedCoE's shared gate as an ONNX file: what a new device downloads to profile its data (fedcoe.md sections 4 and 7).
+"""FedCoE's shared gate as an ONNX file, which a new device downloads to profile its data (fedcoe.md sections 4, 7).
 
-The graph is written node by node: the adaptive pooling of images is a product with two fixed matrices, so any image
-size will do, and equal weights give equal bytes. Weights lie in the file; a gate is small.
+The graph is written node by node: adaptive pooling of images is a product with two fixed matrices, so any image size
+works, and equal weights give equal bytes. Weights are stored in the file, since a gate is small.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The skeleton: gate, one branch per candidate and the fusion in one ONNX graph without numbers (fedge.md section 9).
+"""The skeleton: gate, one branch per candidate and the fusion in one ONNX graph without weights (fedge.md section 9).
 
-Everything that differs between devices lies in the parts: a candidate's tensors in its own file, the gate, the
-calibration, the weights and the guard in the gate's. The graph depends on the architecture, on the number of candidates
-and, when there are more of them than places, on which candidates are experts; nothing else.
+Everything that differs between devices is in the parts: a candidate's tensors in its own file; the gate, the
+calibration, the weights and the guard in the gate's. The graph depends only on the architecture, the number of
+candidates and, if there are more of them than places, which candidates are experts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LARGE: Final = 1024
 
 
 def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
-    """The numbers of the gate's part: all of a device that is not a candidate's weights.
+    """The tensors of the gate's part: everything of a device except its candidates' weights.
 
-    The last row of `scale` and `prior`, the last entry of `order` and `guard.share` are the guard's alternative: the
-    candidate's logits once more with another calibration, and its share of the output, ½ or 0.
+    The last row of `scale` and `prior`, the last entry of `order` and `guard.share` belong to the guard's alternative:
+    the candidate's logits again with another calibration, and its share of the output, ½ or 0.
     """
     candidates, gate, guard = mixture.candidates, mixture.gate, mixture.guard
     log_weight = log_weights(np.array([c.weight for c in candidates]))
@@ -72,7 +72,7 @@ def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part:
 
     Args:
         task: its network is every branch.
-        mixture: for M and which candidates are experts; no number of it gets into the graph.
+        mixture: gives M and which candidates are experts; none of its numbers enters the graph.
         candidate_part: a candidate's safetensors file, for its layout.
         gate_part: the gate's.
     """
@@ -95,7 +95,7 @@ def single(task: TaskSpec, candidate_part: bytes) -> bytes:
 
 
 class Graph:
-    """Nodes and initializers as they come together."""
+    """A graph under construction: nodes and initializers."""
 
     def __init__(self) -> None:
         self._nodes: list[onnx.NodeProto] = []
@@ -103,9 +103,9 @@ class Graph:
         self._names = 0
 
     def add_branch(self, model: onnx.ModelProto, prefix: str, index: int, part: bytes) -> None:
-        """A copy of the network whose names begin with `prefix`; its weights lie in part number `index`.
+        """Add a copy of the network with names that begin with `prefix`; its weights are in part number `index`.
 
-        What no candidate changes, such as frozen weights, is in the graph once.
+        Tensors that no candidate changes, such as frozen weights, are in the graph once.
         """
         import onnx
 
@@ -124,7 +124,7 @@ class Graph:
                 self._initializers.append(held)
 
     def add_part(self, index: int, part: bytes, prefix: str = "") -> None:
-        """Declare the tensors of part number `index`, each named `prefix` and its own name."""
+        """Declare the tensors of part number `index`, each named `prefix` plus its own name."""
         import onnx
 
         for name, place in tensor_places(part).items():
@@ -134,12 +134,12 @@ class Graph:
             self._initializers.append(held)
 
     def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        """A node with one output; its name."""
+        """Add a node with one output; returns its name."""
         (name,) = self.ops(kind, 1, *inputs, out=out, **attributes)
         return name
 
     def ops(self, kind: str, n_outputs: int, *inputs: str, out: str = "", **attributes: Any) -> tuple[str, ...]:
-        """A node with some outputs; their names. `out`: the first one's name."""
+        """Add a node with several outputs; returns their names. `out`: name of the first."""
         import onnx
 
         names = [out or self._name(), *(self._name() for _ in range(n_outputs - 1))]
@@ -147,7 +147,7 @@ class Graph:
         return tuple(names)
 
     def const(self, value: object) -> str:
-        """A small constant inside the graph; equal ones are one."""
+        """A small constant inside the graph; equal ones are shared."""
         import onnx
 
         array = np.array(value)
@@ -195,13 +195,13 @@ def add_gate(graph: Graph, task: TaskSpec) -> None:
 
 
 def _over_pixels(graph: Graph, weight: str, shape: tuple[int, ...], kernel: tuple[int, int]) -> str:
-    """Weights (H, F) of windows' means as those (H, pixels) of what is in them; ONNX Runtime computes them once."""
+    """Weights (H, F) of window means as weights (H, pixels); ONNX Runtime computes them once."""
     (channels, height, width), (rows, columns) = shape, kernel
     down, across = height // rows, width // columns
     split = graph.op("Reshape", weight, graph.const([-1, channels, down, 1, across, 1]))
     each = graph.op("Expand", split, graph.const([1, 1, 1, rows, 1, columns]))
     seen = graph.op("Reshape", each, graph.const([-1, channels, down * rows, across * columns]))
-    if (down * rows, across * columns) != (height, width):  # the last ones are in no window
+    if (down * rows, across * columns) != (height, width):  # the last pixels are in no window
         margins = [0, 0, 0, 0, 0, 0, height - down * rows, width - across * columns]
         seen = graph.op("Pad", seen, graph.const(margins))
     flat = graph.op("Reshape", seen, graph.const([-1, math.prod(shape)]))
@@ -222,7 +222,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
     clipped = graph.op("Clip", energy, "energy.low", "energy.high")
     score = graph.op("Add", graph.op("Mul", clipped, "energy.beta"), "gate")
 
-    # usable: every logit and the score are finite, seen in one sum that would not be otherwise
+    # usable: every logit and the score are finite; one non-finite term makes the sum non-finite
     total = graph.op("Add", graph.op("ReduceL1", logits, classes, keepdims=0), score)
     usable = graph.op("Less", graph.op("Abs", total), infinity)
     score = graph.op("Where", usable, score, graph.const(LOWEST))
@@ -239,8 +239,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
         graph.op("Softmax", graph.op("ReduceSum", mixed, graph.const([1]), keepdims=0), axis=1, out="probabilities")
         return
 
-    # exp q, a row for each candidate and one for the guard; a row of zeros is 1/C, which is what remains
-    # when nothing is usable
+    # exp q, a row for each candidate and one for the guard; a row of zeros is 1/C, which remains if nothing is usable
     rows = graph.op("Gather", logits, "order", axis=1)
     kept = graph.op("Gather", usable, "order", axis=1)
     z = graph.op("Add", graph.op("Mul", rows, "scale"), "prior")
@@ -248,7 +247,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
     z = graph.op("Where", graph.op("Unsqueeze", kept, last), z, graph.const(np.float32(0)))
     q = graph.op("Softmax", z, axis=2)
 
-    # p = (1 − g) Σ α_k exp q_k + g exp q_guard; g = 0 where the guard's candidate is not usable
+    # p = (1 − g) Σ α_k exp q_k + g exp q_guard; g = 0 if the guard's candidate is not usable
     guarded = graph.op("Gather", kept, graph.const([m]), axis=1)
     g = graph.op("Where", guarded, "guard.share", graph.const(np.float32(0)))
     rest = graph.op("Mul", alpha, graph.op("Sub", graph.const(np.float32(1)), g))
@@ -259,7 +258,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
 def _select(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int) -> str:
     """Keep the `top` best experts, the lower index on a tie; the others get the score of a dropped candidate."""
     expert = graph.const(np.isin(np.arange(m), experts))
-    # Candidates that need no place are put below even the dropped ones, so that TopK never returns them.
+    # Candidates outside the contest are put below even the dropped ones, so that TopK never returns them.
     competing = graph.op("Where", expert, score, graph.const(np.float32(-np.inf)))
     best, where = graph.ops("TopK", 2, competing, graph.const([top]), axis=1)
     others = graph.op("Where", expert, graph.const(LOWEST), score)
@@ -267,7 +266,7 @@ def _select(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int
 
 
 def filled(bundle: Bundle) -> onnx.ModelProto:
-    """A bundle's graph with the numbers of its parts inside: one model that needs no other file."""
+    """A bundle's graph with its parts' tensors inside: one model without external files."""
     import onnx
 
     model = onnx.load_from_string(bundle.graph)
@@ -288,7 +287,7 @@ def tensor_places(part: bytes) -> dict[str, Place]:
 
 
 def _point(tensor: onnx.TensorProto, index: int, place: Place) -> None:
-    """Let an initializer refer to its bytes in part number `index`."""
+    """Make an initializer refer to its bytes in part number `index`."""
     assert tuple(tensor.dims) == place.shape, tensor.name
     for key, value in (("location", slot(index)), ("offset", place.start), ("length", place.stop - place.start)):
         tensor.external_data.add(key=key, value=str(value))

@@ -1,12 +1,12 @@
-"""A bundle's graph with its candidates in 8 bits: about a quarter of the memory, and faster where the processor helps.
+"""A bundle's graph with candidates in 8 bits: about a quarter of the memory, and faster on suitable processors.
 
-Whether it does is measured where the graph is made, which should be the board that is to predict.
+The speed is measured where the graph is made, which should be the board that will predict.
 
-Static quantisation (QDQ): weights int8 per channel, activations uint8 in ranges that are calibrated on the device's own
-validation samples. Gate, fusion and each network's last layer stay in float32: rounded logits cost ten times the error
-of all other layers together, and that layer is next to nothing of the work. The graph is made for one device and holds
-its numbers, so it is not shared between bundles; the parts stay beside it for the other engines, and as what it is
-checked against.
+Static quantisation (QDQ): weights int8 per channel, activations uint8 with ranges calibrated on the device's own
+validation samples. Gate, fusion and each network's last layer stay in float32: rounding logits costs ten times the
+error of all other layers together, and that layer is a negligible part of the work. The graph is specific to one
+device and includes the weights, so bundles do not share it; the parts stay beside it for the other engines and as its
+reference.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 
 
 class Int8Limits(Struct, frozen=True, kw_only=True):
-    """How much worse than float32 the 8 bits may be on samples that did not calibrate them, and how much slower."""
+    """How much worse than float32 the 8 bits may be on samples not used for calibration, and how much slower."""
 
-    accuracy_drop: NonNegative = 0.02  # of the personalised accuracy, with labels only
-    agreement: Annotated[float, Meta(ge=0, le=1)] = 0.98  # share of samples whose class stays
-    latency_ratio: NonNegative = 1.0  # to float32's median for a single sample, on this machine
+    accuracy_drop: NonNegative = 0.02  # of the personalised accuracy; needs labels
+    agreement: Annotated[float, Meta(ge=0, le=1)] = 0.98  # share of samples whose predicted class stays the same
+    latency_ratio: NonNegative = 1.0  # relative to float32's median for a single sample, on this machine
 
 
 class Int8Report(Struct, frozen=True, kw_only=True):
-    """What the check found: `n` samples; accuracies None without labels; p99 of the differences of probabilities.
+    """The result of the check: `n` samples; accuracies None without labels; p99 of the differences of probabilities.
 
     Latencies are medians of single samples on one thread of this machine.
     """
@@ -74,10 +74,10 @@ class Int8Report(Struct, frozen=True, kw_only=True):
 def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8Limits | None = None) -> Int8Report:
     """Write a copy of a bundle at `target` that engine int8 can run, too.
 
-    Of the validation samples every other one calibrates, the rest decide.
+    Every other validation sample calibrates, the rest decide.
 
     Args:
-        bundle: verified; it stays as it is.
+        bundle: verified; stays unchanged.
         validation: the device's samples, at least 10.
         target: becomes the new bundle's folder.
         limits: see `Int8Limits`.
@@ -117,7 +117,7 @@ def _manifest(bundle: Bundle, graph: bytes, report: Int8Report) -> bytes:
 
 
 def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) -> bytes:
-    """The graph with the nodes of its networks in 8 bits, but for those that make the logits."""
+    """The graph with its networks' nodes in 8 bits, except those that compute the logits."""
     import onnx
 
     from fedge.ort import onnxruntime
@@ -133,7 +133,7 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
             batch = next(self._rest, None)
             return None if batch is None else {INPUT: np.ascontiguousarray(batch)}
 
-    # what folds on every machine is folded first: a BatchNorm's output must not be rounded by itself
+    # fold first what every machine folds: a BatchNorm's output must not be rounded separately
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(scratch / "folded.onnx")
@@ -142,7 +142,7 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
     folded = onnx.load(scratch / "folded.onnx")
     root = logging.getLogger()
     level = root.level
-    root.setLevel(logging.ERROR)  # the quantiser advises on pre-processing, by the root logger
+    root.setLevel(logging.ERROR)  # the quantiser advises pre-processing on the root logger
     try:
         with np.errstate(all="ignore"):  # channels of zeros have no range
             quantize_static(
@@ -178,7 +178,7 @@ def _in_8_bits(model: onnx.ModelProto) -> list[str]:
 
 
 def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8Limits) -> Int8Report:
-    """Compare with float32 on the samples that nothing was calibrated on."""
+    """Compare with float32 on the samples not used for calibration."""
     x = np.ascontiguousarray(validation.x[1::2])
     y = None if validation.y is None else validation.y[1::2]
     wanted = run(bundle.graph, bundle.folder, x)[0]
@@ -218,12 +218,12 @@ def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8L
 
 
 def _latencies_ms(graphs: tuple[bytes, ...], folder: Path, x: NDArray[np.float32]) -> list[float]:
-    """Median of single samples by each graph, which take turns."""
+    """Median latencies of single samples for each graph, measured in turns."""
     from fedge.ort import session_of
 
     sessions = [session_of(graph, folder) for graph in graphs]
     taken: list[list[float]] = [[] for _ in graphs]
-    for i in range(-len(x[:10]), N_TIMED):  # the first ones warm up
+    for i in range(-len(x[:10]), N_TIMED):  # negative: warm-up
         sample = {INPUT: x[i % len(x)][np.newaxis]}
         for session, times in zip(sessions, taken, strict=True):
             begin = time.perf_counter()

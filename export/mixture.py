@@ -1,4 +1,4 @@
-"""What a device's mixture is: the values that the exporter turns into a bundle (fedge.md sections 7 to 11)."""
+"""A device's mixture: the values that the exporter turns into a bundle (fedge.md sections 7 to 11)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Candidate:
     """One model of the mixture and its calibration.
 
     `temperature` T_k > 0 and `kappa` κ_k >= 0: q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and
-    `energy_std` σ_k: of logsumexp_c l_k over the validation samples; mean 0 and std 1 leave the energy raw.
-    `weight` ω_k in [0, 1]; a candidate of weight 0 has a share only where no other candidate is usable, and serves as
-    the guard's alternative.
+    `energy_std` σ_k: of logsumexp_c l_k over the validation samples; mean 0 and std 1 leave the energy raw. `weight`
+    ω_k in [0, 1]; a candidate of weight 0 has a share only if no other candidate is usable, and may be the guard's
+    alternative.
     """
 
     role: Role
@@ -76,7 +76,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """All that decides a prediction, given the logits.
+    """Everything that determines a prediction, given the logits.
 
     Attributes:
         candidates: M >= 1 models of one architecture, in the order of `Role`.
@@ -84,7 +84,7 @@ class Mixture:
         beta: strength of the energy.
         gate: the residual gate.
         guard: the alternative that gets half of the output, or None.
-        top: of the global and expert candidates at most so many take part in a sample; private and local always do.
+        top: at most this many global and expert candidates take part in a sample; private and local always do.
         space: what is mixed, probabilities or logits (scmoe_pfl.md 11.3); logits without prior, temperatures and guard.
         energy_temperature: T > 0 of the energies logsumexp(l / T) (scmoe_pfl.md 11.2).
         energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 is

@@ -1,4 +1,4 @@
-"""Does ONNX Runtime predict what torch and the formula of `export.reference` predict?"""
+"""Checks that ONNX Runtime predicts the same as torch with the formula of `export.reference`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SAMPLES: Final = 256
 
 
 def samples(task: TaskSpec, validation: NDArray[np.floating]) -> NDArray[np.float32]:
-    """What to compare on: at most 256 of the device's validation samples; without any, 8 random inputs."""
+    """Samples to compare on: at most 256 of the device's validation samples; without any, 8 random inputs."""
     if len(validation) == 0:
         return np.random.default_rng(0).random((8, *task.input_shape), dtype=np.float32)
     return np.ascontiguousarray(validation[:MAX_SAMPLES], np.float32)
@@ -80,7 +80,7 @@ def check(found: NDArray[np.floating], wanted: NDArray[np.floating]) -> float:
     """Largest difference between two arrays of probabilities.
 
     Raises:
-        UpdateRejected: it is larger than `TOLERANCE`, or not a number.
+        UpdateRejected: it exceeds `TOLERANCE`, or is NaN.
     """
     difference = float(np.abs(found - wanted).max())
     if not difference <= TOLERANCE:

@@ -43,7 +43,7 @@ class PoolGate:
     """Four linear layers, LeakyReLU between them, on (g - mean) / scale.
 
     weights: (128, F), (256, 128), (128, 256), (M, 128); biases alike; mean, scale: (F,). g are the F features of the
-    trunk where the modules are heads, the flattened model input where they are bases.
+    trunk if the modules are heads, or the flattened model input if they are bases.
     """
 
     weights: tuple[NDArray[np.floating], ...]
@@ -54,17 +54,17 @@ class PoolGate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """All that decides a prediction.
+    """Everything that determines a prediction.
 
     Attributes:
         kind: whether the modules are heads or bases.
-        trunk: heads: the network whose features they see and whose own head is `rest`. Bases: None.
+        trunk: heads: the network that provides their features and whose own head is `rest`. Bases: None.
         modules: M of them, by pool index. Heads: {"weight": (C, D), "bias": (C,)}; bases: models of the layout.
         rest: bases: (C,); heads: unused, zeros.
         gate: see `PoolGate`.
-        keep: (M,) whether a module survived the denoising; the own one always does.
-        own: its index.
-        top: k' modules of a sample take part, 1 to the number of survivors; the lower index on a tie.
+        keep: (M,) whether a module survived the denoising; the device's own always does.
+        own: the index of the device's own module.
+        top: k' modules take part in a sample, 1 to the number of survivors; the lower index on a tie.
         anchored: the own module always takes part and the weights are renormalised (section 5).
     """
 
@@ -95,7 +95,7 @@ def gate_logits(gate: PoolGate, g: NDArray[np.floating]) -> Array:
 def top_weights(alpha: Array, top: int, *, own: int | None = None, keep: NDArray[np.bool_] | None = None) -> Array:
     """Weights w (n, M) of the `top` largest alpha, the lower index on a tie (section 5).
 
-    `own` None: preset "paper", as they are. Otherwise "anchored": the own module displaces the weakest of them, and the
+    `own` None: preset "paper", unchanged. Otherwise "anchored": the own module displaces the weakest of them, and the
     weights are renormalised. `keep`: modules outside it are never selected.
 
     Example:
@@ -113,16 +113,16 @@ def top_weights(alpha: Array, top: int, *, own: int | None = None, keep: NDArray
 
 
 def usable(modules: Array) -> NDArray[np.bool_]:
-    """(n, M) whether what a module adds, (n, M, C), is finite in float32, in which the graph computes."""
+    """(n, M) whether a module's contribution, (n, M, C), is finite in float32, in which the graph computes."""
     with np.errstate(over="ignore", invalid="ignore"):
         found: NDArray[np.bool_] = np.abs(modules.astype(np.float32)).sum(axis=2) < np.inf
     return found
 
 
 def pool_reference(pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating]) -> tuple[Array, Array]:
-    """Probabilities (n, C) and weights (n, M) by the formula, from what the modules add (n, M, C) and rest (n, C).
+    """Probabilities (n, C) and weights (n, M) by the formula, from contributions (n, M, C) and rest (n, C).
 
-    A module whose output is not finite for a sample is dropped there, as one that did not survive the denoising.
+    A module whose output is not finite for a sample is dropped there, like one removed by the denoising.
     """
     fit = usable(modules)
     z = np.where(pool.keep & fit, gate_logits(pool.gate, g), LOWEST)
@@ -151,7 +151,7 @@ def expected(task: TaskSpec, layout: Layout, pool: Pool, x: NDArray[np.float32])
 
 
 def pool_parts(pool: Pool, layout: Layout) -> list[bytes]:
-    """The files of a pool in the order of their slots: a module each, the gate, and the trunk if there is one."""
+    """The files of a pool in the order of their slots: one per module, the gate, and the trunk if there is one."""
     parts = [to_bytes(unflatten(m, layout) if isinstance(m, Model) else m) for m in pool.modules]
     parts.append(to_bytes(_gate_tensors(pool)))
     if pool.trunk is not None:
@@ -160,7 +160,7 @@ def pool_parts(pool: Pool, layout: Layout) -> list[bytes]:
 
 
 def _gate_tensors(pool: Pool) -> Tensors:
-    """Gate, survivors and the own module as numbers, so that the graph is the same for all devices of a pool."""
+    """Gate, survivors and the own module as tensors, so that all devices of a pool share one graph."""
     tensors: Tensors = {
         "gate.mean": np.asarray(pool.gate.mean, np.float32),
         "gate.inverse_scale": (1 / np.asarray(pool.gate.scale, np.float64)).astype(np.float32),
@@ -235,7 +235,7 @@ def pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]
 
 
 def _features(model: Any, layout: Layout) -> str:
-    """Name of the tensor that the head multiplies in the network's graph."""
+    """Name of the head's input tensor in the network's graph."""
     weight = layout.select(HEAD).tensors[0].name
     for node in model.graph.node:
         if node.op_type == "Gemm" and len(node.input) > 1 and node.input[1] == weight and node.output[0] == LOGITS:

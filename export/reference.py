@@ -1,4 +1,4 @@
-"""The mixture's formula in float64 numpy, for training and as the graph's yardstick (fedge.md sections 7, 9 and 11).
+"""The mixture's formula in float64 numpy, for training and as reference for the graph (fedge.md sections 7, 9, 11).
 
 Symbols as in the specification: M candidates, C classes, n samples. The graph (`export.graph`) and the engines that run
 candidates one by one (`deploy.fusion`) compute the same in float32, the gate's training in torch (`edge_agent.gate`);
@@ -53,10 +53,10 @@ def log_shares(
     experts: Sequence[int] = (),
     top: int = 2,
 ) -> Array:
-    """Log alpha, (n, M): s_k = log omega_k + beta e_k + r_k, alpha = softmax(s); -inf for a candidate that is dropped.
+    """Log alpha, (n, M): s_k = log omega_k + beta e_k + r_k, alpha = softmax(s); -inf for a dropped candidate.
 
     Args:
-        usable: (n, M), which candidates take part in a sample; the others take the share of the rest.
+        usable: (n, M), which candidates take part in a sample; the others share the rest.
         weights: omega, (M,).
         energies: standardised, (n, M).
         beta: strength of the energy.
@@ -92,7 +92,7 @@ def fuse(
     Args:
         log_q: (M, n, C) log-probabilities of the candidates; one that is not finite for a sample, or has no finite gate
             score, is dropped there. None left: p = 1/C and alpha = 0 (scmoe_pfl.md 11.2).
-        weights: this and the rest as in `log_shares`.
+        weights: this and the others as in `log_shares`.
         energies: see there.
         beta: see there.
         gate_scores: see there.
@@ -108,7 +108,7 @@ def fuse(
 
 
 def mixed(log_alpha: Array, log_q: Array) -> Array:
-    """Log p, (n, C), of log alpha (n, M) and log q (M, n, C), of which those without a share do not count."""
+    """Log p, (n, C), from log alpha (n, M) and log q (M, n, C); candidates without a share are ignored."""
     some = np.isfinite(log_alpha).any(axis=1)
     log_p = np.full(log_q.shape[1:], -math.log(log_q.shape[2]))
     clean = np.where(np.isfinite(log_alpha).T[:, :, None], log_q, 0.0)

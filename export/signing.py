@@ -1,6 +1,6 @@
-"""The signed repository of releases: the server side of The Update Framework, by python-tuf.
+"""The signed repository of releases: the server side of The Update Framework, with python-tuf.
 
-    REPO/keys/{role}.{key}.pem     private keys, mode 0600; those of root and targets can be kept off line
+    REPO/keys/{role}.{key}.pem     private keys, mode 0600; those of root and targets can be kept offline
     REPO/metadata/N.root.json, timestamp.json, N.snapshot.json, N.targets.json
     REPO/targets/{release}/{sha256}.manifest.json    the manifests of the released bundles
     REPO/parts/{sha256}            skeletons and parts, each once
@@ -42,7 +42,7 @@ S = TypeVar("S", Root, Targets, Snapshot, Timestamp)
 
 
 class Repository:
-    """A repository on the disk; every change is signed at once. One process at a time."""
+    """A repository on disk; every change is signed at once. One process at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Open it.
@@ -114,12 +114,12 @@ class Repository:
         return path
 
     def renew(self) -> None:
-        """Sign the newest state again, so that it does not expire. Run it well within the lifetimes.
+        """Sign the newest state again before it expires. Run it well within the lifetimes.
 
-        Needs the keys of snapshot and timestamp; those of root and targets only when half of their lifetime is over.
+        Needs the keys of snapshot and timestamp; those of root and targets only after half of their lifetime.
 
         Raises:
-            ConfigError: a key that is needed is not there. Snapshot and timestamp are renewed all the same.
+            ConfigError: a required key is missing. Snapshot and timestamp are renewed all the same.
         """
         self._publish(None)
         root, targets = self._current(Root), self._current(Targets)
@@ -129,9 +129,9 @@ class Repository:
             self._publish_root(root, old=root)
 
     def rotate(self, role: str) -> None:
-        """Replace a role's key, because it was lost, leaked or is old; devices follow by the new root.
+        """Replace a role's key that was lost, leaked or is old; devices follow through the new root.
 
-        A new root key is signed for by the old one: without that, devices need a new root of trust by hand.
+        The old root key must sign a new one; otherwise devices need a new root of trust by hand.
 
         Raises:
             ConfigError: there is no such role.
@@ -147,10 +147,10 @@ class Repository:
         self._publish(self._current(Targets) if role == Targets.type else None)
 
     def announce(self, rollout: Rollout, federation: str) -> Announcement:
-        """Sign what a federation's devices are to be told.
+        """Sign an announcement to a federation's devices.
 
         Raises:
-            ConfigError: the key of timestamp is not there.
+            ConfigError: the timestamp key is missing.
         """
         root, data = self._current(Root), encode(rollout)
         signature = _signer(self._folder, Timestamp.type, root).sign(signed_bytes(federation, data))
@@ -165,7 +165,7 @@ class Repository:
         return (self._folder / "metadata" / "1.root.json").read_bytes()
 
     def files(self, target: str) -> dict[str, Path]:
-        """What a device needs to trust a target: metadata and manifest by the names that `deploy.trust` asks for.
+        """What a device needs to trust a target: metadata and manifest under the names used by `deploy.trust`.
 
         Raises:
             ConfigError: there is no such target.
@@ -191,7 +191,7 @@ class Repository:
         return [int(path.partition("/")[0]) for path in self.targets()]
 
     def expiries(self) -> dict[str, datetime]:
-        """Until when each role's newest signature is good."""
+        """Expiry of each role's newest signature."""
         roles = (self._current(Root), self._current(Targets), self._current(Snapshot), self._current(Timestamp))
         return {signed.type: signed.expires for signed in roles}
 
@@ -217,7 +217,7 @@ class Repository:
         return metadata.signed
 
     def _publish(self, targets: Targets | None) -> None:
-        """Write targets (None: as they are), snapshot and timestamp: until the last is written nothing has changed."""
+        """Write targets (None: unchanged), snapshot and timestamp: nothing has changed until the last is written."""
         root = self._current(Root)
         first = not (self._folder / "metadata" / "timestamp.json").exists()
         n = 1 if first else self._current(Timestamp).version + 1
@@ -234,7 +234,7 @@ class Repository:
         _write(self._folder, "timestamp.json", timestamp, [_signer(self._folder, Timestamp.type, root)])
 
     def _publish_root(self, new: Root, *, old: Root) -> None:
-        """Signed by the old root's key, which devices know, and by its own."""
+        """Publish a root signed by its own key and by the old root's, which devices know."""
         new.version, new.expires = old.version + 1, _expiry(Root.type)
         signers = {root.roles[Root.type].keyids[0]: _signer(self._folder, Root.type, root) for root in (old, new)}
         _write(self._folder, f"{new.version}.root.json", new, list(signers.values()))

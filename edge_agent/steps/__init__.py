@@ -1,1 +1,1 @@
-"""What a device does for each step: the device half of the contract of the same name in `fedge.steps`."""
+"""The device halves of the steps; `fedge.steps` has the contract of each under the same name."""

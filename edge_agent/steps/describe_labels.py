@@ -1,4 +1,4 @@
-"""CFIC's label feature: which class a device has most of, and how it is told under local differential privacy.
+"""CFIC's label feature: a device's majority class, reported with optional local differential privacy.
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction" (CFIC), CMC 2025, Eq. 2;
 specification docs/methods/cfic.md, sections 3 and 10. The reference is the uniform distribution.
@@ -25,17 +25,17 @@ NOTHING: Final = -1
 
 
 class Told(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The randomised answer that a device has given once, and for which task."""
+    """The one randomised answer that a device has given, and for which task."""
 
     task_fingerprint: str
     feature: int
 
 
 def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
-    """Psi of D_L; with `epsilon` one randomised answer, which is kept and given for ever.
+    """Psi of D_L; with `epsilon` one randomised answer, which is kept and repeated for ever.
 
-    It comes from the device's own random numbers: from the order's seed the coordinator could tell a true answer from
-    a drawn one.
+    It uses the device's own random numbers: with the order's seed the coordinator could tell true answers from drawn
+    ones.
     """
     task, (_, y) = device.task, device.data.shared
     feature = label_feature(np.bincount(y, minlength=task.n_classes).tolist(), mode=action.mode)

@@ -17,9 +17,9 @@ THREADED: Final = True
 
 
 def run(device: Device, action: FitCandidates) -> CandidatesFitted:
-    """Fit on D_L, keep, and tell how each candidate does on V_L.
+    """Fit on D_L, keep the models, and report each candidate's losses on V_L.
 
-    Where samples are marked, the private and the local model are shadows: `fit_gate` trains those that stay (3.1).
+    With marked samples, the private and the local model are shadows; `fit_gate` trains those that stay (3.1).
     """
     models: dict[str, Model] = {
         candidates.INITIAL: device.model(action.initial_model),

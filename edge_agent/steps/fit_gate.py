@@ -56,7 +56,7 @@ def run(device: Device, action: FitGate) -> Installed:
         )
         for k, (role, model, chosen) in enumerate(zip(found.roles, final, found.calibrations, strict=True))
     ]
-    if guard is not None and guard[0] not in found.roles:  # the local model that the pool left out, for the guard alone
+    if guard is not None and guard[0] not in found.roles:  # the local model, which the pool omitted, for the guard
         role = guard[0]
         made.append(Candidate(role=role, name=role.value, model=found.fitted.model(device, role), weight=0.0))
         trained = _with_room(trained)
@@ -76,9 +76,9 @@ def run(device: Device, action: FitGate) -> Installed:
 
 
 def final_candidates(device: Device, action: FitGate) -> Fitted:
-    """What stays: where samples are marked, the private and the local model anew, on all of the device's samples (3.1).
+    """The candidates that stay: with marked samples, private and local model trained anew on all samples (3.1).
 
-    Nothing of it leaves the device. Without marks the candidates that were pooled are these already.
+    They never leave the device. Without marks they are the pooled candidates.
     """
     fitted = fitted_on(device)
     if not device.data.any_sensitive:
@@ -94,7 +94,7 @@ def final_candidates(device: Device, action: FitGate) -> Fitted:
 def chosen_guard(
     device: Device, fitted: Fitted, calibration: Mapping[Role, Calibration], fused: Array
 ) -> tuple[Role, Calibration] | None:
-    """Section 11: the alternative that takes half of the output, on the models before section 10 and with r = 0."""
+    """Section 11: the alternative that gets half of the output, for the models before section 10 and with r = 0."""
     data, n_classes = device.data, device.task.n_classes
     counts = np.bincount(data.y_val, minlength=n_classes)
     if not mixture.representative(counts, data.class_counts(n_classes)):
@@ -114,7 +114,7 @@ def chosen_guard(
 
 
 def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
-    """Section 10: the private and the local model also learn from the validation samples, once all is chosen."""
+    """Section 10: private and local model also learn from the validation samples, once everything is chosen."""
     if not len(device.data.y_val):
         return list(found.models)
     kept, network, everything = found.fitted, device.network, device.data.labelled

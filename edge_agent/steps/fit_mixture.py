@@ -54,7 +54,7 @@ def run(device: Device, action: FitMixture) -> Installed:
 
 
 def near_best(device: Device, experts: list[Model]) -> list[Model]:
-    """Section 9: of experts that the device does not know, those within 0.02 of the best accuracy, at most 3."""
+    """Section 9: of the experts new to the device, those within 0.02 of the best accuracy, at most 3."""
     samples = max(len(device.data.y_val) or device.data.n_shared, 1)
     ranks = [rank(device, model, "accuracy") for model in experts]
     enough = max((correct for correct, _ in ranks), default=0.0) - NEAR * samples
@@ -76,7 +76,7 @@ def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Mod
     if action.private_start == "best" and experts:
         start = best(device, experts)
     training: Samples = data.training
-    if action.private_data == "sensitive" and data.sensitive.any():  # without any there is nothing else
+    if action.private_data == "sensitive" and data.sensitive.any():  # otherwise nothing is left
         training = (data.x_train[data.sensitive], data.y_train[data.sensitive])
     rng = device.rng(0)
     return private_model.or_before(
@@ -88,7 +88,7 @@ def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Mod
 def fit_gate(
     device: Device, action: FitMixture, models: list[Model], roles: tuple[Role, ...]
 ) -> tuple[GateWeights, Array]:
-    """Section 11.5: gate over the candidates, and the energy offsets mu, (M,), which are 0 where they are off."""
+    """Section 11.5: the gate over the candidates, and the energy offsets mu, (M,), 0 if disabled."""
     data = device.data
     x, y = gate_data(data, action.gate)
     trained = len(y) >= gate.MIN_SAMPLES
@@ -114,7 +114,7 @@ def fit_gate(
 
 
 def gate_data(data: DeviceData, what: GateData) -> Samples:
-    """Section 11.5: what the gate learns from, inputs (m, *input_shape) and labels (m,); untrained: none."""
+    """Section 11.5: the gate's training data, inputs (m, *input_shape) and labels (m,); untrained: none."""
     match what:
         case "validation":
             return data.x_val, data.y_val
@@ -134,7 +134,7 @@ def _write(
     weights: GateWeights | None,
     offsets: Array,
 ) -> Installed:
-    """Sections 11.2 and 11.3 as a bundle: equal weights, T = 1, no prior; raw energies less their offsets."""
+    """Sections 11.2 and 11.3 as a bundle: equal weights, T = 1, no prior; raw energies minus their offsets."""
     names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
     energy = action.energy and action.gate != "uniform" and len(models) > 1
     gate_weights = weights or GateWeights.untrained(gate.n_features(device.task.input_shape), len(models))

@@ -1,4 +1,4 @@
-"""PM-MoE stage 2 on a device: denoise the pool of private modules, train a gate over what is left, write the bundle.
+"""PM-MoE stage 2 on a device: denoise the pool of private modules, train a gate over the rest, write the bundle.
 
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
 2025, Eq. 5 to 13; specification docs/methods/pm_moe.md. Preset `anchored` (the default)
@@ -50,10 +50,10 @@ SPREAD: Final = 1e-3  # added to the deviation of the gate's inputs
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The pool as the device can use it.
+    """The pool in usable form.
 
-    `items`: M modules, the own one in place of those that are missing; `present`: (M,); `vectors`: (M, D) of a
-    parameter pool (DBE), which are what section 6 compares.
+    `items`: M modules, with the device's own in place of missing ones; `present`: (M,); `vectors`: (M, D) of a
+    parameter pool (DBE), which section 6 compares.
     """
 
     kind: Literal["head", "base"]
@@ -65,7 +65,7 @@ class Modules:
 
 
 def run(device: Device, action: FitPool) -> Installed:
-    """Sections 5 to 7. Where nothing but the own module is left, the gate diverged, or the guard says so, it serves.
+    """Sections 5 to 7. If only the own module is left, the gate diverged, or the guard says so, that module serves alone.
 
     Raises:
         FailedError: the device has no module of its own.
@@ -87,7 +87,7 @@ def run(device: Device, action: FitPool) -> Installed:
     top = min(top, int(keep.sum()))
     if keep.sum() == 1 or (top == 1 and action.preset == "anchored"):  # no gradient for a gate
         return _own(device, model)
-    left = np.where(keep[:, np.newaxis], added, 0.0)  # 0 times what is not finite is no number
+    left = np.where(keep[:, np.newaxis], added, 0.0)  # 0 times a non-finite value is NaN
     trained = train_gate(g, left, rest, data.y_train, keep, top, action, device.seed, device.stop)
     if not all(np.isfinite(numbers).all() for numbers in (*trained.weights, *trained.biases)):
         return _own(device, model)
@@ -115,7 +115,7 @@ def run(device: Device, action: FitPool) -> Installed:
 
 
 def modules_of(device: Device, action: FitPool, mine: Tensors) -> Modules:
-    """Section 3's table: what the modules of each base are, and what they are put on."""
+    """Section 3's table: what the modules of each base are, and what they are combined with."""
     layout, head_layout = device.layout, device.layout.select(HEAD)
     own = kept_by(action.kept_by, action.personal, layout, device.host.steps)
     found = [_read(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
@@ -148,7 +148,7 @@ def _heads(tensors: Sequence[Tensors], weight: str, bias: str) -> tuple[Tensors,
 
 
 def _read(data: bytes | None, layout: Layout, index: int) -> Tensors | None:
-    """A module from outside; None where it is missing or unfit (section 11)."""
+    """A received module; None if missing or unfit (section 11)."""
     if data is None:
         return None
     try:
@@ -161,7 +161,7 @@ def _read(data: bytes | None, layout: Layout, index: int) -> Tensors | None:
 
 
 def _outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -> tuple[Array, Array, Array, Array]:
-    """Outputs of the experts (n, M, O), what they add (n, M, C), rest (n, C), gate inputs (n, F)."""
+    """Outputs of the experts (n, M, O), their contributions (n, M, C), rest (n, C), gate inputs (n, F)."""
     if modules.trunk is None:
         network = device.network
         models = [item for item in modules.items if isinstance(item, Model)]
@@ -184,7 +184,7 @@ def _predict(device: Device, modules: Modules, pool: Pool, x: NDArray[np.float32
 
 
 def _own(device: Device, model: Model) -> Installed:
-    """The own module serves."""
+    """Serve the device's own module alone."""
     return install_alone(device, model, Role.PRIVATE, METHOD)
 
 
@@ -237,11 +237,11 @@ def train_gate(
     seed: int,
     stop: Stop,
 ) -> PoolGate:
-    """SGD on the gate alone; base and pool are frozen, so what they put out was computed once.
+    """SGD on the gate alone; base and pool are frozen, so their outputs are precomputed.
 
     Args:
         g: (n, F) inputs of the gate.
-        added: (n, M, C) what each module adds to the logits.
+        added: (n, M, C) each module's contribution to the logits.
         rest: (n, C) the logits without any.
         y: (n,) labels.
         keep: (M,) survivors of the denoising.
@@ -302,7 +302,7 @@ def gate_network(n_inputs: int, n_experts: int, own: int | None, dropout: float)
 
 
 def select(z: Tensor, keep: Tensor, top: int, own: int | None) -> Tensor:
-    """W (n, M) of the gate's z, as `export.pool.top_weights`; the gradient flows through the selected entries alone."""
+    """W (n, M) of the gate's z, as `export.pool.top_weights`; the gradient flows only through selected entries."""
     alpha = torch.softmax(z.masked_fill(~keep, -torch.inf), dim=1)
     key = alpha.detach().masked_fill(~keep, -1.0)
     if own is not None:

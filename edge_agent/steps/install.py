@@ -31,21 +31,21 @@ def run(device: Device, action: Install) -> Installed:
 
 
 def kept(device: Device, action: Served) -> Tensors | None:
-    """What the run's last training kept here; None: nothing, as on a device that does not know the step."""
+    """What the run's last training kept here; None: nothing, for example if the device does not know the step."""
     if action.kept_by is None or device.files.read(PERSONAL) is None:
         return None
     return device.kept(action.kept_by, kept_by(action.kept_by, action.personal, device.layout, device.host.steps))
 
 
 def served(device: Device, action: Served) -> Model:
-    """The model of an order that ends a method, with what was kept put over it."""
+    """The model of a final order, combined with what was kept."""
     mine = kept(device, action)
     model = whole(device, action.model, action.personal, mine, action.initial)
     return model if action.kept_by is None else device.overlaid(action.kept_by, model, mine)
 
 
 def install_alone(device: Device, model: Model, role: Role, method: str) -> Installed:
-    """Write the bundle of one model, as it is: a mixture of one."""
+    """Write one model unchanged as a bundle: a mixture of one."""
     alone = Mixture(
         candidates=(Candidate(role=role, name=role.value, model=model),),
         log_prior=final_prior(device),
@@ -64,8 +64,8 @@ def installed(info: BundleInfo) -> Installed:
 def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
     """`start` trained on n >= 1 samples: the checkpoint with the smallest validation loss, the earliest on a tie.
 
-    A single checkpoint is that many steps, whatever validation says; without validation samples `otherwise` is. Where
-    training diverges, the best checkpoint before it counts, and `start` if there is none.
+    A single checkpoint is used regardless of validation; without validation samples, `otherwise` is. If training
+    diverges, the best earlier checkpoint counts, or `start` if there is none.
     """
     network, validation = device.network, device.data.validation
     checkpoints = sorted(set(tuning.checkpoints))
@@ -78,6 +78,6 @@ def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:
     for before, after in zip([0, *checkpoints], checkpoints, strict=False):
         trainer.run(after - before, device.stop)
         loss = mean_loss(network, *validation)
-        if loss < smallest - TIE:  # never of a loss that is not a number
+        if loss < smallest - TIE:  # False for NaN
             best, smallest = network.dump(), loss
     return best

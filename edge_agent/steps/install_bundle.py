@@ -1,4 +1,4 @@
-"""Put a finished bundle in place, after it was verified and has run once. Needs no torch."""
+"""Install a finished bundle after verifying it and running it once. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PART: Final = re.compile(r"[0-9a-f]{64}\.safetensors\Z")
 
 
 def run(device: Device, action: InstallBundle) -> Installed:
-    """Put the files in place as HOME/bundles/RELEASE, after they were verified and the graph has run once.
+    """Put the files in place as HOME/bundles/RELEASE, after verifying them and running the graph once.
 
     Raises:
-        FailedError: a file has another name than those of a bundle, or the bundle is for another task or release.
-        UpdateRejected: the files are not what their manifest says. What was installed before is untouched.
+        FailedError: a file name does not belong to a bundle, or the bundle is for another task or release.
+        UpdateRejected: the files do not match their manifest. What was installed before is untouched.
         StoreError: the disk is full or the folder cannot be written.
     """
     strange = [name for name in action.files if name not in {MANIFEST, *GRAPHS} and not _PART.match(name)]
@@ -54,7 +54,7 @@ def _check(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:
     sample = np.zeros((1, *task.input_shape), np.float32)
     try:
         outputs = session_of(bundle.graph, bundle.folder).run(None, {INPUT: sample})
-    except Exception as error:  # ONNX Runtime's own tree starts here
+    except Exception as error:  # ONNX Runtime's exception tree starts here
         raise FailedError(f"the bundle cannot be run: {error}") from error
     if outputs[0].shape != (1, task.n_classes):
         raise FailedError("the bundle's output is not that of the task")

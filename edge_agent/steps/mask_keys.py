@@ -1,4 +1,4 @@
-"""Make key pairs for one masked sum; asked again, tell the same."""
+"""Make key pairs for one masked sum; a repeated order gets the same ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedge.steps.mask_keys import KeysMade, MaskKeys
 
 
 def run(device: Device, action: MaskKeys) -> Result:
-    """The public halves; the private ones are on disk before."""
+    """The public halves; the private ones are already on disk."""
     session = Session(device, action.session)
     session.begin()
     return KeysMade(

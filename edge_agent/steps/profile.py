@@ -14,7 +14,7 @@ THREADED: Final = True
 
 
 def run(device: Device, action: Profile) -> Result:
-    """The profile by the order's extractor, with noise where it asks for it."""
+    """The profile by the order's extractor, with noise if requested."""
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     x, _ = device.data.shared

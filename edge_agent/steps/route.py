@@ -18,21 +18,21 @@ CHUNK: Final = 512
 
 
 def run(device: Device, action: Route) -> Routed:
-    """Eq. 12: rho, the mean output of the gate over the samples (n, *input_shape); uniform without samples.
+    """Eq. 12: rho, the mean gate output over the samples (n, *input_shape); uniform without samples.
 
     Raises:
-        FailedError: the file is no gate for such samples.
+        FailedError: the file is not a gate for such samples.
     """
     gate, (x, _) = device.fetch(action.gate), device.data.shared
     try:
-        with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that names files finds none
+        with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that refers to files finds none
             session = session_of(gate, Path(nowhere))
         n_experts = session.get_outputs()[0].shape[1]
         total = np.zeros(n_experts)
         for start in range(0, len(x), CHUNK):
             (p,) = session.run(None, {INPUT: x[start : start + CHUNK]})
             total += p.sum(axis=0, dtype=np.float64)
-    except Exception as error:  # ONNX Runtime's own tree starts here
+    except Exception as error:  # ONNX Runtime's exception tree starts here
         raise FailedError(f"the gate cannot be run: {error}") from error
     if not len(x):
         return Routed(shares=(1 / n_experts,) * n_experts, n_samples=0)

@@ -1,4 +1,4 @@
-"""PM-MoE's one upload: what a device kept for itself (pm_moe.md sections 7, 9). Off unless its owner wants it, too."""
+"""PM-MoE's one upload: the kept private module (pm_moe.md sections 7, 9). Off unless its owner enables it, too."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Module = Mapping[str, NDArray[np.generic]]
 
 
 class Given(Struct, frozen=True, kw_only=True):
-    """What was sent, and how it was asked for."""
+    """What was sent, and with which settings."""
 
     action: SharePrivate
     tensors: bytes
 
 
 def run(device: Device, action: SharePrivate) -> Result:
-    """What was kept, as a blob; clipped and with noise where the order says so."""
+    """The kept module as a blob, clipped and with noise if the order says so."""
     layout = kept_by(action.kept_by, action.personal, device.layout, device.host.steps)
     mine = device.kept(action.kept_by, layout)
     if mine is None:
@@ -46,7 +46,7 @@ def run(device: Device, action: SharePrivate) -> Result:
 
 
 def clipped(module: Module, clip: float) -> Tensors:
-    """The module with an L2 norm, over all its float tensors, of at most `clip` > 0. Counters stay as they are."""
+    """The module clipped to an L2 norm, over all its float tensors, of at most `clip` > 0. Counters stay unchanged."""
     floats = _floats(module)
     norm = math.sqrt(sum(float(np.sum(np.square(t, dtype=np.float64))) for t in floats.values()))
     scale = min(1.0, clip / norm) if norm else 1.0
@@ -66,13 +66,13 @@ def _floats(module: Module) -> dict[str, Floats]:
 
 
 def _noisy_once(device: Device, action: SharePrivate, module: Module, known: bytes | None) -> bytes:
-    """The module with noise that nobody else knows: not from the order's seed, which the coordinator gave.
+    """The module with secret noise, not from the order's seed, which the coordinator knows.
 
-    It is drawn once in a run and stored, and nothing else is given from then on: the mean of many draws would be the
-    module, and the module without noise is it.
+    It is drawn once per run and stored, and nothing else is sent from then on: averaging many draws, or a version
+    without noise, would reveal the module.
 
     Raises:
-        FailedError: there is no clip to measure the noise by, or the module was given in another way.
+        FailedError: there is no clip to scale the noise by, or the module was already sent with other settings.
         StoreError: the disk is full, or the file cannot be read.
     """
     if known is None:

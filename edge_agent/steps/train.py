@@ -1,11 +1,11 @@
-"""Train the shared model on D_L; the frame that all training steps share.
+"""Train the shared model on D_L; the frame shared by all training steps.
 
 Model split (pm_moe.md section 4): some layers stay on the device. FedPer: Arivazhagan et al., "Federated Learning with
 Personalization Layers", 2019. LG-FedAvg: Liang et al., "Think Locally, Act Globally", 2020. FedRep: Collins et al.,
 "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
 
-All of it learns from D_L: what stays shapes the gradient of what is shared, so what it had learned from a sensitive
-sample would show in the upload. FedRep's head takes steps of SGD, not epochs.
+Everything learns from D_L: what stays shapes the gradient of what is shared, so anything it learned from a sensitive
+sample would show in the upload. FedRep's head is trained for steps of SGD, not epochs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(device: Device, action: Train) -> Result:
 
 @contextmanager
 def own_loss(device: Device, action: Train, start: Model) -> Iterator[Loss]:
-    """What the device minimises; its network gets the weights of the start."""
+    """The device's loss; loads the start's weights into its network."""
     if action.class_means is UNSET:
         yield cross_entropy
         return
@@ -96,7 +96,7 @@ def own_loss(device: Device, action: Train, start: Model) -> Iterator[Loss]:
 def learn_split(device: Device, action: Train, start: Model) -> tuple[Model, Tensors]:
     """The trained model, and its personal layers. FedRep (`head_steps` > 0): first the head alone, then the base alone.
 
-    Running statistics belong to the base and move in both phases.
+    Running statistics belong to the base and change in both phases.
     """
     network, shared, sgd, rng = device.network, device.data.shared, action.sgd, device.rng()
     steps = sgd.steps_for(len(shared[1]))
@@ -112,7 +112,7 @@ def learn_split(device: Device, action: Train, start: Model) -> tuple[Model, Ten
 
 
 def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
-    """The layers that stayed, in place of the model's."""
+    """The model with its personal layers replaced by the kept ones."""
     return overlaid(model, kept, layout)
 
 
@@ -120,7 +120,7 @@ def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
 
 
 def train(device: Device, action: Train, learn: Learn) -> Result:
-    """A round in which something stays here: choose a start, look at it, learn, keep what stays, send the change."""
+    """One round of personalised training: choose a start, evaluate it, train, keep what stays, send the change."""
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     layout = action.kept(action.personal, device.layout)
@@ -144,9 +144,9 @@ def train(device: Device, action: Train, learn: Learn) -> Result:
 def report(
     device: Device, action: Train, chosen: Start, before: Look, loss_after: float | None, update: Model
 ) -> Trained:
-    """The result of a training: the part that travels of the change that it made to its start.
+    """The result of a training: the travelling part of the change from the start.
 
-    `before`, `loss_after`: of the model that the device would use; of the shared one where nothing may be told of it.
+    `before`, `loss_after`: of the model that the device would use, or of the shared one if the former is confidential.
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
@@ -166,9 +166,9 @@ def report(
 
 
 def whole(device: Device, ref: BlobRef, personal: Selector, mine: Tensors | None, initial: BlobRef | None) -> Model:
-    """All tensors of a model of which a part was sent: the others from what was kept, at first from `initial`.
+    """A complete model: the received tensors plus the kept ones, at first those of `initial`.
 
-    Without an initial model they begin as the network's own code makes them, which no message tells.
+    Without an initial model the network's own code initialises them, and no message reveals them.
     """
     if not personal:
         return device.model(ref)
@@ -185,7 +185,7 @@ def whole(device: Device, ref: BlobRef, personal: Selector, mine: Tensors | None
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A device whose start has been chosen."""
+    """A device with a chosen start."""
 
     number: int
     device: Device
@@ -195,10 +195,10 @@ class _Ready:
 
 
 def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | None]:
-    """Small networks side by side, many models in one tensor (`fedge.models.training.Stack`); None: do it alone.
+    """Train small networks side by side (`fedge.models.training.Stack`); None: to be done alone.
 
-    What a device learns agrees with its own `run` to float tolerance. Which way is taken depends on the network alone
-    (`can_stack`), never on who else was asked.
+    Each device's result agrees with its own `run` to float tolerance. The choice depends only on the network
+    (`can_stack`), never on the other devices.
     """
     found: list[Result | None] = [None] * len(devices)
     ready: list[_Ready] = []
@@ -220,7 +220,7 @@ def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | N
 
 
 def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
-    """Devices that can share a stack: same network, training and measurements; alike in samples, so few pads."""
+    """Group devices that can share a stack: same network, training and measurements; similar sizes, for less padding."""
     alike: dict[tuple[str, Sgd, int, object, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
         sgd = one.action.sgd

@@ -1,7 +1,7 @@
-"""DBE: a vector that is added to the features stays here; the shared features' mean is drawn to a global one.
+"""DBE: a vector added to the features stays here; the shared features' mean is pulled to a global one.
 
 Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023; pm_moe.md
-section 4. Prediction: Hd(B(x) + P) = W f + (W P + b): for a bundle the vector goes into the head's bias.
+section 4. Prediction: Hd(B(x) + P) = W f + (W P + b): in a bundle the vector becomes part of the head's bias.
 
 P shapes the gradient of what is shared, so it learns from the same samples, D_L.
 """
@@ -26,10 +26,10 @@ from fedge.tensors import HEAD, Floats, Layout, Model, TensorInfo, Tensors, over
 
 
 class MeanRegularised:
-    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), r = 0 at first.
+    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), initially r = 0.
 
-    The gradient flows through the batch's mean alone, not through the r of the batches before. Context manager: inside
-    it, the head adds P to the features.
+    The gradient flows only through the current batch's mean, not through earlier r. Context manager: inside it, the
+    head adds P to the features.
     """
 
     def __init__(self, head: nn.Linear, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
@@ -49,7 +49,7 @@ class MeanRegularised:
         return self._features + self._offset
 
     def __call__(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch; every call moves r on."""
+        """The loss of a batch; each call updates r."""
         logits = module(x)
         r = (1 - self._momentum) * self._running + self._momentum * self._features.mean(dim=0)
         self._running = r.detach()
@@ -63,10 +63,10 @@ def run(device: Device, action: TrainDbe) -> Result:
 
 
 def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, goal: Floats) -> tuple[Model, Tensors]:
-    """The shared model and the offset P, trained together on D_L, n >= 1; P has its own SGD at the same rate.
+    """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
 
     Args:
-        device: whose samples.
+        device: the owner of the samples.
         action: momentum m, kappa, SGD of both.
         start: the global model.
         mine: the offset so far; None: zero.
@@ -107,7 +107,7 @@ def global_mean(data: bytes, layout: Layout) -> Floats:
 
 
 def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
-    """The head takes the offset in: b <- W P + b, in float64."""
+    """Add the offset to the head: b <- W P + b, in float64."""
     weight, bias = (info.name for info in layout.select(HEAD).tensors)
     tensors = unflatten(model, layout) | kept
     w, p, b = (tensors[name].astype(np.float64) for name in (weight, OFFSET, bias))

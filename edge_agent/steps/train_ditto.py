@@ -1,9 +1,9 @@
-"""Ditto: beside the shared model a personal one that is drawn to it, and never sent.
+"""Ditto: besides the shared model, a personal one that is pulled towards it and never sent.
 
 Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1;
 scmoe_pfl.md section 14. The shared model learns as in FedAvg. The personal model v minimises the local loss +
-(lambda / 2) ||v - w||^2, where w is the global model at the round's start. It has no way into the upload, so it learns
-from all training samples, sensitive ones included. A device's first v is the w that it gets first.
+(lambda / 2) ||v - w||^2, where w is the global model at the round's start. It cannot influence the upload, so it learns
+from all training samples, including sensitive ones. A device's first v is the first w it receives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(device: Device, action: TrainDitto) -> Result:
 
 
 def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
-    """The shared model trained from w on D_L, and v, trained as long on all training samples. `mine` None: v is w.
+    """The shared model trained from w on D_L, and v trained equally long on all training samples. `mine` None: v is w.
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
@@ -38,7 +38,7 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
     trained = network.dump()
     network.load(w if mine is None else flatten(mine, network.layout))
     drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
-    # a stream of its own: the shared model learns the same, whatever is kept beside it
+    # a separate stream, so that the shared model learns the same whatever is kept
     with device.untimed():
         Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
             sgd.steps_for(data.n_train), device.stop

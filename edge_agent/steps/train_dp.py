@@ -1,11 +1,11 @@
-"""DP-SGD in place of SGD: what leaves is the same for the eye, whoever's sample one takes away.
+"""DP-SGD in place of SGD: what leaves hardly depends on any single sample.
 
-Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1 (`fedge.models.dp_sgd`), on the
-device of who owns the samples. What stays on the device is trained in the same way: it shapes the gradients of what is
-sent, so without noise it would carry one sample into those of the others.
+Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1 (`fedge.models.dp_sgd`), run on
+the device that owns the samples. What stays on the device is trained in the same way: it shapes the gradients of what
+is sent, so without noise it would leak single samples into them.
 
-The batches and the noise come from the operating system, never from the order's seed, which the coordinator knows. An
-order that is done again draws anew, and is charged again.
+Batches and noise come from the operating system, never from the order's seed, which the coordinator knows. A repeated
+order draws anew and is charged again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ overlay = train.overlay
 
 
 def run(device: Device, action: TrainDp) -> Result:
-    """Train from the first start, charge the ledger, then look at what came of it."""
+    """Train from the first start and charge the ledger, then report the update."""
     n = device.data.n_shared
     if not n:
         return Declined(why=Why.NO_DATA)
@@ -51,7 +51,7 @@ def run(device: Device, action: TrainDp) -> Result:
 
 
 def planned(device: Device, action: TrainDp) -> Charge:
-    """What the order will cost."""
+    """The cost of the order."""
     n, sgd = device.data.n_shared, action.sgd
     rate, steps = min(1.0, sgd.batch_size / n), sgd.steps_for(n) + action.head_steps
     sigma = noise_for(action.privacy, rate, steps)
@@ -60,7 +60,7 @@ def planned(device: Device, action: TrainDp) -> Charge:
 
 
 def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
-    """Why the order is not carried out: the run's own promise, or the owner's budget; None: it is."""
+    """Why the order is refused: the run's own promise, or the owner's budget; None: it is carried out."""
     promised, budget = action.privacy.epsilon, device.host.budget
     if promised is not None:
         total = ledger.spent(action.privacy.delta, run=charge.run, planned=charge)

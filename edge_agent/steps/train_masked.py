@@ -1,4 +1,4 @@
-"""Train as `train` does, and send the change of the model under a mask, once for each session."""
+"""Train as `train` does and send the masked change of the model, once per session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THREADED = train.THREADED
 
 
 def run(device: Device, action: TrainMasked) -> Result:
-    """What was sent before, if it was; else train, mask, keep, send."""
+    """Repeat an earlier answer if there is one; else train, mask, keep, send."""
     session = Session(device, action.session)
     roster, own = session.roster(action.roster)
     known = session.read(Masked)
@@ -52,12 +52,12 @@ def many(devices: Sequence[Device], actions: Sequence[TrainMasked]) -> list[Resu
 
 
 def plain(action: TrainMasked) -> Train:
-    """The training, exact: nothing is rounded twice."""
+    """The training in an exact codec, so that nothing is rounded twice."""
     return msgspec.structs.replace(action.train, codec=Codec.FLOAT32)
 
 
 def masked(device: Device, action: TrainMasked, trained: Trained) -> Result:
-    """The update of a training under its masks, kept and sent."""
+    """Mask a training's update, keep it and send it."""
     session = Session(device, action.session)
     roster, own = session.roster(action.roster)
     _require_pairs(roster, own, action)
@@ -81,14 +81,14 @@ def masked(device: Device, action: TrainMasked, trained: Trained) -> Result:
 
 
 def _change(device: Device, action: TrainMasked, trained: Trained) -> Model:
-    """What the training changed: its update's buffers and counters are those after it."""
+    """The change in training; the update holds final buffers and counters, not differences."""
     update = device.take_back(trained.update)
     start = device.model(action.train.starts[0].model)
     return Model(update.params, update.buffers - start.buffers, update.counters - start.counters)
 
 
 def _require_pairs(roster: Roster, own: int, action: TrainMasked) -> None:
-    """Refuse masks that too few devices take part in, or others than the neighbours."""
+    """Refuse masks shared with too few devices, or with others than the neighbours."""
     if len(action.train.starts) != 1 or action.train.personal:
         raise FailedError("a masked training is of one whole model")
     if not set(action.shares) <= set(roster.neighbours(own)) or len(action.shares) < roster.threshold:

@@ -1,11 +1,11 @@
 """FedRoD: a shared model that learns as if all classes were equally frequent, and a second head that stays here.
 
 Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022;
-pm_moe.md section 4. Prediction: Hd_g(f) + Hd_p(f); the logits add, so for a bundle the two heads are one.
+pm_moe.md section 4. Prediction: Hd_g(f) + Hd_p(f); the logits add, so a bundle has one combined head.
 
-Departures: the second head starts at zero, so that a device predicts as the shared model does until it has trained. It
-sends no gradient into the base, hence it learns from all training samples, in batches of its own, on the features as
-they are after step (a), in evaluation mode; the shared model learns from D_L, with the class counts of D_L.
+Departures: the second head starts at zero, so that an untrained device predicts as the shared model does. It sends no
+gradient into the base, so it learns from all training samples, in its own batches, on the features after step (a), in
+evaluation mode; the shared model learns from D_L, with the class counts of D_L.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedge.tensors import HEAD, Layout, Model, Tensors, overlaid, unflatten
 
 
 def balanced_softmax(log_counts: Tensor) -> Loss:
-    """Mean cross-entropy of the logits + ln(n_c), where n_c are the local counts of the classes.
+    """Mean cross-entropy of the logits + ln(n_c), where n_c are the local class counts.
 
     log_counts: (C,) ln(n_c); a class without samples (ln 0) gets no mass.
     """
@@ -42,9 +42,9 @@ def run(device: Device, action: TrainRod) -> Result:
 
 
 def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
-    """The shared model and the second head, trained in turns: batch by batch (a) the one, (b) the other.
+    """Train the shared model (a) and the second head (b) alternately, batch by batch.
 
-    The shared model learns from D_L, n >= 1, the second head from all training samples; from D_L, too, if it may be
+    The shared model learns from D_L, n >= 1; the second head from all training samples, or from D_L if it may be
     pooled. `mine`: the second head so far; None: zero.
 
     Raises:
@@ -74,7 +74,7 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) 
             velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
             own.sub_(velocity, alpha=sgd.learning_rate)
     learned = own.cpu().numpy()
-    if np.isfinite(learned).all():  # of one that diverged nobody is told: it learns from all samples
+    if np.isfinite(learned).all():  # divergence is not reported: it learns from all samples
         head = learned
     return network.dump(), {weight: head[:, :-1].copy(), bias: head[:, -1].copy()}
 

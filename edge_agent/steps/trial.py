@@ -1,4 +1,4 @@
-"""What the device says of the trial's global model and expert (fedge.md section 5)."""
+"""The device's comparison of the trial's global model and expert (fedge.md section 5)."""
 
 from __future__ import annotations
 

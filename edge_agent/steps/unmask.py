@@ -1,4 +1,4 @@
-"""Show neighbours' shares that open one sum, if it covers enough devices; of one session only ever for one sum."""
+"""Reveal neighbours' shares that open one sum, if it covers enough devices; a session is opened for one sum only."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _KEY: Final = slice(SHARE_BYTES, 2 * SHARE_BYTES)
 
 
 class Summed(Struct, frozen=True):
-    """The sum that was opened: positions."""
+    """The opened sum: positions."""
 
     positions: tuple[int, ...]
 
 
 def run(device: Device, action: Unmask) -> Result:
-    """For each neighbour with whom this device masked: the seed's share if it is summed, else the key's."""
+    """For each neighbour in this device's masks: the seed's share if it is summed, else the key's."""
     session = Session(device, action.session)
     roster, own = session.roster(action.roster)
     session.shared(roster)
