@@ -65,7 +65,7 @@ class Modules:
 
 
 def run(device: Device, action: FitPool) -> Installed:
-    """Sections 5 to 7. If only the own module is left, the gate diverged, or the guard says so, that module serves alone.
+    """Sections 5 to 7. If only its own is left, the gate diverged, or the guard says so, that module serves alone.
 
     Raises:
         FailedError: the device has no module of its own.

@@ -220,7 +220,7 @@ def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | N
 
 
 def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
-    """Group devices that can share a stack: same network, training and measurements; similar sizes, for less padding."""
+    """Group devices that can share a stack: same network, training and measurements; similar sizes, to pad less."""
     alike: dict[tuple[str, Sgd, int, object, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
         sgd = one.action.sgd
