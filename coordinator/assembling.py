@@ -1,7 +1,7 @@
 """Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md section 7).
 
-`files_of` needs torch, to compare with. Where the process shall not hold it, `bundle_in_subprocess` has a short-lived
-child do it.
+`files_of` needs torch, for comparison. `bundle_in_subprocess` runs it in a short-lived child, so that this process does
+not load torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fedge.tensors import Layout, Model
 def mixture_of(
     task: TaskSpec, models: Sequence[Model], shares: Sequence[float], log_prior: NDArray[np.float64] | None
 ) -> Mixture:
-    """One model as it is, or the outputs of several, mixed in fixed shares.
+    """One model unchanged, or several whose outputs are mixed in fixed shares.
 
     Args:
         task: of the models.
         models: at least one.
         shares: of each model in the output; sum to 1.
-        log_prior: added to the logits of class c, (C,); None: nothing is (kappa = 0).
+        log_prior: added to the logits of class c, (C,); None: nothing (kappa = 0).
     """
     alone = len(models) == 1
     return Mixture(
@@ -86,10 +86,10 @@ def files_of(
 def bundle_in_subprocess(
     task: TaskSpec, layout: Layout, model: Model, *, release: int, method: str
 ) -> dict[str, bytes]:
-    """The files of a bundle that predicts what the model predicts, without torch in this process.
+    """The files of a bundle with the model's predictions, without torch in this process.
 
     Raises:
-        ConfigError: there is none of such a network; the text says why.
+        ConfigError: such a network cannot be exported; the text says why.
     """
     try:
         return child.call(
@@ -100,7 +100,7 @@ def bundle_in_subprocess(
 
 
 def bundle_of(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:
-    """The files of a bundle that predicts what the model predicts; with torch in this process.
+    """The files of a bundle with the model's predictions; loads torch.
 
     Raises:
         ConfigError: the network cannot be built or expressed in ONNX.

@@ -1,7 +1,7 @@
-"""`fedge backup` and `fedge restore`: a coordinator's home, copied while it runs, and made anew elsewhere.
+"""`fedge backup` and `fedge restore`: copies a running coordinator's home, and restores it elsewhere.
 
-A backup is a folder with the tables as a file of SQLite's, wherever they were, and the tensors. These are copied after
-the tables, and nobody deletes one meanwhile: none that the tables name is missing.
+A backup is a folder with the tables as one SQLite file, wherever they were, and the tensors. Tensors are copied after
+the tables, with deletion suspended, so none that the tables name is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BESIDE: Final = ("task.json", "summary.json")
 
 
 def back_up(home: Path, store: str | None, folder: Path) -> int:
-    """Copy a coordinator's home, which may be at work; the number of tensors.
+    """Copy the home of a coordinator, which may be running; returns the number of tensors.
 
     Raises:
         ConfigError: there is no coordinator's home, it has no tables here, its tensors are in a bucket, or the folder
@@ -55,16 +55,16 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
 
 
 def restore_to(folder: Path, home: Path, store: str | None) -> int:
-    """Make a coordinator's home of a backup; the number of tensors. Orders that were open are new ones from here on.
+    """Restore a coordinator's home from a backup; returns the number of tensors. Open orders get new ids.
 
     Raises:
-        ConfigError: there is no backup, or something is where it is to go.
-        StoreError: it cannot be read or written, is a newer fedge's, or a tensor is damaged.
+        ConfigError: no backup, or the target exists.
+        StoreError: it cannot be read or written, is from a newer fedge, or a tensor is damaged.
     """
     federation = read_summary(folder)["federation"]
     with _made(home) as made:
         n_tensors = _copy_files(folder, made)
-        given = made / "given"  # opening a file changes it, and its tables may be those of an earlier version
+        given = made / "given"  # opening a file changes it, and its tables may be of an earlier version
         given.mkdir()
         shutil.copyfile(folder / "store.db", given / "store.db")
         with closing(database(given, None, "")()) as source, closing(database(made, store, federation)()) as target:
@@ -110,7 +110,7 @@ def _copy_tables(source: Database, target: Database) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> int:
-    """The tensors, each seen to be what its name says, and what lies beside them; how many there were."""
+    """Copy and verify the tensors and the files beside them; returns the number of tensors."""
     blobs = sorted(BlobFolder(source / "blobs"))
     (target / "blobs").mkdir()
     for digest in blobs:
@@ -123,10 +123,10 @@ def _copy_files(source: Path, target: Path) -> int:
 
 
 def _reissue(db: Database) -> None:
-    """Give open orders, and all that will be written, other ids.
+    """Give open and future orders new ids.
 
-    Devices do no order again that was acknowledged, and since the backup some may have been: under their old ids they
-    would be waited for in vain. Seeds do not depend on ids, so the same work has the same result.
+    Devices never repeat an acknowledged order, and some may have been acknowledged since the backup: with their old ids
+    the coordinator would wait in vain. Seeds do not depend on ids, so the same work has the same result.
     """
     issue = f"-{uuid.uuid4().hex[:8]}"
     db.begin()

@@ -1,4 +1,4 @@
-"""Where a coordinator's tensors lie: in its folder, or in a bucket that processes on several machines share."""
+"""Storage of a coordinator's tensors: its folder, or a bucket shared by processes on several machines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ GIVEN_UP_S: Final = 60.0
 
 
 class Blobs(BlobFolder):
-    """A folder: what is durable there is stored. Safe to share between processes."""
+    """A folder with durable blobs. Safe to share between processes."""
 
     def received(self) -> BlobFolder:
-        """Where the dispatcher receives what it will `take`."""
+        """The folder in which the dispatcher receives blobs before it takes them."""
         return self
 
     def take(self, received: Path) -> None:
-        """Have a blob whose bytes are on this disk already, and are those that the file's name says.
+        """Store a blob that is already on this disk and matches its file name.
 
         Raises:
-            FileNotFoundError: it is not there any more.
+            FileNotFoundError: it is no longer there.
             StoreError: it cannot be stored.
         """
         target = self.path(received.name)
@@ -37,14 +37,14 @@ class Blobs(BlobFolder):
             sync_folder(target.parent)
 
     def bring(self, digest: str) -> Path | None:
-        """The file of a blob; None: there is no such blob."""
+        """The file of a blob, fetched if need be; None: no such blob."""
         return self.path(digest) if digest in self else None
 
     def let_go(self, wanted: Collection[str]) -> None:
-        """Of what is stored elsewhere keep these alone at hand."""
+        """Keep only these local copies of blobs stored elsewhere."""
 
     def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
-        """Delete all others, and what was received of others, but for what is younger than `spare_s`."""
+        """Delete all other blobs, stored or received, except those younger than `spare_s`."""
         for folder in {self.path(""), self.received().path("")}:
             for path in list(folder.iterdir()):
                 if path.name.partition(".")[0] not in digests:
@@ -54,17 +54,17 @@ class Blobs(BlobFolder):
 
 
 class _Bucket(Blobs):
-    """A bucket; what is in the folder is in the bucket as well, and need not be fetched.
+    """A bucket; blobs in the local folder are in the bucket, too, and need not be fetched.
 
-    Credentials are those of the environment, as the tools of AWS read them (AWS_ACCESS_KEY_ID and so on).
+    Credentials come from the environment, as for AWS tools (AWS_ACCESS_KEY_ID and so on).
 
     Args:
-        folder: what is at hand.
+        folder: of local copies.
         url: s3://BUCKET/FOLDER.
-        keep: what is stored stays at hand.
+        keep: whether stored blobs stay in the folder.
 
     Raises:
-        ConfigError: obstore is not installed, or this is no address of a bucket.
+        ConfigError: obstore is not installed, or this is not the address of a bucket.
     """
 
     def __init__(self, folder: Path, url: str, *, keep: bool) -> None:
@@ -147,7 +147,7 @@ class _Bucket(Blobs):
 
 
 def blobs_in(home: Path, url: str | None, *, dispatcher: bool) -> Blobs:
-    """HOME/blobs, or the bucket at `url`; what others than the dispatcher have at hand of it is in HOME/models."""
+    """HOME/blobs, or the bucket at `url`; processes other than the dispatcher keep their copies in HOME/models."""
     if url is None:
         return Blobs(home / "blobs")
     return _Bucket(home / ("blobs" if dispatcher else "models"), url, keep=dispatcher)

@@ -1,6 +1,6 @@
-"""What would not work, found before the first round: in seconds, on the network and a few samples alone.
+"""Finds problems before the first round, in seconds, with only the network and a few samples.
 
-`examine` needs torch. The coordinator has it done in the short-lived child that makes the first model (`first_model`).
+`examine` needs torch. The coordinator runs it in the short-lived child that makes the first model (`first_model`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOLERANCE: Final = 1e-3
 
 
 class Finding(Struct, frozen=True):
-    """`what` is so, and what to `do` about it; `stops`: nothing would come of a run."""
+    """A problem (`what`) and its remedy (`do`); `stops`: a run would be useless."""
 
     what: str
     do: str
@@ -52,7 +52,7 @@ class Finding(Struct, frozen=True):
 
 
 class Examined(Struct, frozen=True, kw_only=True):
-    """A task's network: its trained weights, its size where it travels whole, and the memory that a device needs."""
+    """A task's network: its trained weights, its size if it travels whole, and the memory that a device needs."""
 
     parameters: int
     size_bytes: int
@@ -61,12 +61,12 @@ class Examined(Struct, frozen=True, kw_only=True):
 
 
 def examine(task: TaskSpec, layout: Layout, without_profile: str = "") -> Examined:
-    """Try the task's network.
+    """Try out the task's network.
 
     Args:
-        task: what is learned; its network has been built once (`fedge.models.initial`), which finds wrong input shapes.
+        task: what is learned; its network was built once (`fedge.models.initial`), which finds wrong input shapes.
         layout: of the network.
-        without_profile: what becomes of the method where the network has no ReLU; empty: it needs none.
+        without_profile: effect on the method if the network has no ReLU; empty: it needs none.
 
     Raises:
         ConfigError: as `fedge.models.build`.
@@ -92,7 +92,7 @@ def examine(task: TaskSpec, layout: Layout, without_profile: str = "") -> Examin
 
 
 def _numbers(module: torch.nn.Module, x: torch.Tensor) -> int:
-    """How many numbers the layers give out for one sample."""
+    """The number of values that the layers output for one sample."""
     import torch
 
     seen: list[int] = []
@@ -132,7 +132,7 @@ def _profile(module: torch.nn.Module, x: torch.Tensor, without_profile: str) -> 
 
 
 def _graph(task: TaskSpec, layout: Layout, module: torch.nn.Module, x: torch.Tensor) -> list[Finding]:
-    """Whether the exported graph gives what torch gives: one that decides by the values of its input does not."""
+    """Check that the exported graph agrees with torch; it does not if the network branches on its input's values."""
     import torch
 
     from export.graph import single
@@ -162,7 +162,7 @@ def _memory(ram_gb: float) -> list[Finding]:
 
 
 def classes_without_samples(task: TaskSpec, y: np.ndarray[Any, Any]) -> list[Finding]:
-    """The classes that no sample is of."""
+    """The classes without samples."""
     counts = np.bincount(y, minlength=task.n_classes)
     if not (missing := [name for name, n in zip(task.classes, counts, strict=True) if n == 0]):
         return []
@@ -171,7 +171,7 @@ def classes_without_samples(task: TaskSpec, y: np.ndarray[Any, Any]) -> list[Fin
 
 
 def without_profile(method: str, options: Mapping[str, Option]) -> str:
-    """What becomes of a method where the network has no ReLU for a profile; empty: it asks for none."""
+    """Effect on a method if the network has no ReLU for a profile; empty: it needs none."""
     chosen, _ = options_of(kind := method_class(method), options)
     if kind.name == "fedge" and not getattr(chosen, "buffer", 0):
         return "all form one group when it is chosen who trains; experts come from their updates, as always"
@@ -181,12 +181,12 @@ def without_profile(method: str, options: Mapping[str, Option]) -> str:
 
 
 def first_model(task: TaskSpec, seed: int, without_profile: str = "") -> tuple[Layout, Model]:
-    """Layout and first weights of the task's network, equal to those of `fedge.models.initial`, by a child.
+    """Layout and first weights of the task's network, equal to `fedge.models.initial`, made in a child process.
 
-    What a person should know of the network before the first round is logged.
+    Logs what users should know about the network before the first round.
 
     Raises:
-        ConfigError: the network cannot be built, or nothing would come of it; the text says why.
+        ConfigError: the network cannot be built, or a run would be useless; the text says why.
     """
     try:
         begun = child.call(
@@ -210,10 +210,10 @@ def _begin(task: TaskSpec, seed: int, without_profile: str) -> tuple[Layout, Mod
 
 
 def require_sound(findings: tuple[Finding, ...]) -> None:
-    """Stop where nothing would come of a run.
+    """Refuse a run that would be useless.
 
     Raises:
-        ConfigError: it would not; all reasons.
+        ConfigError: it would be; all reasons.
     """
     if stops := [str(finding) for finding in findings if finding.stops]:
         raise ConfigError("; ".join(stops))

@@ -1,4 +1,4 @@
-"""`fedge check`: what would not work with a task and a network, before anything is started."""
+"""`fedge check`: finds problems with a task and a network before anything is started."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(config: Path | None, options: tuple[str, ...], as_json: bool, **flags:
 
 
 def _samples(settings: CheckSettings, task: TaskSpec) -> tuple[int, list[Finding]]:
-    """How many samples were read, and what is wrong with them.
+    """The number of samples, and what is wrong with them.
 
     Raises:
         ConfigError: they cannot be read, or do not fit the task.

@@ -1,4 +1,4 @@
-"""`fedge coordinator` runs a federation; `fedge status` tells how it stands."""
+"""`fedge coordinator` runs a federation; `fedge status` reports on it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
 async def _served(
     settings: CoordinatorSettings, config: Path | None, work: Callable[[], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The federation, and its page where one is wanted; the rest of the page's settings are in section [ui]."""
+    """Run the federation, with its page if requested; the page's further settings are in section [ui]."""
     if settings.ui is None:
         return await work()
     host, port = parse_address(settings.ui)
@@ -108,7 +108,7 @@ async def _served(
 
 @contextlib.contextmanager
 def _observer(as_json: bool) -> Iterator[Observer]:
-    """JSON lines; or events as log lines in JSON; or a live line on a terminal; or a line per round."""
+    """JSON lines; or events as JSON log lines; or a live line on a terminal; or a line per round."""
     if as_json or in_json():
 
         def tell(event: str, fields: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _observer(as_json: bool) -> Iterator[Observer]:
 
 
 def _logged(event: str, fields: dict[str, Any]) -> None:
-    """An event with what the store keeps of it."""
+    """Log an event, without what only the store keeps."""
     told = happened(event, fields, fields.get("round", 0))
     about = {"round": told.round or None, "device": told.device or None}
     note(log, event, {name: value for name, value in about.items() if value} | told.fields)
@@ -135,7 +135,7 @@ def _logged(event: str, fields: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _tracked(settings: CoordinatorSettings, store: Store, show: Observer) -> Iterator[Observer]:
-    """An observer that also tells TensorBoard and MLflow the figures of each round, where they are wanted."""
+    """An observer that also sends each round's figures to TensorBoard and MLflow, if configured."""
     run = store.remember("tracked", uuid.uuid4().hex)
     with tracking(settings.tensorboard, settings.mlflow, settings.federation, run) as track:
 
@@ -151,7 +151,7 @@ def _tracked(settings: CoordinatorSettings, store: Store, show: Observer) -> Ite
 
 
 class Progress:
-    """What a person sees: rounds, devices, accuracy, bytes, time left."""
+    """Progress for people: rounds, devices, accuracy, bytes, time left."""
 
     def __init__(self, *, live: bool) -> None:
         self._live = live
@@ -163,7 +163,7 @@ class Progress:
         self._text = "waiting for devices"
 
     def observe(self, event: str, fields: dict[str, Any]) -> None:
-        """Take note of an event and redraw."""
+        """Process an event and redraw."""
         if event == "waiting":
             self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
             self._line(self._text)
@@ -201,7 +201,7 @@ class Progress:
         click.echo(("\r\x1b[2K" if self._live else "") + text, err=True)
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own."""
+        """Leave the cursor on a new line."""
         if self._live:
             click.echo("", err=True)
 
@@ -254,10 +254,10 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 def _federation_in(home: Path) -> tuple[dict[str, Any], list[str]]:
-    """What the coordinator wrote, and the same as text.
+    """The coordinator's summary, and the same as text.
 
     Raises:
-        ConfigError: it wrote nothing there.
+        ConfigError: there is none.
         StoreError: it cannot be read.
     """
     summary = read_summary(home)
@@ -316,12 +316,12 @@ def _length(seconds: float) -> str:
 
 
 def _span(ahead_s: float) -> str:
-    """How far one clock is from another."""
+    """The difference between two clocks, in words."""
     return f"{_length(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
-    """Presence of each device as the broker retains it, or what to do about one of an earlier version.
+    """Presence of each device as retained by the broker, or advice about one of an earlier version.
 
     Raises:
         TransportError: the broker refused us for good, or cannot be reached.
@@ -351,7 +351,7 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
                     await news.wait()
                 news.clear()
     found: dict[str, str] = {}
-    for device, inbound in said.items():  # not before all has come: who is revoked may come last
+    for device, inbound in said.items():  # only when complete: revocations may come last
         try:
             payload = signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
             found[device] = outdated(device) if is_outdated(payload) else decode(payload, Status).presence
@@ -363,6 +363,6 @@ async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
 
 
 def _out_of_reach(broker: BrokerSettings) -> str:
-    """Why nobody lets us in: a broker that does not like our certificate just closes the connection."""
+    """Why we are not let in: a broker that rejects our certificate just closes the connection."""
     where = f"the broker at {broker.host}:{broker.port} cannot be reached"
     return where if broker.ca_file is None else f"{where}, or it does not accept our certificate (cert_file)"

@@ -1,4 +1,4 @@
-"""What a person may ask of a running coordinator: kept in its store, where the coordinator looks now and then."""
+"""Requests to a running coordinator, kept in its store, which the coordinator checks from time to time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ KEY: Final = "wishes"
 
 
 class Wishes(Struct, frozen=True, kw_only=True):
-    """What is asked of the coordinator. All of it holds until something else is asked.
+    """The standing requests to the coordinator. Each holds until it is changed.
 
-    paused: no further round begins. steps: rounds that may begin all the same. recluster: before which round the
-    clusters are made anew; 0: the next one, whichever that is; None: they are left. retired: devices that get no more
-    orders.
+    paused: no further round begins. steps: rounds that may begin all the same. recluster: round before which clusters
+    are made anew; 0: the next one; None: not at all. retired: devices that get no more orders.
     """
 
     paused: bool = False
@@ -41,16 +40,16 @@ ACTIONS: Final = {
 
 
 def wishes_in(store: Store) -> Wishes:
-    """What is asked at present."""
+    """The present requests."""
     kept = store.recall(KEY)
     return Wishes() if kept is None else msgspec.json.decode(kept, type=Wishes)
 
 
 def act(store: Store, name: str, device: str = "") -> str:
-    """Ask something of the coordinator; what to say to who asked.
+    """Request something of the coordinator; returns the reply for the user.
 
     Raises:
-        ConfigError: there is no such action, or it lacks a device.
+        ConfigError: no such action, or it lacks a device.
     """
     if name in {"retire", "readmit"} and not re.fullmatch(NAME, device):
         raise ConfigError(f"{device!r} is no device's name")
@@ -64,10 +63,10 @@ def act(store: Store, name: str, device: str = "") -> str:
 
 
 def wished(wishes: Wishes, name: str, device: str = "") -> Wishes:
-    """The wishes after one more.
+    """The requests after one more.
 
     Raises:
-        ConfigError: there is no such action.
+        ConfigError: no such action.
     """
     change = msgspec.structs.replace
     match name:
@@ -86,10 +85,10 @@ def wished(wishes: Wishes, name: str, device: str = "") -> Wishes:
 
 
 def at_round(store: Store, number: int) -> Wishes:
-    """The wishes as round `number` begins, which uses up a step of a paused run; kept before it begins.
+    """The requests at the start of round `number`, which uses up a step of a paused run; stored before it begins.
 
-    `recluster` equals `number` if clusters are to be made anew for this round: a coordinator that is killed in it and
-    started again finds the same.
+    `recluster` equals `number` if clusters are to be made anew for this round; a coordinator killed during the round
+    finds the same after a restart.
     """
 
     def change(kept: str | None) -> str:

@@ -1,6 +1,6 @@
-"""Where the store's tables are: in a file of SQLite's, or on a PostgreSQL server.
+"""The store's tables: in an SQLite file or on a PostgreSQL server.
 
-Statements number their values `$1`, `$2`, ... and keep to what both know. Migrations are written in SQLite's words.
+Statements number their values `$1`, `$2`, ... and use only the common dialect. Migrations are written in SQLite's.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ WORDS: Final = {
     "INTEGER": "BIGINT",
     "REAL": "DOUBLE PRECISION",
     "BLOB": "BYTEA",
-    "TEXT": 'TEXT COLLATE "C"',  # in the order of the code points, like SQLite
+    "TEXT": 'TEXT COLLATE "C"',  # ordered by code point, like SQLite
     "STRICT": "",
 }
 
 
 class Database(Protocol):
-    """One connection, used by one thread at a time. What it raises is in `failures`."""
+    """One connection, used by one thread at a time. Its exceptions are in `failures`."""
 
     def execute(self, sql: str, *values: object) -> Sequence[Any]:
-        """Carry out one statement; the rows that it returns."""
+        """Execute one statement; returns its rows."""
 
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
-        """Carry out a statement for each of many."""
+        """Execute a statement for each of many values."""
 
     def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
-        """Carry out a statement for each of many; whether it returned a row, which has the first value alone."""
+        """Execute a statement for each of many values; returns whether it gave a row, whose first value is that value."""
 
     def alone(self, taken: str) -> None:
-        """Be the only dispatcher until the connection ends; of a file, the lock of its folder says who is.
+        """Become the only dispatcher until the connection ends; for a file, the lock of its folder decides.
 
         Raises:
             ConfigError: another process is; `taken` is the text.
         """
 
     def begin(self) -> None:
-        """Begin a transaction that writes, once no other process has one open: they end in the order they begin in."""
+        """Begin a writing transaction once no other process has one open, so that they end in the order they began."""
 
     def snapshot(self) -> None:
-        """Begin a transaction that only reads: all of it sees the tables as they are at its first statement."""
+        """Begin a read-only transaction: all of it sees the tables as of its first statement."""
 
     def version(self) -> int:
-        """Number of the last migration; 0: there are no tables yet."""
+        """Number of the last migration; 0: no tables yet."""
 
     def migrate(self, number: int, script: str) -> None:
-        """Carry out a migration and record it, in one transaction."""
+        """Run a migration and record it, in one transaction."""
 
     def close(self) -> None:
         """Close the connection."""
 
 
 class _Sqlite:
-    """A file on this machine, in WAL mode, forced to the disk at each commit.
+    """A local file in WAL mode, flushed to disk at each commit.
 
-    As long as anybody has it open, the file itself says so (`IN_USE`): a copy without the log that it needs is refused.
-    Who is killed leaves log and mark; the last one that ends cleanly brings the log in, then takes the mark away. Where
-    it stays, a log stays, too, if only an empty one.
+    While somebody has it open, the file itself says so (`IN_USE`): a copy without its log is refused. A killed process
+    leaves log and mark; the last one to end cleanly merges the log, then removes the mark. If the mark stays, a log
+    stays, too, even if empty.
     """
 
     def __init__(self, file: Path) -> None:
@@ -101,7 +101,7 @@ class _Sqlite:
         return self._bring_in()
 
     def _bring_in(self) -> bool:
-        """Write what the log holds into the file; whether that was all of it. Its room is kept for what comes next."""
+        """Merge the log into the file; returns whether that was all of it. The log's space is kept for reuse."""
         return bool(self.execute("PRAGMA wal_checkpoint(RESTART)")[0][0] == 0)
 
     def execute(self, sql: str, *values: object) -> Sequence[Any]:
@@ -142,10 +142,10 @@ class _Sqlite:
 
 
 def _require_log(file: Path, log: Path) -> None:
-    """See that a file that was in use has its log.
+    """Check that a file that was in use has its log.
 
     Raises:
-        ConfigError: it has not: it was copied without.
+        ConfigError: it was copied without.
     """
     if not file.exists() or log.exists():
         return
@@ -158,10 +158,10 @@ def _require_log(file: Path, log: Path) -> None:
 
 
 class _Postgres:
-    """A schema on a server, named like the federation. asyncpg runs in a loop of its own: callers wait, like SQLite's.
+    """A schema on a server, named after the federation. asyncpg runs in its own loop; callers wait, as with SQLite.
 
-    The server must keep the session: advisory locks say who is the dispatcher, and who writes. A pooler that hands
-    sessions round by transaction will not do.
+    The server must keep the session, since advisory locks say who is the dispatcher and who writes. A pooler that
+    shares sessions between transactions will not do.
     """
 
     def __init__(self, url: str, federation: str) -> None:
@@ -178,7 +178,7 @@ class _Postgres:
             "search_path": f'"{federation}"',
             "synchronous_commit": "on",
             "lock_timeout": f"{WAIT_S}s",
-            "tcp_keepalives_idle": "10",  # the locks of a machine that is gone are given back after half a minute
+            "tcp_keepalives_idle": "10",  # the locks of a lost machine are released after half a minute
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "4",
         }
@@ -205,7 +205,7 @@ class _Postgres:
         self._wait(self._db.executemany(sql, values))
 
     def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
-        rows = self._wait(self._db.fetchmany(sql, values))  # sent together, answered together
+        rows = self._wait(self._db.fetchmany(sql, values))  # one round trip
         left = Counter(row[0] for row in rows)
         found = []
         for first, *_ in values:
@@ -235,7 +235,7 @@ class _Postgres:
     def close(self) -> None:
         try:
             self._wait(self._db.close(timeout=WAIT_S))
-        except failures():  # nobody answers any more: there is nothing to say goodbye to
+        except failures():  # the server is gone: nothing to close
             self._db.terminate()
         self._end()
 
@@ -246,7 +246,7 @@ class _Postgres:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a connection raises where the tables cannot be read or written."""
+    """The exceptions of a connection whose tables cannot be read or written."""
     asyncpg = sys.modules.get("asyncpg")
     if asyncpg is None:
         return sqlite3.Error, OSError
@@ -254,7 +254,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def database(home: Path, url: str | None, federation: str) -> Callable[[], Database]:
-    """What connects to the tables: those of HOME/store.db, or where `url` says. The connection makes what is missing.
+    """A function that connects to the tables in HOME/store.db or at `url`. Connecting creates what is missing.
 
     Raises:
         ConfigError: the URL is none of PostgreSQL's, the federation's name is none, the home has tables of its own, or

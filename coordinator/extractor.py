@@ -1,4 +1,4 @@
-"""FedEPC's extractor from labelled samples of the server, without torch in this process: a short-lived child trains it.
+"""FedEPC's extractor from the server's labelled samples, trained in a short-lived child to keep torch out of here.
 
 Source: fedepc.md sections 3 and 4.1. The child is `coordinator.extractor_training`.
 """
@@ -22,17 +22,17 @@ FEWEST: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """W_ext, and the profiles (k, q) that it makes of the k >= 2 classes with at least 5 samples."""
+    """W_ext, and its profiles (k, q) of the k >= 2 classes with at least 5 samples."""
 
     model: Model
     class_profiles: NDArray[np.float64]
 
 
 def check_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
-    """Refuse samples that no extractor and unit can come from.
+    """Refuse samples that cannot give an extractor and a unit.
 
     Raises:
-        ConfigError: it does not fit the task, or fewer than two classes have at least 5 samples.
+        ConfigError: they do not fit the task, or fewer than two classes have at least 5 samples.
     """
     if x.shape != (len(y), *task.input_shape) or not len(y) or y.min() < 0 or y.max() >= task.n_classes:
         raise ConfigError(f"the labelled samples {x.shape} of the server do not fit task {task.name}")

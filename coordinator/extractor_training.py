@@ -1,6 +1,6 @@
 """Trains FedEPC's extractor (docs/methods/fedepc.md).
 
-`coordinator.extractor` has a process of its own do it, so that the coordinator never imports torch.
+`coordinator.extractor` runs this in a separate process, so that the coordinator never imports torch.
 """
 
 from __future__ import annotations

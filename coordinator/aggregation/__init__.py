@@ -1,4 +1,4 @@
-"""What the server does with what devices send: means of models, momentum, the trial's verdict, pooled choices."""
+"""Server steps on what devices send: means of models, momentum, the trial's verdict, pooled choices."""
 
 from coordinator.aggregation.mean import Average, WeightedSums, averaged, cluster_averages
 

@@ -1,4 +1,4 @@
-"""FedCoE's maths: how well clients fit experts, and the weighted sums of parameters that follow from it.
+"""FedCoE's maths: how well clients fit experts, and the weighted sums of parameters that result.
 
 Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
 arXiv 2605.21264, Eq. 1 and 5 to 13; specification docs/methods/fedcoe.md. Departures: a temperature in Eq. 1
@@ -35,7 +35,7 @@ def class_groups(n_classes: int, n_experts: int) -> tuple[int, ...]:
 
 
 def suitability(q: Array, temperature: float) -> Array:
-    """Eq. 1: what the gate should say, softmax of q / T_s over the experts.
+    """Eq. 1: the gate's target, softmax of q / T_s over the experts.
 
     Args:
         q: (n, K) probability that each expert gives to the true class of a sample.
@@ -69,7 +69,7 @@ def by_client(m: Array) -> Array:
 
 
 def _shares(m: Array, axis: int) -> Array:
-    """M by its sums, without the paper's epsilon in the denominator: no result may depend on the scale of M."""
+    """M divided by its sums, without the paper's epsilon: no result may depend on the scale of M."""
     sums = m.sum(axis=axis, keepdims=True)
     shares: Array = np.divide(m, sums, out=np.zeros_like(m), where=sums > 0)
     return shares
@@ -179,7 +179,7 @@ def profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: 
 
 
 def is_profile(shares: Sequence[float], n_experts: int) -> bool:
-    """Whether numbers from a device are a profile: one for each expert, on the simplex up to rounding."""
+    """Whether a device's numbers are a profile: one per expert, on the simplex up to rounding."""
     rho = np.asarray(shares, np.float64)
     return rho.shape == (n_experts,) and bool((rho >= 0).all()) and abs(float(rho.sum()) - 1) <= ON_THE_SIMPLEX
 

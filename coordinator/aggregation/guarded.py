@@ -1,7 +1,7 @@
-"""The average of updates under the rule that the settings name, for each cluster of a step.
+"""Averages of updates under the configured rule, for each cluster of a step.
 
 `mean` and `clipped` read each update once and keep none: memory is that of the sums. The other rules see all updates of
-a step at once: 4 n d bytes for n updates of d numbers. They count every device once; their buffers are the median's.
+a step at once: 4 n d bytes for n updates of d numbers. They count every device once and use the median of the buffers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def guarded_averages(
     layout: Layout,
     protection: Protection,
 ) -> tuple[Average | None, ...]:
-    """Average updates within clusters, by the rule of the settings.
+    """Average updates within clusters by the configured rule.
 
     Args:
         changes: updates by ascending client id; finite; each is read once.
         norms: of each of them.
-        sizes: as those of `cluster_averages`; claims, of which `clipped` believes twice the median.
+        sizes: as in `cluster_averages`; unverified claims, which `clipped` limits to twice the median.
         members: for each cluster the positions of its members.
         layout: of the updates.
-        protection: the rule. Where a cluster has fewer than three members every rule is the mean of them.
+        protection: the rule. In a cluster of fewer than three members every rule is the mean.
 
     Raises:
         ValueError: as `cluster_averages`.
@@ -48,14 +48,14 @@ def guarded_averages(
 
 
 def believed(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
-    """What each update of a step weighs: its samples, at most twice the median, or one, by the rule."""
+    """The weight of each update: its samples, those limited to twice the median, or one, by the rule."""
     if protection.average == "mean":
         return sizes
     return rules.bounded(sizes) if protection.average == "clipped" else [1.0] * len(sizes)
 
 
 def shortened(norms: Sequence[Norms], weights: Sequence[float], members: Sequence[Sequence[int]]) -> Factors:
-    """How much shorter updates count in each cluster (`rules.factors`), parameters and buffers apart."""
+    """Factors that shorten updates in each cluster (`rules.factors`), for parameters and buffers separately."""
     found: dict[tuple[int, int], tuple[float, float]] = {}
     for k, own in enumerate(members):
         pairs = zip(*(rules.factors([weights[i] * norms[i][part] for i in own]) for part in range(2)), strict=True)

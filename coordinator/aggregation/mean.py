@@ -1,12 +1,11 @@
-"""Weighted means of models, one per cluster, while the updates stream by.
+"""Weighted means of models, one per cluster, computed while updates stream by.
 
 Source: SCMoE-PFL, Eq. 5 (docs/methods/scmoe_pfl.md, section 8); FedAvg is the case of one cluster. A client in several
-clusters counts in full in each. Every update is read once and may be thrown away then: memory is that of the experts
-alone.
+clusters counts fully in each. Every update is read once and can then be discarded: memory is that of the experts alone.
 
-Numerics: sums are in float64, in the order in which the updates come (callers go by ascending client id). Sums of
-n_i * w_i are kept and divided at the end. n_i * w_i is exact in float64 for float32 updates and n_i < 2^29, so a
-single client's mean is its own model, bit for bit.
+Numerics: sums are in float64, in the order of arrival (callers go by ascending client id). Sums of n_i * w_i are kept
+and divided at the end. n_i * w_i is exact in float64 for float32 updates and n_i < 2^29, so a single client's mean is
+its own model, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Measured best of 8 k to 256 k: below, numpy's overhead per call counts."""
 class WeightedSums:
     """Running weighted sums of vectors of length d, one for each of K clusters; 8*K*d bytes.
 
-    Long vectors are shared out to the processors. Each number is summed by one thread, in order: the sums are the same.
+    Long vectors are split over the processors. One thread sums each number, in order, so the sums are the same.
     """
 
     def __init__(self, n_clusters: int, d: int) -> None:
-        self._sums = np.empty((n_clusters, d))  # a row counts from the first addition on
+        self._sums = np.empty((n_clusters, d))  # a row is valid from the first addition on
         self._totals = [0.0] * n_clusters
         n_threads = max(1, min(len(os.sched_getaffinity(0)), d // BLOCK))
         bounds = [d * k // n_threads for k in range(n_threads + 1)]
@@ -59,7 +58,7 @@ class WeightedSums:
             for first in range(start, end, BLOCK):
                 block = vector[first : min(first + BLOCK, end)]
                 scaled = scratch[: len(block)]
-                np.copyto(scaled, block)  # to float64 first: a multiplication that casts takes longer than both
+                np.copyto(scaled, block)  # to float64 first: a multiplication that casts is slower than both
                 np.multiply(scaled, weight * factor, out=scaled)
                 for k in clusters:
                     target = self._sums[k, first : first + len(block)]
@@ -97,7 +96,7 @@ class Average:
         return Model(self.params.astype(np.float32), self.buffers.astype(np.float32), self.counters)
 
     def added_to(self, start: Model) -> Model:
-        """`start` plus the mean change, when updates were averaged; buffers and counters are the mean's own."""
+        """`start` plus the mean change, if updates were averaged; buffers and counters are the mean's own."""
         return Model((start.params + self.params).astype(np.float32), self.buffers.astype(np.float32), self.counters)
 
 
@@ -161,7 +160,7 @@ def cluster_averages(
 
 
 def _by_factor(i: int, clusters: list[int], factors: Factors) -> list[tuple[list[int], tuple[float, float]]]:
-    """The clusters of a model, those together for which it is multiplied by the same."""
+    """The clusters of a model, grouped by equal factors."""
     found: dict[tuple[float, float], list[int]] = {}
     for k in clusters:
         found.setdefault(factors.get((k, i), (1.0, 1.0)), []).append(k)
@@ -169,7 +168,7 @@ def _by_factor(i: int, clusters: list[int], factors: Factors) -> list[tuple[list
 
 
 def averaged(models: Iterable[Model], sizes: Sequence[float], layout: Layout) -> Average:
-    """Average models (or updates) over everybody: FedAvg's mean. Arguments as those of `cluster_averages`.
+    """Average models (or updates) over all clients: FedAvg's mean. Arguments as in `cluster_averages`.
 
     Raises:
         ValueError: the sizes sum to 0, or a model does not fit.

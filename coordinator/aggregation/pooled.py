@@ -1,4 +1,4 @@
-"""Choices that single devices have too few validation samples for: made once, from sums over all devices.
+"""Choices for which single devices have too few validation samples: made once, from sums over all devices.
 
 Source: docs/methods/fedge.md, sections 7 to 9.
 """
@@ -21,8 +21,8 @@ MARGIN = 1e-9
 def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
     """Position of the choice with the smallest total loss; the first on a tie.
 
-    Of three devices or more none has a larger say than twice the median: what a device says is how much worse each
-    choice is than its best one, and the largest of these is its say.
+    With three devices or more, no device's influence exceeds twice the median. A device's losses count relative to its
+    best choice, and the largest of these is its influence.
 
     `losses`: (n_devices, n_choices), sums of validation losses, by ascending device id; finite; at least one device.
 

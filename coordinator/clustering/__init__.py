@@ -1,10 +1,10 @@
-"""Which devices belong together: by what their data light up (`aidc`), by where their updates point (`mctc`).
+"""Clusterings of devices: by the activations of their data (`aidc`), or by the direction of their updates (`mctc`).
 
-Each kind of description has its paper's clustering: profiles AIDC (FedEPC), directions MCTC (SCMoE-PFL), labels the
-groups of equal label feature (CFIC). The rivals `k-means` and `agglomerative` take profiles and directions alike, and
-unless told otherwise make as many clusters as the paper's own, so that the number is not the difference (scmoe_pfl.md
-section 14); average linkage of profiles stops at theta_merge, which is AIDC without its density step (fedepc.md 4.4).
-All have one signature, `find_clusters`; clusters are tuples of positions by ascending device id.
+Each kind of features has its paper's clustering: profiles AIDC (FedEPC), directions MCTC (SCMoE-PFL), labels the groups
+of equal label feature (CFIC). The rivals `k-means` and `agglomerative` take profiles and directions alike, and by
+default make as many clusters as the paper's own, so that the number is not the difference (scmoe_pfl.md section 14);
+average linkage of profiles stops at theta_merge, which is AIDC without its density step (fedepc.md 4.4). All have one
+signature, `find_clusters`; clusters are tuples of positions by ascending device id.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THRESHOLDS: Final = aidc.Thresholds()
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Clusters, and of MCTC its threshold and how well that separates; rivals on directions tell MCTC's, too."""
+    """Clusters; for directions also MCTC's threshold and its separability, even with a rival."""
 
     clusters: Clusters
     tau: float | None = None
@@ -117,12 +117,12 @@ def find_clusters(
 
     Args:
         how: the clustering.
-        features: what is known of the devices, by ascending id.
+        features: of the devices, by ascending id.
         rng: of k-means' starts and AIDC's subset.
         n_clusters: of the rivals, >= 1; None: see above.
 
     Raises:
-        TypeError: the clustering is not made for such features.
+        TypeError: the clustering does not support such features.
 
     Example:
         >>> angles = np.radians([0, 10, 90, 100])

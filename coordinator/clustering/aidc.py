@@ -48,11 +48,11 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What AIDC found.
+    """The result of AIDC.
 
     Attributes:
         clusters: a partition of all devices, each cluster ascending, numbered by its smallest member.
-        anchors: the devices that the clusters were made of: all of them, or those of the subset option.
+        anchors: the devices that formed the clusters: all, or those of the subset option.
         entropy: H, in [0, 1].
         min_samples: MinPts; 0 where fewer than two devices made it unnecessary.
         eps: radius of the density clustering, in units of D_ref.
@@ -67,11 +67,11 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a newcomer goes.
+    """The place of a newcomer.
 
     Attributes:
         cluster: the one that it joins; None: it founds one.
-        nearest: the one whose model a founder starts from; None where there is no cluster at all.
+        nearest: the cluster whose model a founder starts from; None if there is no cluster at all.
     """
 
     cluster: int | None
@@ -80,7 +80,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Inheritance:
-    """What new clusters take over from old ones (4.6).
+    """What new clusters inherit from old ones (4.6).
 
     Attributes:
         shares: (n_new, n_old); W_new = sum of shares[new, old] W_old. A row of zeros: no member was in any cluster.
@@ -224,7 +224,7 @@ def _first(mask: NDArray[np.bool_]) -> int:
 
 
 def _noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], float], theta: float) -> Place:
-    """Where a device goes whose distances to each cluster's members add up to `sums`; `within`: sum of D over C x C."""
+    """The place of a device whose distances to each cluster's members sum to `sums`; `within`: sum of D over C x C."""
     if not len(sizes):
         return Place(None, None)
     means = sums / sizes
@@ -234,19 +234,19 @@ def _noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], 
 
 
 class _Growing:
-    """Clusters that devices join by the NOISE rule; sums of distances are kept up to date."""
+    """Clusters that grow by the NOISE rule, with running sums of distances."""
 
     def __init__(self, distances: Vectors, clusters: Sequence[Sequence[int]]) -> None:
         self.members = [list(c) for c in clusters]
         self._within = [float(distances[np.ix_(c, c)].sum()) for c in self.members]
 
     def rule(self, row: Vectors, theta: float) -> Place:
-        """Where a device with distances `row` to all devices goes."""
+        """The place of a device with distances `row` to all devices."""
         sums = np.array([row[c].sum() for c in self.members])
         return _noise_rule(sums, np.array([len(c) for c in self.members]), self._within.__getitem__, theta)
 
     def add(self, device: int, row: Vectors, cluster: int | None) -> None:
-        """Put a device with distances `row` into a cluster, or into one of its own."""
+        """Put a device with distances `row` into a cluster, or into a new one."""
         if cluster is None:
             self.members.append([device])
             self._within.append(0.0)
@@ -292,7 +292,7 @@ def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -
 
 
 def numbered(clusters: Sequence[Sequence[int]]) -> Clusters:
-    """Clusters with ascending members, by ascending smallest member; empty ones are gone."""
+    """Clusters with ascending members, by ascending smallest member; empty ones are removed."""
     return tuple(sorted((tuple(sorted(c)) for c in clusters if c), key=min))
 
 
@@ -395,7 +395,7 @@ def place(
     gamma: float = 1.0,
     thresholds: Thresholds = Thresholds(),
 ) -> Place:
-    """Where a newcomer goes by the NOISE rule; everybody else stays. newcomer (q,), profiles (N, q) of all members.
+    """The place of a newcomer by the NOISE rule; the others stay. newcomer (q,), profiles (N, q) of all members.
 
     `clusters`: positions among `profiles`, none empty; ties go to the earliest.
     Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
@@ -418,7 +418,7 @@ def has_changed(
     gamma: float = 1.0,
     thresholds: Thresholds = Thresholds(),
 ) -> bool:
-    """Whether a device that profiled anew, (q,) each, must be removed and placed as a newcomer: D >= theta_merge."""
+    """Whether a device with a new profile, (q,) each, must be removed and placed as a newcomer: D >= theta_merge."""
     return bool(divergence(old, new, gamma=gamma) / _usable(unit) >= thresholds.merge)
 
 

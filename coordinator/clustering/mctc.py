@@ -23,14 +23,14 @@ Vectors = NDArray[np.float64]
 
 DECIMALS: Final = 9
 NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
-COLUMNS: Final = 1 << 18  # of the updates, that are float64 at a time
+COLUMNS: Final = 1 << 18  # of the updates, converted to float64 at a time
 LARGE: Final = 100_000  # parameters above which directions are projected when they are kept
-PROJECTED: Final = 4096  # to so many numbers (section 5)
+PROJECTED: Final = 4096  # dimension of the projection (section 5)
 PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
 NONZEROS: Final = 4  # per row of the random projection
-LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; of more, updates are projected to so many numbers
-PAIRS: Final = 1 << 20  # of clients, that are looked at at a time
-ROWS: Final = 1024  # of a matrix of all clients, that are made at a time
+LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; for more, the dimension of a projection
+PAIRS: Final = 1 << 20  # of clients, processed at a time
+ROWS: Final = 1024  # of a matrix of all clients, computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Partition:
 
     Attributes:
         members: per cluster its members, ascending; every client is in at least one, no cluster is empty.
-        centres: per cluster the client that it grew from, its number being the position.
+        centres: per cluster the client that it grew from, as a position.
         means: v_k, (K_eff, m), Eq. 4.
-        fallback: clients that were close enough to no centre and went to the nearest, ascending.
+        fallback: clients close to no centre, which went to the nearest, ascending.
         mean_cosine: cos_avg of the v_k, Eq. 3; 0 for a single cluster.
     """
 
@@ -62,7 +62,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One line of the log of section 7. `n_clusters`: K as it was asked for."""
+    """One line of the log of section 7. `n_clusters`: the requested K."""
 
     n_clusters: int
     tau: float
@@ -97,7 +97,7 @@ def unit_update(update: NDArray[np.floating]) -> Vectors | None:
 
 
 def direction(update: NDArray[np.floating]) -> Vectors | None:
-    """What is kept of an update: its unit vector, of a large model the fixed projection of it. None: no direction."""
+    """The stored form of an update: its unit vector, or for a large model its fixed projection. None: no direction."""
     unit = unit_update(update)
     return unit if unit is None or len(unit) <= LARGE else project(unit, PROJECTED, seed=0)
 
@@ -220,7 +220,7 @@ def similarity(z: Vectors) -> Vectors:
 
 
 def plane(z: Vectors) -> Vectors:
-    """Places of an embedding's rows in a plane, for people to look at: (N, m) -> (N, 2), centred.
+    """Positions of an embedding's rows in a plane, for plots: (N, m) -> (N, 2), centred.
 
     Classical scaling of the distances sqrt(2 - 2 cos): no other plane keeps more of their squares. An axis may come out
     mirrored. Cost: O(N m^2 + m^3) time.
@@ -254,7 +254,7 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
     eligible = np.ones(n, dtype=bool)
     least = _least(sim)
     while len(centres) < k and eligible.any():
-        # the next pair with a client that may be a centre: all pairs before it have none left
+        # the next pair with a possible centre: all pairs before it have none left
         value = least[eligible].min()
         pairs = (sorted((i, _partner(sim, i, value))) for i in np.flatnonzero(eligible & (least == value)).tolist())
         for client in min(pairs):  # ties: by position
@@ -319,7 +319,7 @@ def soft_clusters(
 def _grown(
     z: Vectors, centres: tuple[int, ...], tau: float, *, centres_join: bool, update: Literal["sequential", "batch"]
 ) -> Partition:
-    """Lines 16 and on: every client joins the clusters of the centres that it is close to."""
+    """Lines 16 ff.: every client joins the clusters whose centres are close."""
     tau = round(tau, DECIMALS)
     members = [{c} for c in centres]
     sums, means = z[list(centres)].copy(), z[list(centres)].copy()
@@ -475,13 +475,13 @@ def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...
 
 
 def parted(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
-    """Overlapping clusters as a partition: of its clusters each client stays in the one whose mean is nearest.
+    """Overlapping clusters as a partition: each client stays in the one of its clusters whose mean is nearest.
 
-    For methods whose devices have one cluster. Ties: the cluster with the lowest number. Means are those of all
-    members, so the order of the clients counts for nothing; a cluster that nobody stays in is gone.
+    For methods with one cluster per device. Ties: the cluster with the lowest number. Means are those of all members,
+    so the order of the clients does not matter; a cluster that nobody stays in is removed.
 
     Args:
-        z: (N, m), the embedding that the clusters were found in.
+        z: (N, m), the embedding in which the clusters were found.
         members: S_k, every client in at least one.
 
     Example:

@@ -1,1 +1,1 @@
-"""The demonstration: a whole federation on this machine, and how it compares with simpler ways to learn."""
+"""The demonstration: a whole federation on this machine, compared with simpler ways to learn."""

@@ -1,8 +1,8 @@
-"""What simpler methods reach with the same budget: FedAvg, FedAvg fine-tuned, every device alone.
+"""What simpler methods reach with the same budget: FedAvg, FedAvg with fine-tuning, every device alone.
 
 They are the methods `fedavg+ft` and `local` on a fleet of workers in this process, without a network: the same training
-code. Every choice is made on validation samples. Personal parts may use all training samples of their device; what
-would be uploaded uses only those that are not marked sensitive.
+code. Every choice is made on validation samples. Personal parts may use all training samples of their device; whatever
+would be uploaded uses only non-sensitive ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def learn(
         task: what is learned.
         data: by device id.
         settings: rounds, participation, local training and seed of the federation to compare with.
-        participations: how many rounds of local training each device spent there: local-only spends as many.
+        participations: rounds of local training that each device spent; the local-only baseline spends as many.
         home: scratch folder of the workers.
     """
     layout, first = initial(task, settings.seed)
@@ -74,7 +74,7 @@ async def learn(
 
 
 def models_of(installed: Mapping[str, Installed], home: Path, layout: Layout) -> dict[str, Model]:
-    """The model in each device's bundle, which has no other."""
+    """The model in each device's bundle, which has only one."""
     found = {}
     for device_id in installed:
         folder = home / device_id / "bundles" / "1"

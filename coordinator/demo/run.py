@@ -1,4 +1,4 @@
-"""One demo from the samples to the figures: real processes around a real broker, then the comparison."""
+"""A demo from the samples to the figures: real processes around a real broker, then the comparison."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-fo
 
 @dataclass(frozen=True, slots=True)
 class Cameras:
-    """The simulated devices: what each has, by id, the task they share, and a file of the server's own samples."""
+    """The simulated devices: their data by id, their task, and a file of the server's own samples."""
 
     task: TaskSpec
     shares: dict[str, Share]
@@ -60,12 +60,12 @@ class Cameras:
 async def run(
     settings: DemoSettings, watch: Watch, options: Mapping[str, Option] = NO_OPTIONS
 ) -> tuple[Outcome, Background]:
-    """Run the federation, the baselines and the inference; everything that was started has ended when it returns.
+    """Run the federation, the baselines and the inference; all processes have ended when it returns.
 
     `options` are the method's own.
 
     Raises:
-        ConfigError: the data, the partition or the broker cannot be had as asked for.
+        ConfigError: the data, the partition or the broker is not available as requested.
         ProcessError: a process failed, or a device ended without a bundle.
         TransportError: the broker does not start.
     """
@@ -117,18 +117,18 @@ async def run(
 
 
 def reserves(method: str, options: Mapping[str, Option]) -> bool:
-    """Whether the server learns from labelled samples of its own, too."""
+    """Whether the server itself also learns from labelled samples."""
     given = {"", *(f"{name}={value}" for name, value in options.items())}
     return not given.isdisjoint(method_class(method).SERVER_DATA)
 
 
 def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
-    """Deal the samples out; every device gets a folder with its data, and apart from that its test samples.
+    """Partition the samples; every device gets a folder with its data, and separate test samples.
 
-    `reserves`: a twentieth of them becomes the server's own before, as in a simulation.
+    `reserves`: a twentieth of them is first set apart for the server, as in a simulation.
 
     Raises:
-        ConfigError: there are no such data, or too few.
+        ConfigError: no such data, or too few.
     """
     samples, kept = samples_of(settings, settings.seed, RESERVED if reserves else 0.0, LIMITS.get(settings.task))
     server_data = settings.folder / "server_data.npz" if reserves else None
@@ -150,11 +150,11 @@ def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
 
 @contextlib.asynccontextmanager
 async def broker_of(settings: DemoSettings, identity: Path | None = None) -> AsyncIterator[tuple[str, str]]:
-    """Address and name of the broker: one of our own, or the user's.
+    """Address and name of the broker: our own, or the user's.
 
     Raises:
         ConfigError: it is neither.
-        TransportError: it does not start, or cannot be reached. A coordinator would wait until it comes.
+        TransportError: it does not start, or cannot be reached. A coordinator would wait for it.
     """
     if ":" in settings.broker:
         if identity is not None:
@@ -167,7 +167,7 @@ async def broker_of(settings: DemoSettings, identity: Path | None = None) -> Asy
 
 
 class Identities:
-    """Certificates of the federation, as the commands make them; nothing where the demo is not secure."""
+    """Certificates of the federation, made by the commands; none unless the demo is secure."""
 
     def __init__(self, settings: DemoSettings, children: Children) -> None:
         self._folder = (settings.folder / "provision").absolute() if settings.secure else None
@@ -189,7 +189,7 @@ class Identities:
         await self._run("provision-device", "provision", "device", *devices, "--to", str(kits), *folder)
         for i in devices:
             await self._run(f"{i}-enrol", "enrol", str(kits / f"{i}.kit"), "--folder", str(self._settings.folder / i))
-        shutil.rmtree(kits)  # whoever reads one can speak for its device
+        shutil.rmtree(kits)  # a kit lets its reader impersonate the device
 
     async def _run(self, name: str, *arguments: str) -> None:
         child = self._children.start(name, arguments)
@@ -212,10 +212,10 @@ class Identities:
 
 
 async def reach(host: str, port: int) -> None:
-    """Find out whether somebody listens there.
+    """Check that the broker is listening.
 
     Raises:
-        TransportError: nobody does.
+        TransportError: it is not.
     """
     try:
         async with asyncio.timeout(REACH_S):
@@ -288,7 +288,7 @@ def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
 
 
 async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, watch: Watch) -> None:
-    """Show how far the coordinator is until it ends.
+    """Show the coordinator's progress until it ends.
 
     Raises:
         ProcessError: it failed, or an agent ended before it.
@@ -307,7 +307,7 @@ async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, wa
 
 
 def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, Path]:
-    """The bundle that each device wrote, of the release that it reported.
+    """Each device's bundle, of the release that it reported.
 
     Raises:
         ProcessError: a device has none; the text holds the end of its log.
@@ -333,7 +333,7 @@ def manifest_of(folder: Path) -> bundle.Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Test accuracies by device and name, but for the personalised one; FedAvg's validation accuracy by round."""
+    """Test accuracies by device and name, except the personalised one; FedAvg's validation accuracy by round."""
 
     accuracy: dict[str, dict[str, float]]
     curve: list[tuple[int, float]]
@@ -376,16 +376,16 @@ async def compare(
 
 
 def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, int]:
-    """How many rounds of local training each device has done; with `local`, which has no rounds, as many as others'."""
+    """Rounds of local training of each device; for `local`, which has no rounds, as many as others'."""
     if summary["selection"]:
         return dict(summary["selection"])
     return dict.fromkeys(cameras.shares, max(1, round(settings.rounds * settings.participation)))
 
 
 def best_expert(folder: Path, layout: Layout) -> Model:
-    """The expert that the device chose by validation; the global model where there are no experts.
+    """The expert that the device chose by validation, or the global model if there are no experts.
 
-    From a pool of private modules (PM-MoE) no device chooses one: its own module, on what all share.
+    With a pool of private modules (PM-MoE) it is the device's own module on the shared part.
     """
     manifest = manifest_of(folder)
 
@@ -408,7 +408,7 @@ def best_expert(folder: Path, layout: Layout) -> Model:
 async def infer(
     settings: DemoSettings, cameras: Cameras, bundles: Mapping[str, Path], children: Children, watch: Watch
 ) -> dict[str, float]:
-    """Test accuracy of each bundle as ONNX Runtime has it: `fedge infer` sees inputs, never labels, nor torch."""
+    """Test accuracy of each bundle in ONNX Runtime: `fedge infer` sees inputs, neither labels nor torch."""
     watch.phase("inference by ONNX Runtime", len(bundles))
     free = asyncio.Semaphore(PARALLEL_INFERENCE)
     accuracy: dict[str, float] = {}
@@ -435,7 +435,7 @@ async def infer(
 def background_of(
     settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any], fedavg: list[tuple[int, float]]
 ) -> Background:
-    """What only the report shows."""
+    """Data that only the report shows."""
     trial = summary.get("trial")
     return Background(
         method=settings.method,
@@ -450,5 +450,5 @@ def background_of(
 
 
 def curve_of(history: Iterable[RoundSummary]) -> list[tuple[int, float]]:
-    """Accuracy by round, without the rounds that nobody measured."""
+    """Accuracy by round, without unmeasured rounds."""
     return [(line.round, line.accuracy) for line in history if line.accuracy is not None]

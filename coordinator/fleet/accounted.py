@@ -1,7 +1,7 @@
-"""A fleet whose devices tell nothing that noise does not protect: what methods see with differential privacy.
+"""A fleet whose devices report only what noise protects: the view of methods under differential privacy.
 
-Orders to train become orders to train by DP-SGD. What else depends on samples is not asked for; a method that cannot do
-without is refused before the run (`Method.UNPROTECTED`), and here, should it not have said so.
+Orders to train become orders to train by DP-SGD. Nothing else that depends on samples is requested; a method that needs
+such data is refused before the run (`Method.UNPROTECTED`), and here as a second check.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fedge.steps.train_dp import Privacy, TrainDp
 
 
 def accounted(action: Action, privacy: Privacy) -> Action:
-    """The action with noise; one that tells nothing of samples as it is.
+    """The action with noise; unchanged if it reveals nothing about samples.
 
     Raises:
-        ConfigError: it would tell something that nothing accounts for; the text names the field.
+        ConfigError: it would reveal something unaccounted for; the text names the field.
     """
     if type(action) is Train:
         if len(action.starts) > 1:
@@ -38,7 +38,7 @@ def accounted(action: Action, privacy: Privacy) -> Action:
 
 
 class AccountedFleet(FleetAround):
-    """Another fleet, asked in this way. What it knows of the devices, and the tensors, are the other's."""
+    """A wrapper that adds noise to requests. Devices and tensors are those of the wrapped fleet."""
 
     def __init__(self, fleet: Fleet, privacy: Privacy) -> None:
         super().__init__(fleet)

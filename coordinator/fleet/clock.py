@@ -1,9 +1,9 @@
-"""The simulated clock: how long an order takes on a device, whether the device is there, whether it ever answers.
+"""The simulated clock: how long an order takes on a device, whether the device is present, whether it ever answers.
 
     seconds = latency + bytes down / link + work / speed * noise + bytes up / link
 
 Work is counted in floating-point operations (`fedge.step.Action.passes`). Every random number is a function of (seed,
-round, label, device) and of what it is for: who else is asked, in what order, changes nothing. Nothing here has state.
+round, label, device) and its purpose, so it does not depend on the other devices or on their order. There is no state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def seconds(
     label: str,
     device: str,
 ) -> float:
-    """Time from the moment an order is sent to the moment its answer is there.
+    """Time from sending an order to receiving its answer.
 
     work: floating-point operations. bytes_down, bytes_up: of the order's models and the answer's tensors.
     """
@@ -55,7 +55,7 @@ def dropped(hardware: Hardware, *, seed: int, round_number: int, label: str, dev
 
 
 def there(hardware: Hardware, before: bool | None, *, seed: int, round_number: int, device: str) -> bool:
-    """Whether a device is there in a round. `before`: whether it was there in the round before; None: the first one."""
+    """Whether a device is present in a round. `before`: whether it was in the round before; None: the first one."""
     chance = hardware.availability if before is None else hardware.stays if before else hardware.returns
     return _uniform(seed, round_number, "", device, "there") < chance
 

@@ -1,16 +1,16 @@
-"""What simulated devices are made of: speed, memory, links, and how reliably they are there.
+"""Hardware of simulated devices: speed, memory, links, and reliability.
 
-Nothing here was measured by us on the boards themselves. What is known and what is assumed:
+We measured none of this on the boards themselves. Known and assumed values:
 
     clock, cores, RAM   the makers' data sheets: Zero 2 W 4 x Cortex-A53 at 1 GHz, 512 MB; Pi 4 4 x A72 at 1.8 GHz,
                         4 GB; Pi 5 4 x A76 at 2.4 GHz, 8 GB; Jetson Nano 4 x A57 at 1.43 GHz, 4 GB; Jetson Orin Nano 6 x
                         A78AE at 1.5 GHz, 8 GB. Free RAM: less 0.2 to 2 GB for the system (assumed)
-    speed               of the processor, for the agent does not use the Jetsons' GPU; Pi 4 = 1. sysbench, four threads
+    speed               of the CPU, since the agent does not use the Jetsons' GPU; Pi 4 = 1. sysbench, four threads
                         (leoncode.co.uk/articles/raspberry-pi-benchmarks): Pi 3B+ (A53 at 1.4 GHz) 2,459, Pi 4 5,901,
                         Pi 5 10,945 events/s; hence Pi 5 1.85, and Zero 2 W 0.42 x 1.0 / 1.4 = 0.3. Assumed by clock and
                         core: Jetson Nano 0.75, Orin Nano 2.0
-    links               assumed throughput of TCP, up and down: Wi-Fi at 2.4 GHz on the Zero 2 W, at 5 GHz on the other
-                        Pis, wire on the Jetsons, all behind one shared uplink
+    links               assumed TCP throughput, up and down: Wi-Fi at 2.4 GHz on the Zero 2 W, at 5 GHz on the other
+                        Pis, wired on the Jetsons, all behind one shared uplink
     jitter, stragglers, availability, drop-out: assumed; worse for the boards that run on batteries
 """
 
@@ -26,12 +26,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A class of devices. The defaults take no time and are always there.
+    """A class of devices. By default they take no time and are always present.
 
     speed: of training, Raspberry Pi 4 = 1. up_mbit_s, down_mbit_s: of the link. latency_s: of each order, both ways.
     jitter: sigma of the log-normal factor of each order's computing time (median 1). straggles: probability that an
-    order also gets a factor exp|z|, z normal (mean 2.8). stays, returns: probabilities that a device which is there, or
-    not there, in one round is there in the next. drops: probability that an order is never answered.
+    order also gets a factor exp|z|, z normal (mean 2.8). stays, returns: probabilities that a device which is present,
+    or absent, in one round is present in the next. drops: probability that an order is never answered.
     """
 
     name: str = "instant"
@@ -49,13 +49,13 @@ class Hardware:
 
     @property
     def link_mbit_s(self) -> float | None:
-        """One rate for both ways: a model there and back takes 2 B / rate. None: it takes no time."""
+        """One rate for both ways: a model there and back takes 2 B / rate. None: instantaneous."""
         slowness = 1 / self.up_mbit_s + 1 / self.down_mbit_s
         return 2 / slowness if slowness else None
 
     @property
     def availability(self) -> float:
-        """Share of the rounds in which the device is there, in the long run."""
+        """Long-run share of rounds in which the device is present."""
         leaves = 1 - self.stays
         return self.returns / (self.returns + leaves) if leaves else 1.0
 
@@ -75,7 +75,7 @@ CLASSES: Final = (PI_ZERO_2_W, PI_4, PI_5, JETSON_NANO, JETSON_ORIN_NANO)
 
 
 def mixed(ids: Iterable[str], *, seed: int) -> dict[str, Hardware]:
-    """A class for each device: all five equally often, give or take one, in an order that comes from the seed."""
+    """A class for each device: all five equally often, give or take one, in random order by the seed."""
     ordered = sorted(ids)
     places = np.random.default_rng([seed, len(ordered)]).permutation(len(ordered))
     return {i: CLASSES[int(place) % len(CLASSES)] for i, place in zip(ordered, places, strict=True)}

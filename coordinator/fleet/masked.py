@@ -1,20 +1,20 @@
 """A fleet that trains under masks: a method sees the mean of each of its groups, and no single update.
 
-The orders of `train` become four steps (`fedge.masking` has the protocol): keys, shares, masked training, unmasking.
-What comes back looks like answers to `train`: of each device in a sum, the group's mean as its update. A weighted mean
-of equal updates is that update, so a method whose server needs sums alone asks and averages as ever. A group is the
-devices whose orders start from one cluster.
+Orders of `train` become four steps (`fedge.masking` has the protocol): keys, shares, masked training, unmasking. The
+results look like answers to `train`: each device in a sum has the group's mean as its update. A weighted mean of equal
+updates is that update, so a method whose server needs only sums works unchanged. A group consists of the devices whose
+orders start from one cluster.
 
-Who drops out at which step:
+Effect of dropping out at each step:
 
-    keys        is not in the roster
+    keys        the device is not in the roster
     shares      nobody masks with it
-    training    its pairs' masks are taken out with shares of its key
-    unmasking   its shares are missed: more than half of the neighbours of each device must answer
+    training    its pairs' masks are removed with shares of its key
+    unmasking   its shares are missing: more than half of the neighbours of each device must answer
 
-A sum covers at least `min_cohort` devices and differs from each earlier one of the run by as many, or by none. Where
-the devices that have answered do not, some are left out of the sum; where nothing is left, or too many have dropped
-out, the group learns nothing in this round, and the log says so.
+A sum covers at least `min_cohort` devices and differs from each earlier one of the run by as many, or by none. If the
+devices that answered violate this, some are left out of the sum; if none remain, or too many have dropped out, the
+group learns nothing in this round, and the log says so.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ Weights = Literal["samples", "equal"]
 
 
 class LostError(Exception):
-    """The sum of a group cannot be had, for the reason in the text."""
+    """A group has no sum, for the reason in the text."""
 
 
 @dataclass
 class Group:
-    """One sum: the cohort, what each of its devices is asked, and by position what they have answered."""
+    """One sum: the cohort, its requests, and the answers by position."""
 
     roster: Roster
     ref: BlobRef
@@ -69,14 +69,14 @@ class Group:
 
     @property
     def positions(self) -> range:
-        """Of all."""
+        """The positions of all members."""
         return range(len(self.roster.members))
 
     def seed_of(self, k: int) -> bytes:
-        """The seed of the own mask, b, of a device that is in the sum.
+        """The seed of the own mask, b, of a device in the sum.
 
         Raises:
-            LostError: its neighbours do not show it.
+            LostError: its neighbours do not reveal it.
         """
         seed = self._secret(k, {j + 1: shown.seeds[k] for j, shown in self.shown.items() if k in shown.seeds})
         if commitment(seed) != self.shares[k].commitment:
@@ -84,10 +84,10 @@ class Group:
         return seed
 
     def key_of(self, k: int) -> X25519PrivateKey:
-        """The masking key of a device that is not in the sum.
+        """The masking key of a device not in the sum.
 
         Raises:
-            LostError: its neighbours do not show it.
+            LostError: its neighbours do not reveal it.
         """
         secret = self._secret(k, {j + 1: shown.keys[k] for j, shown in self.shown.items() if k in shown.keys})
         key = X25519PrivateKey.from_private_bytes(secret)
@@ -112,7 +112,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The mean of a device's group, and what the device told beside its masked update."""
+    """The mean of a device's group, and what the device reported besides its masked update."""
 
     mean: BlobRef
     told: TrainedMasked
@@ -121,15 +121,15 @@ class Update:
 class MaskedFleet(FleetAround):
     """The `Fleet` of a round whose training is masked.
 
-    `sums`: of the run, each as the devices that it was of, those of this round at the end.
+    `sums`: the device sets of the run's sums, with those of this round at the end.
 
     Args:
-        fleet: who is there.
+        fleet: the devices.
         layout: of the model.
-        weights: what the method's means are weighted with.
-        min_cohort: devices that a sum covers at least.
-        sums: of the rounds before.
-        seed: of this round, for whom to leave out.
+        weights: how the method weights its means.
+        min_cohort: fewest devices in a sum.
+        sums: of earlier rounds.
+        seed: of this round, for choosing devices to leave out.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class MaskedFleet(FleetAround):
         return dict(sorted(answers.items()))
 
     async def _train(self, label: str, actions: Mapping[str, Train]) -> dict[str, Answer]:
-        """The four steps, each of all groups at once; training by its plain label: a device draws as it would there."""
+        """The four steps, each for all groups at once; training keeps its label, so devices draw the same numbers."""
         seconds = dict.fromkeys(actions, 0.0)
 
         async def ask(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
@@ -210,7 +210,7 @@ class MaskedFleet(FleetAround):
         return {i: replace(answers[i], result=result, seconds=seconds[i]) for i, result in seen.items()}
 
     def _groups(self, actions: Mapping[str, Train], keys: Mapping[str, KeysMade]) -> list[Group]:
-        """The cohorts, of those that have advertised keys, as far as they may be summed."""
+        """The cohorts among devices that advertised keys, as far as they may be summed."""
         groups = []
         n_samples = {device.id: device.n_samples for device in self._fleet.devices()}
         often = Counter(key for made in keys.values() for key in (made.encryption, made.masking))
@@ -236,7 +236,7 @@ class MaskedFleet(FleetAround):
         return groups
 
     def _choose(self, group: Group, number: int) -> None:
-        """Who is summed, of those whose masked updates came; it counts as a sum from now on, whatever comes of it."""
+        """Choose devices to sum among those with masked updates; from now on this counts as a sum, whatever happens."""
         there = group.roster.ids(sorted(group.masked))
         cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 1))
         positions = tuple(k for k, member in enumerate(group.roster.members) if member.id in set(cohort))
@@ -250,7 +250,7 @@ class MaskedFleet(FleetAround):
         return np.random.default_rng((*self._seed, *stream))
 
     async def _updates(self, groups: Sequence[Group]) -> dict[str, Update]:
-        """For each device that is in a sum: its group's mean as an update, and what the device told."""
+        """For each device in a sum: its group's mean as an update, and what the device reported."""
         updates: dict[str, Update] = {}
         for group in groups:
             if not group.summed:
@@ -265,7 +265,7 @@ class MaskedFleet(FleetAround):
         return updates
 
     def _mean(self, group: Group) -> Model:
-        """The sum without masks, divided: an update, whose buffers and counters are those after training."""
+        """The unmasked sum, divided: an update whose buffers and counters are those after training."""
         roster, layout = group.roster, self._layout
         total = fixed_point.zero(layout)
         seeds = {k: group.seed_of(k) for k in group.summed}
@@ -284,10 +284,10 @@ class MaskedFleet(FleetAround):
         return Model(mean.params, start.buffers + mean.buffers, start.counters + mean.counters)
 
     def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """A sum waits for its cohort: no training can be streamed.
+        """Stream without training, since a sum waits for its cohort.
 
         Raises:
-            ConfigError: the method streams training all the same.
+            ConfigError: the method streams training.
         """
         if any(isinstance(action, Train) for action in actions.values()):
             raise ConfigError("a masked sum waits for its cohort, and the method takes updates as they come")
@@ -295,17 +295,17 @@ class MaskedFleet(FleetAround):
 
 
 def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
-    """What came of one kind, by ascending device id."""
+    """The results of one kind, by ascending device id."""
     return {i: a.result for i, a in sorted(answers.items()) if isinstance(a.result, kind)}
 
 
 def place_of(groups: Sequence[Group], device_id: str) -> tuple[Group, int]:
-    """The group of a device, and its position there."""
+    """A device's group, and its position there."""
     return next((g, k) for g in groups if (k := g.roster.position(device_id)) is not None)
 
 
 def orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, TrainMasked]:
-    """Masked training for those that have shared their secrets; enough of their neighbours have, too."""
+    """Masked training for devices that shared their secrets, as enough of their neighbours did."""
     found = {}
     for k in sorted(group.shares):
         received = {peer: group.shares[peer].sealed[k] for peer in group.roster.neighbours(k) if peer in group.shares}
@@ -318,7 +318,7 @@ def orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, 
 
 
 def told(result: Result | None, update: Update | None, n_samples: int, action: Train) -> Result | None:
-    """What a method is told of a device: its group's mean as if it were the device's update."""
+    """A method's view of a device: its group's mean as if it were the device's update."""
     if update is None:
         refused = result is None or isinstance(result, Refusal)
         return result if refused else Declined(why=Why.TOO_FEW, reason="its update is in no sum")
@@ -336,9 +336,9 @@ def told(result: Result | None, update: Update | None, n_samples: int, action: T
 def admissible(
     devices: Iterable[str], earlier: Collection[tuple[str, ...]], fewest: int, rng: np.random.Generator
 ) -> tuple[str, ...]:
-    """As many of the devices as may be summed, ascending; (): none may.
+    """As many of the devices as may be summed, ascending; (): none.
 
-    An earlier sum once more, or all devices but those without whom they differ enough from the earlier sums.
+    Either an earlier sum again, or all devices except some, so that the sum differs enough from earlier ones.
     """
     left = set(devices)
     candidates = [other for other in earlier if left.issuperset(other)]
@@ -351,5 +351,5 @@ def admissible(
 
 
 def lost(devices: Collection[str], reason: str) -> None:
-    """Say that a group learns nothing in this round."""
+    """Log that a group learns nothing in this round."""
     log.warning("event=sum_lost devices=%d reason=%r", len(devices), reason)

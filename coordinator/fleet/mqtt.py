@@ -116,21 +116,21 @@ TWICE: Final = "two agents speak as this device, and throw each other off the br
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong on a device, and in which round (0: before the first)."""
+    """A failure on a device, and its round (0: before the first)."""
 
     round: int
     reason: str
 
 
 class Lines:
-    """How many log lines of each kind there may be: a flood of messages must not become a full disk."""
+    """Limits log lines of each kind: a flood of messages must not fill the disk."""
 
     def __init__(self) -> None:
         self._minute = 0
         self._counted: Counter[str] = Counter()
 
     def untold(self, kind: str, now: float) -> int | None:
-        """Whether to write a line of this kind now (seconds): how many of the minute before went untold; None: no."""
+        """Whether to write a line of this kind now (seconds): how many were suppressed the minute before; None: no."""
         untold = 0
         if int(now // 60) != self._minute:
             self._minute = int(now // 60)
@@ -143,24 +143,24 @@ class Lines:
 class MqttFleet:
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
-    `problems`: why devices were last refused, declined, failed or were silent, by device id. `quarantined`: who is left
-    out of this round. `retired`: who gets no more orders, from the next round on. `waiting`: for how many devices the
-    round waits; 0: it does not.
+    `problems`: the latest refusal, failure or silence by device id. `quarantined`: devices left out of this round.
+    `retired`: devices without further orders from the next round on. `waiting`: number of devices that the round waits
+    for; 0: it does not.
 
     Args:
         broker: how to reach the broker.
-        store: durable state; accepted reports and snapshots are kept there.
+        store: durable state, including accepted reports and snapshots.
         federation: name of the federation.
         run: part of the orders' ids: devices remember what they did, also for an earlier coordinator of this name.
-        issue: another part, of a coordinator that was restored from a backup: what devices did since, they do again.
+        issue: another part, for a coordinator restored from a backup: devices repeat what they did since.
         task: what is learned.
         layout: of the model.
         seed: of the federation; all devices' random numbers come from it.
-        deadline_s: time that the devices have for one step at least; more where their earlier reports say that they
-            need it (`coordinator.fleet.pace`).
-        steps: what the method asks for beside the steps that are installed here.
-        no_relays: why there can be no relays; empty: there can.
-        observe: is told what happens, for people to look at.
+        deadline_s: minimum time for one step; extended for devices whose earlier reports show that they need more
+            (`coordinator.fleet.pace`).
+        steps: of the method, in addition to the installed ones.
+        no_relays: why relays are not possible; empty: they are.
+        observe: called with events for people.
     """
 
     descents: dict[str, Descent] | None = None
@@ -218,14 +218,14 @@ class MqttFleet:
         self._devices: tuple[Device, ...] = ()
         self._n_samples: dict[str, int] = {}
         self._books: list[OrderBook] = []  # of the present step, and of streams with open orders
-        self._streamed: dict[str, Order] = {}  # orders whose answers have not been handed out, by id
-        self._arrived: dict[str, None] = {}  # those of them that are closed, the first one first
-        self._uploads: dict[str, set[BlobRef]] = {}  # what they brought
-        self._closing: set[str] = set()  # orders that we close, until we see in the store that they are
-        self._overruled: dict[str, Ack] = {}  # the verdicts of intakes that were before us
-        self._arrival = store.last_arrival()  # of the orders that were closed, by whomever, the last that we know of
+        self._streamed: dict[str, Order] = {}  # unyielded orders by id
+        self._arrived: dict[str, None] = {}  # closed ones among them, in order
+        self._uploads: dict[str, set[BlobRef]] = {}  # their uploads
+        self._closing: set[str] = set()  # orders being closed, until the store shows it
+        self._overruled: dict[str, Ack] = {}  # verdicts of intakes that were faster
+        self._arrival = store.last_arrival()  # of the last closed order known to us
         self._something_happened = asyncio.Event()
-        self._last_change: asyncio.Future[None]  # of the store, with what follows from it
+        self._last_change: asyncio.Future[None]  # of the store, including its consequences
         self._background = Background(self._fail)
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
         self._under_way: set[tuple[str, str]] = set()  # topic, order
@@ -268,7 +268,7 @@ class MqttFleet:
     async def _finish(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """End our own tasks, while the transport is still there for the last verdicts."""
+        """End our own tasks while the transport can still send the last verdicts."""
         if self._watching is not None:
             self._watching.cancel()
         tasks = self._background.tasks
@@ -282,7 +282,7 @@ class MqttFleet:
     # -------------------------------------------------------------------------------------- what a method may ask for
 
     async def begin(self, number: int, at_least: int) -> None:
-        """Begin a round: take the snapshot of who can be asked, once `at_least` devices can; or the stored one."""
+        """Begin a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
         devices = self._store.snapshot(number)
         self._leave_out(number)
         if devices is None:
@@ -298,7 +298,7 @@ class MqttFleet:
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
-        """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or the stored one."""
+        """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
         devices = self._store.snapshot(number)
         self._leave_out(number)
         if devices is None:
@@ -308,7 +308,7 @@ class MqttFleet:
         self._take(number, devices)
 
     def _leave_out(self, number: int) -> None:
-        """Who is in quarantine is no device of this round; it is said once, with the evidence."""
+        """Exclude quarantined devices from this round; announced once, with the evidence."""
         found = quarantined(self._store.offences(), number)
         for i, quarantine in found.items():
             if i not in self.quarantined:
@@ -327,7 +327,7 @@ class MqttFleet:
             )
 
     def _accuse(self, device_id: str, name: str, detail: str) -> None:
-        """Keep evidence against a device, in the store and in the log; it counts from the next round on."""
+        """Store and log evidence against a device; it counts from the next round on."""
 
         def suspect(new: bool) -> None:
             if new and name == LONG_UPDATE:
@@ -339,7 +339,7 @@ class MqttFleet:
             self._once_durable(self._store.accuse(offence), suspect)
 
     def readmit(self, ids: Iterable[str]) -> None:
-        """Let devices take part again, with a clean slate, from the next round on.
+        """Readmit devices with a clean slate, from the next round on.
 
         Raises:
             ConfigError: there is no evidence against one: the name is wrong, or it was never left out.
@@ -352,7 +352,7 @@ class MqttFleet:
             self._store.accuse(Offence(device_id=i, round=last, name=READMITTED, detail="by the command line")).result()
 
     def _take(self, number: int, devices: tuple[Device, ...]) -> None:
-        """These are the round's devices. After a start: recall how fast they are, what went wrong, what is open."""
+        """Set the round's devices. After a start, recall their speed, problems and open orders."""
         for past in range(max(number - RECALLED_ROUNDS, 1), number + 1) if self._round == 0 else ():
             self._n_samples = {device.id: device.n_samples for device in self._store.snapshot(past) or ()}
             for entry in self._store.entries(past):
@@ -360,7 +360,7 @@ class MqttFleet:
                     self._recall(entry.order, entry.report.seconds)
                 if reason := entry.reason or _trouble(entry.report):
                     self._keep_problem(entry.order.device_id, Problem(round=past, reason=reason))
-        if isinstance(self._signed, Signed):  # what was heard is not heard again by the next process either
+        if isinstance(self._signed, Signed):  # so that the next process refuses replays, too
             self._store.keep("heard", msgspec.json.encode(self._signed.heard).decode())
         earlier = [e for e in self._store.streamed(number) if e.order.round < number] if self._round == 0 else []
         self._round, self._devices = number, devices
@@ -368,10 +368,10 @@ class MqttFleet:
         self._resume(earlier)
 
     def _resume(self, entries: Sequence[Entry]) -> None:
-        """Go on with streamed orders of earlier rounds, whose answers this round has not been given.
+        """Continue streamed orders of earlier rounds whose answers this round has not yielded yet.
 
         Raises:
-            ConfigError: a step of theirs is not there any more.
+            ConfigError: one of their steps no longer exists.
         """
         for entry in entries:
             action = read_action(entry.order, self._steps)
@@ -383,13 +383,13 @@ class MqttFleet:
             self._open_book(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
     def _recall(self, order: Order, seconds: float) -> None:
-        """How fast a device was, as far as its step is known here."""
+        """Recall a device's speed, if its step is known here."""
         action = read_action(order, self._steps)
         if not isinstance(action, Unsupported):
             self._paces.note(order.device_id, self._work(order.device_id, action), seconds)
 
     def _learn(self, device_id: str, action: Action, answer: Answer) -> None:
-        """How fast a device is."""
+        """Update a device's speed."""
         if answer.result is not None and not isinstance(answer.result, Refusal):
             self._paces.note(device_id, self._work(device_id, action), answer.seconds)
 
@@ -397,22 +397,22 @@ class MqttFleet:
         return work_of(action, self._n_samples.get(device_id, 0))
 
     async def _settle(self, number: int) -> None:
-        """After a restart between two rounds: wait for the devices of the last one, or the first to come is alone."""
+        """After a restart between two rounds, wait for the last one's devices; else the first to arrive is alone."""
         before = {device.via or device.id for device in self._store.snapshot(number - 1) or ()}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._settled_at):
                 await self._or_failure(self.registry.heard_of(before))
 
     def devices(self) -> tuple[Device, ...]:
-        """Those of the snapshot that train."""
+        """Devices of the snapshot that train."""
         return tuple(device for device in self._devices if device.trains)
 
     def inference_only(self) -> tuple[Device, ...]:
-        """Those of the snapshot that do not."""
+        """Devices of the snapshot that do not train."""
         return tuple(device for device in self._devices if not device.trains)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Write the orders, send those that are open, wait for their reports or the deadlines."""
+        """Write the orders, send open ones, wait for their reports or the deadlines."""
         self._fetching.norms.clear()
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions)
@@ -440,14 +440,14 @@ class MqttFleet:
     async def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
     ) -> AsyncIterator[Answer]:
-        """Write the orders, send those that are open, hand out answers in the order in which the store has them."""
+        """Write the orders, send open ones, yield answers in the order of the store."""
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
         closed = []
         for stored in self._store.streamed(self._round):
             if stored.status is not OrderStatus.OPEN:
-                self._take_note(stored)  # an intake may have closed it a moment ago
+                self._take_note(stored)  # an intake may just have closed it
                 closed.append(stored.order.id)
         self._arrived = dict.fromkeys(order_id for order_id in closed if order_id in self._streamed)
         guard = OneByOne(self._layout, self.norms, seen)
@@ -474,7 +474,7 @@ class MqttFleet:
             yield answer
 
     def _hold(self, entries: Iterable[Entry]) -> None:
-        """Keep streamed orders, with what came for them, until their answers are handed out."""
+        """Keep streamed orders, with their uploads, until their answers are yielded."""
         for entry in entries:
             self._streamed[entry.order.id] = entry.order
             if entry.report is not None:
@@ -491,11 +491,11 @@ class MqttFleet:
             self._fetching.norms.pop(ref, None)
 
     def busy(self) -> frozenset[str]:
-        """The devices with a streamed order whose answer has not been handed out."""
+        """Devices with a streamed order whose answer has not been yielded."""
         return frozenset(order.device_id for order in self._streamed.values())
 
     def end_streams(self) -> None:
-        """Nobody will take their answers: open ones expire."""
+        """Let open streamed orders expire, since nobody will take their answers."""
         for order_id in self._streamed.keys() & self._checks.keys():
             self._checks.pop(order_id).cancel()
         self._store.end_streams(time.time())
@@ -503,13 +503,13 @@ class MqttFleet:
             known.clear()
 
     def needed(self) -> set[str]:
-        """Digests of the tensors that streamed orders name, and of those that came for them."""
+        """Digests of the tensors that streamed orders name, and of their uploads."""
         named = {ref.digest for i, order in self._streamed.items() for ref in blobs_of([order, self._actions[i]])}
         named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
         return named | {ref.digest for brought in self._uploads.values() for ref in brought}
 
     def accepted(self, number: int) -> set[str]:
-        """Digests of the tensors that came for a round that is under way, and that open streams name."""
+        """Digests of the uploads for a round in progress, and of the tensors that open streams name."""
         found: set[str] = set()
         for entry in (*self._store.entries(number), *self._store.streamed(number)):
             action = read_action(entry.order, self._steps)
@@ -522,7 +522,7 @@ class MqttFleet:
         return found
 
     def _asked(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
-        """What devices are asked, and the answers of those that are not: by their status they cannot, or may not."""
+        """The actions to send, and immediate answers of devices that cannot or may not do them, by their status."""
         require_sendable(actions.values())
         relays = {device.via: Device(device.via, 0) for device in self._devices if device.via}
         own, refused = asked(relays | {device.id: device for device in self._devices}, actions, self.task)
@@ -532,7 +532,7 @@ class MqttFleet:
         return own, {i: Answer(i, refusal, round=self._round) for i, refusal in refused.items()}
 
     async def _write(self, label: str, actions: Mapping[str, Action], *, streamed: bool = False) -> dict[str, Entry]:
-        """Write orders and open a book of those without an answer."""
+        """Write orders and open a book of the unanswered ones."""
         allowed_s = dict.fromkeys(actions, MAX_LEFT_S) if streamed else self._allowed_s(actions)
         entries = await asyncio.to_thread(
             self._store.write_orders,
@@ -563,7 +563,7 @@ class MqttFleet:
         return self._paces.allowed_s(works, least_s=self._deadline_s)
 
     def _open_book(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
-        """Begin to follow the orders that are open; from now on devices may have what all open orders name."""
+        """Start following the open orders; from now on devices may fetch what open orders name."""
         self._books = [book for book in self._books if not book.done]
         self._books.append(
             OrderBook(
@@ -580,7 +580,7 @@ class MqttFleet:
         self._store.keep(OFFERED, json.dumps(sorted(self._offered)))
 
     async def _wait(self) -> None:
-        """Until something happens, or an order is due."""
+        """Wait until something happens or an order is due."""
         due = [at for book in self._books if (at := book.next_wakeup()) is not None]
         delay = max(min([*due, time.monotonic() + LOOK_AT_STORE_S]) - time.monotonic(), 0.01)
         self._something_happened.clear()
@@ -591,7 +591,7 @@ class MqttFleet:
         self._decide(Tick())
 
     async def _look(self) -> None:
-        """Take note of the orders that intakes have closed."""
+        """Process the orders that intakes have closed."""
         if (now := time.monotonic()) < self._looked_at + LOOK_AT_STORE_S:
             return
         self._looked_at = now
@@ -646,7 +646,7 @@ class MqttFleet:
         return self._store.blobs.get(ref.digest)
 
     def take_counts(self) -> dict[str, int]:
-        """Since the last call: payload bytes up and down, and by name what was refused."""
+        """Since the last call: payload bytes up and down, and refusals by name."""
         up, down = self._transport.bytes_received, self._transport.bytes_sent
         before_up, before_down = self._traffic
         self._traffic = (up, down)
@@ -658,11 +658,11 @@ class MqttFleet:
     def _guard(
         self, handle: Callable[[str, Inbound], Awaitable[None] | None]
     ) -> Callable[[Inbound], Coroutine[Any, Any, None]]:
-        """Drop what the contract does not allow: one line, one count, no change. A failed write ends the process."""
+        """Drop messages that violate the contract: one line, one count, no change. A failed write ends the process."""
 
         async def guarded(inbound: Inbound) -> None:
             device = self._topics.parts(inbound.topic)[1]
-            if not inbound.payload:  # something retained that was cleared
+            if not inbound.payload:  # a cleared retained message
                 return
             try:
                 payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
@@ -692,13 +692,13 @@ class MqttFleet:
             self._note_problem(device, str(error))
 
     def _note_problem(self, device: str, reason: str) -> None:
-        """For people to look at: in the events at once, in the status after the round."""
+        """Report a problem: at once as an event, after the round in the status."""
         problem = Problem(round=self._round, reason=reason)
         if self.problems.get(device) != problem and self._keep_problem(device, problem):
             self._observe("problem", {"device": device, "round": self._round, "reason": reason})
 
     def _keep_problem(self, device: str, problem: Problem) -> bool:
-        """Whether there is a place for it: there is for each device that is known, and for some strangers."""
+        """Whether there is room to keep it: for each known device, and for some unknown ones."""
         if device not in self.problems and not self.registry.knows(device):
             if len(self._strangers) >= MAX_STRANGERS:
                 return False
@@ -724,7 +724,7 @@ class MqttFleet:
     # ------------------------------------------------------------------------------------------------------- members
 
     async def _watch_members(self) -> None:
-        """Look who belongs to the federation, and let go of who does not any more."""
+        """Check the list of members, and drop devices that no longer belong."""
         assert self._members is not None
         assert isinstance(self._signed, Signed)
         while True:
@@ -738,7 +738,7 @@ class MqttFleet:
                 await self._tell_revocations()
 
     async def _tell_revocations(self) -> None:
-        """Say whom the authority has revoked: devices must learn of a coordinator that was."""
+        """Publish the revocations: devices must learn of a revoked coordinator."""
         assert isinstance(self._signed, Signed)
         if revocations := self._signed.authority.revocations:
             if len(revocations) > MAX_REVOCATIONS_BYTES:
@@ -772,7 +772,7 @@ class MqttFleet:
         return None
 
     async def _answer_late(self, report: Report) -> None:
-        """A report for an order that is closed: the verdict once more. For one that never was: none is open."""
+        """Repeat the verdict on a closed order's report. An unknown order is reported as not open."""
         entry = await asyncio.to_thread(self._store.entry, report.order_id)
         if entry is None:
             self._perform(
@@ -789,7 +789,7 @@ class MqttFleet:
     # ------------------------------------------------------------------------------------------------------- deciding
 
     def _feed(self, event: Event) -> None:
-        """Let an event from outside be decided, and wake `run`."""
+        """Let the books decide on an external event, and wake `run`."""
         self._decide(event)
         self._something_happened.set()
 
@@ -800,7 +800,7 @@ class MqttFleet:
                 self._perform(action)
 
     def _books_of(self, event: Event) -> list[OrderBook]:
-        """Whom an event is about: the book of its order, or all."""
+        """The books that an event concerns: that of its order, or all."""
         match event:
             case ReportReceived(report):
                 book = self._book_of(report.order_id)
@@ -814,11 +814,11 @@ class MqttFleet:
         return next((book for book in self._books if book.status(order_id) is not None), None)
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """For people to look at, as all else that happens."""
+        """Pass on an event for people."""
         self._observe(event, dict(fields))
 
     def _told(self, report: Report) -> dict[str, Any]:
-        """What is said of a report to people; `accuracy`: of the model that it began with, if it told."""
+        """The public part of a report; `accuracy`: of the start model, if reported."""
         accuracy = None
         if report.outcome is Outcome.DONE:
             accuracy = getattr(read_result(report, self._actions[report.order_id]), "val_accuracy", None)
@@ -827,7 +827,7 @@ class MqttFleet:
         return told if accuracy is None else {**told, "accuracy": accuracy}
 
     def _once_durable(self, change: Future[Any] | None, then: Callable[[Any], object]) -> None:
-        """Do this, with its result, when a change is in the store, and those before it; None: when those are."""
+        """Run `then` with the change's result once it and all earlier ones are stored; None: once those are."""
         before, own = self._last_change, asyncio.wrap_future(change) if change is not None else None
 
         async def wait() -> None:
@@ -837,11 +837,11 @@ class MqttFleet:
         self._last_change = self._background.spawn(wait())
 
     async def _durable(self) -> None:
-        """Wait until all changes so far are in the store, and what follows from them is done."""
+        """Wait until all changes so far, and their consequences, are done."""
         await self._or_failure(asyncio.shield(self._last_change))
 
     def _closed(self, order_id: str) -> None:
-        """Take note that an order is closed, which the store knows already."""
+        """Process an order that the store shows as closed."""
         if order_id in self._streamed:
             self._arrived[order_id] = None
             self._something_happened.set()
@@ -868,7 +868,7 @@ class MqttFleet:
                 self._once_durable(None, lambda _: self._publish(topic, told.pop(ack.order_id, ack), expires_in_s=3600))
 
     def _close(self, order_id: str, change: Future[bool], note: Callable[[], None]) -> None:
-        """Take note of a change that closes an order, or of what an intake has made of it a moment before."""
+        """Process a change that closes an order, or an intake's earlier closing of it."""
 
         def closed(ours: bool) -> None:
             if ours:
@@ -901,18 +901,18 @@ class MqttFleet:
     def _send(self, order: Order) -> None:
         unknown = self.registry.incarnation(order.device_id) is None
         if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
-            return  # sent when it shows itself, if it may
+            return  # sent when it reappears, if it may have it
         if self.registry.is_away(order.device_id):
-            return  # likewise: the broker need not keep what is repeated for hours
+            return  # likewise: the broker need not hold what is repeated for hours
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
         self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
 
     def _admits(self, device: str) -> bool:
-        """Whether it belongs to the federation, as a device or as a relay."""
+        """Whether it belongs to the federation, as a device or a relay."""
         return self._members is None or any(self._members.admits(device, r) for r in (Role.DEVICE, Role.RELAY))
 
     def _seal_want(self, topic: str, payload: bytes) -> bytes:
-        """For the agent as it is now, or by the next want."""
+        """Sign for the agent's present incarnation; a restarted one gets the next want."""
         return self._seal(topic, payload, topic.rpartition("/")[2])
 
     def _seal(self, topic: str, payload: bytes, device: str) -> bytes:
@@ -929,13 +929,13 @@ class MqttFleet:
         topic, _ = key
         try:
             await self._transport.publish(topic, payload, expires_in_s=expires_in_s)
-        except (TransportError, ValueError) as error:  # one device's topic: the others are served all the same
+        except (TransportError, ValueError) as error:  # only this device's topic is affected
             log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
         finally:
             self._under_way.discard(key)
 
     async def _check(self, order: Order, report: Report) -> None:
-        """See that a report answers its order, and fetch and check the tensors that it brings."""
+        """Check that a report answers its order, then fetch and check its tensors."""
         error = None
         action = self._actions[order.id]
         try:
@@ -957,11 +957,11 @@ class MqttFleet:
         self._feed(Checked(order.id, error))
 
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        """Those of the updates of this step that came to us were taken then; others are read."""
+        """As measured on arrival for updates of this step; others are read."""
         return self._fetching.norms.get(ref) or self._fetching.checked(ref, layout)
 
     def _model_file(self, digest: str) -> Path | None:
-        """Devices get what they were told of, and nothing else: the updates of others lie in the same folder."""
+        """Devices get only what they were told of: the updates of others are in the same folder."""
         return self._store.blobs.bring(digest) if digest in self._offered else None
 
     # --------------------------------------------------------------------------------------------------------- tasks
@@ -971,11 +971,11 @@ class MqttFleet:
             self._failure.set_exception(error)
 
     async def rest(self, seconds: float) -> None:
-        """Wait so long, or for the failure of a background task, which is raised."""
+        """Wait for this time, or until a background task fails, which is raised."""
         await self._or_failure(asyncio.sleep(seconds))
 
     async def _or_failure(self, work: Awaitable[Any]) -> Any:
-        """Wait for something, or for the failure of a background task, which is raised."""
+        """Wait for something, or until a background task fails, which is raised."""
         assert self._failure is not None
         waiting = asyncio.ensure_future(work)
         try:
@@ -990,10 +990,10 @@ class MqttFleet:
 def signing(
     broker: BrokerSettings, federation: str, home: Path, role: Role = Role.COORDINATOR
 ) -> tuple[Plain | Signed, Watched | None]:
-    """Who we are, and, where messages are signed, who else belongs to the federation.
+    """Our identity and, if messages are signed, the federation's members.
 
     Raises:
-        ConfigError: the certificate is not of this role in this federation, or nobody says who its members are.
+        ConfigError: the certificate is not of this role in this federation, or there is no list of members.
     """
     signed = speaker(broker, Subject(federation, role, role), home)
     if isinstance(signed, Plain):
@@ -1005,14 +1005,14 @@ def signing(
 
 
 def outdated(device: str) -> str:
-    """What to do about a device whose agent is of fedge 0.1."""
+    """Advice about a device whose agent is of fedge 0.1."""
     return (
         f"its agent is of fedge 0.1, which this coordinator does not understand: update fedge on {device} to {NEEDED}"
     )
 
 
 def _trouble(report: Report | None) -> str:
-    """Why a device did not do what it was asked; empty: it did, or said nothing."""
+    """Why a device did not do its order; empty: it did, or gave no reason."""
     if report is None or report.outcome is Outcome.DONE:
         return ""
     return f"{report.outcome}: {(report.why or Why.OTHER).words}; the log of {report.device_id} says more"

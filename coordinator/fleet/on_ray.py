@@ -48,14 +48,14 @@ PATIENCE_S: Final = 120.0
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What every worker of a fleet is made of, its data apart."""
+    """What all workers of a fleet have in common, without data."""
 
     task: TaskSpec
     home: Path
 
 
 class Shard:
-    """An actor: carries out blocks of orders, and keeps the workers that it made for them."""
+    """An actor that carries out blocks of orders and keeps its workers for them."""
 
     def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Steps) -> None:
         import torch
@@ -66,10 +66,10 @@ class Shard:
         self._models: dict[str, bytes] = {}
 
     def ready(self) -> None:
-        """Say that the actor is there."""
+        """Confirm that the actor is running."""
 
     def carry_out(self, orders: Sequence[Order], models: Mapping[str, Any]) -> list[Finished]:
-        """Results in the order of the orders. `models`: references to the bytes of what they name, by digest."""
+        """Results in the order of the orders. `models`: references to the bytes of named models, by digest."""
         missing = [digest for digest in models if digest not in self._models]
         found = ray.get([models[digest] for digest in missing])
         self._models |= {digest: array.tobytes() for digest, array in zip(missing, found, strict=True)}
@@ -88,19 +88,19 @@ class Shard:
     def _make(self, device_id: str) -> Worker:
         recipe = self._recipe
         own = self._data[device_id]
-        # What lies in the object store is read-only, and stays there for as long as somebody looks at it.
+        # Data in the object store is read-only, and stays while anything refers to it.
         copied = {name: np.require(array, requirements="W") for name, array in _arrays(own).items()}
         return Worker(device_id, recipe.task, replace(own, **copied), recipe.home / device_id, source=repeatable)
 
 
 class Shards:
-    """How a `SimulatedFleet` carries out the orders of a step on Ray, inside `coordinator.ray.connected`.
+    """How a `SimulatedFleet` carries out a step's orders on Ray, inside `coordinator.ray.connected`.
 
     Args:
         recipe: of the workers.
-        data: of the devices by id; made device by device if it is a mapping that makes them.
-        steps: what the method asks for beside the steps that are installed.
-        n: actors.
+        data: of the devices by id; may be a mapping that generates them.
+        steps: of the method, in addition to the installed ones.
+        n: number of actors.
     """
 
     def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Sequence[type[Action]], n: int) -> None:
@@ -122,7 +122,7 @@ class Shards:
         """Carry out orders of different devices; results in the order of the jobs.
 
         Raises:
-            FedgeError: all actors died, and none comes up.
+            FedgeError: all actors died, and none restarts.
         """
         named = {ref.digest: (job, ref) for job in jobs for ref in blobs_of(job.action)}
         self._models = {

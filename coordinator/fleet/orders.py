@@ -1,22 +1,21 @@
 """The life of an order on the coordinator: decided here, carried out by `coordinator.fleet.mqtt`.
 
-Two rules: everything that changes an order's status is in `TRANSITIONS`, and nothing here does IO or reads a clock. The
-shell feeds events with the time and performs the returned actions **in order**: what must survive a kill -9 (`Accept`,
+Two rules: `TRANSITIONS` holds every change of an order's status, and nothing here does IO or reads a clock. The shell
+feeds events with the time and performs the returned actions **in order**: what must survive a kill -9 (`Accept`,
 `Reject`, `Expire`) is committed before anybody is told (`Tell`).
 
     OPEN ──sent──▶ SENT ──reported──▶ CHECKING ──good──▶ ACCEPTED
      │               │                  │  └─────bad───▶ REJECTED
      └────expired────┴─────expired──────┘──────────────▶ EXPIRED
 
-An intake, which is another process, may close an order in any status: the store says so (`Closed`).
+An intake, which is another process, may close an order in any status, as the store then shows (`Closed`).
 
-An order is repeated until there is a report; a report may come many times, since the device repeats it until it is
-told. A report for an order that is closed is for the shell, which answers it from the store, and changes nothing here.
+An order is repeated until there is a report; a report may come many times, since the device repeats it until it has the
+verdict. A report for a closed order changes nothing here; the shell answers it from the store.
 
-What travels is how much time is left for an order; the book counts it by a clock that nobody sets.
+Orders carry the time that is left for them; the book counts it by a monotonic clock.
 
-An event costs O(log n) for n orders: a heap holds when each is due, and an entry that is no longer true is dropped when
-it comes up.
+An event costs O(log n) for n orders: a heap holds when each is due, and stale entries are dropped when they come up.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ LAST_RESEND_S: Final = 30.0
 
 
 class OrderStatus(StrEnum):
-    """Where an order stands. SENT and CHECKING are of this process: in the store such an order is OPEN."""
+    """Status of an order. SENT and CHECKING exist only in this process: the store has OPEN."""
 
     OPEN = "open"  # durable, not sent yet
     SENT = "sent"  # at least once
-    CHECKING = "checking"  # a report is here, its update is being fetched and checked
+    CHECKING = "checking"  # the report arrived; its update is being fetched and checked
     ACCEPTED = "accepted"
     REJECTED = "rejected"
     EXPIRED = "expired"
@@ -91,7 +90,7 @@ class ReportReceived:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a report names is here and is what it should be; `error` says why not."""
+    """The contents of a report are here and checked; `error` says what is wrong."""
 
     order_id: str
     error: str | None = None
@@ -99,7 +98,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The store has the last word on an order already: an intake has accepted or rejected its report."""
+    """The store shows the order as closed: an intake has accepted or rejected its report."""
 
     order_id: str
     accepted: bool
@@ -107,14 +106,14 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAppeared:
-    """A device is there (again): it may not have what was sent before."""
+    """A device is there (again); it may lack what was sent before."""
 
     device_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; the shell sends one at `OrderBook.next_wakeup` at the latest."""
+    """Time has passed; the shell sends one no later than `OrderBook.next_wakeup`."""
 
 
 Event = ReportReceived | Checked | Closed | DeviceAppeared | Tick
@@ -132,7 +131,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Fetch what the report names and check it; answer with `Checked`."""
+    """Fetch and check what the report names; answer with `Checked`."""
 
     order: Order
     report: Report
@@ -147,7 +146,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Commit that the report is not acceptable."""
+    """Commit the rejection of the report."""
 
     order: Order
     reason: str
@@ -182,18 +181,18 @@ class _Held:
     report: Report | None = None
     resend_at: float = 0.0
     resend_after_s: float = FIRST_RESEND_S
-    entered_at: float = math.nan  # the time of its entry in the heap that counts
+    entered_at: float = math.nan  # time of its valid entry in the heap
 
     @property
     def due_at(self) -> float:
-        """When the next thing happens by itself; NaN: nothing will."""
+        """When the next thing is due without an event; NaN: nothing."""
         if self.status in CLOSED:
             return math.nan
         return min(self.resend_at, self.deadline) if self.status in WAITING else self.deadline
 
 
 class OrderBook:
-    """The open orders of one step, whose `left_s` counts from `now`. `handle` is the only way to change them."""
+    """The open orders of one step, whose `left_s` counts from `now`. Only `handle` changes them."""
 
     def __init__(self, orders: Iterable[Order], now: float = 0.0) -> None:
         self._held = {order.id: _Held(order, place, now + order.left_s) for place, order in enumerate(orders)}
@@ -206,7 +205,7 @@ class OrderBook:
             self._enter(held)
 
     def status(self, order_id: str) -> OrderStatus | None:
-        """Where an order stands; None: it is not of this step."""
+        """An order's status; None: it is not of this step."""
         held = self._held.get(order_id)
         return held.status if held else None
 
@@ -222,11 +221,11 @@ class OrderBook:
         return self._due[0][0] if self._due else None
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event in and say what to do, in this order.
+        """Process one event; returns the actions, in order.
 
         Args:
             event: what happened.
-            now: seconds by a clock that never goes back.
+            now: seconds by a monotonic clock.
 
         Raises:
             ProtocolError: `unknown-order` or `foreign-id`; nothing changed.
@@ -246,7 +245,7 @@ class OrderBook:
         return actions + self._due_by(now)
 
     def _appeared(self, device_id: str, now: float) -> list[Action]:
-        """Send it all its open orders at once, and go on as patiently as at first."""
+        """Send the device all its open orders at once, and restart their repeat intervals."""
         actions: list[Action] = []
         for held in self._of_device.get(device_id, ()):
             if held.status in WAITING and now < held.deadline:
@@ -260,7 +259,7 @@ class OrderBook:
         self._enter(held)
 
     def _enter(self, held: _Held) -> None:
-        """Put into the heap when the order is due; an earlier entry of it goes stale."""
+        """Enter the order's due time into the heap; an earlier entry goes stale."""
         if held.due_at != held.entered_at:
             held.entered_at = held.due_at
             if not math.isnan(held.due_at):
@@ -317,5 +316,5 @@ class OrderBook:
 
 
 def verdict(order: Order, *, accepted: bool, reason: str = "") -> Ack:
-    """What a device is told about its report."""
+    """The message to a device about its report."""
     return Ack(order_id=order.id, device_id=order.device_id, accepted=accepted, reason=reason[:1000])

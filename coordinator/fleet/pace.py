@@ -1,8 +1,8 @@
-"""How long a device takes for an order, from what it took before: no order is cut off that would have been answered.
+"""Estimates a device's time for an order from earlier ones, so that no order is cut off that would be answered.
 
-Work is counted in forward passes of one sample (`Action.passes`). A device tells only how many samples it shares, so
-all three of its sets count as that many. A device's pace is that of the most laborious order that it has answered: in
-the short ones the network and the start of torch weigh too much.
+Work is counted in forward passes of one sample (`Action.passes`). A device reports only how many samples it shares, so
+all three of its sets count as that many. A device's pace is that of the largest order it has answered, since small ones
+are dominated by the network and the start of torch.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ A_BATCH: Final = 32
 
 
 def work_of(action: Action, n_samples: int) -> float:
-    """Forward passes of an order on a device with `n_samples` that are not sensitive."""
+    """Forward passes of an order on a device with `n_samples` non-sensitive samples."""
     n = n_samples or A_BATCH
     return action.passes(n, n, n)
 
 
 class Paces:
-    """What each device took. `note` what it answered, then ask how long it may take."""
+    """Times of each device. `note` its answers, then ask how long it may take."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}  # device -> work, seconds
 
     def note(self, device_id: str, work: float, seconds: float) -> None:
-        """A device took so long for so much work."""
+        """Record the time for an amount of work."""
         if seconds > 0 and work > 0 and work >= self._known.get(device_id, (0.0, 0.0))[0]:
             self._known[device_id] = work, seconds
 
     def allowed_s(self, works: dict[str, float], *, least_s: float) -> dict[str, float]:
-        """Seconds that each device may take for its work, at least `least_s`; one that is unknown counts as typical.
+        """Seconds that each device may take for its work, at least `least_s`; an unknown device counts as typical.
 
         No order may take longer than a day.
         """

@@ -1,8 +1,8 @@
-"""Devices that send again and again what no honest device sends are left out of the rounds for a while.
+"""Devices that repeatedly send what no honest device would are left out of rounds for a while.
 
-One piece of evidence proves nothing: training goes astray, disks break. Three rounds with evidence within twenty are a
-pattern: the device rests for twenty rounds. After that it takes part again, and one more round with evidence leaves it
-out for twice as long. A person may readmit it at once (`fedge coordinator --readmit`), with a clean slate.
+One piece of evidence proves nothing: training diverges, disks break. Three rounds with evidence within twenty are a
+pattern: the device is excluded for twenty rounds. Afterwards it takes part again, and another round with evidence
+excludes it for twice as long. A person may readmit it at once (`fedge coordinator --readmit`), with a clean slate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READMITTED: Final = "readmitted"
 
 
 class Offence(Struct, frozen=True, kw_only=True):
-    """Evidence against a device. `name`: that of the refusal, or `long-update`; `detail`: what was measured."""
+    """Evidence against a device. `name`: that of the refusal, or `long-update`; `detail`: the measurement."""
 
     device_id: str
     round: int
@@ -35,17 +35,17 @@ class Offence(Struct, frozen=True, kw_only=True):
 
 
 class Quarantine(Struct, frozen=True, kw_only=True):
-    """Of a device. `until`: the last round without it; `evidence`: what led to it."""
+    """A device's quarantine. `until`: the last round without it; `evidence`: what led to it."""
 
     until: int
     evidence: tuple[Offence, ...]
 
 
 def quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quarantine]:
-    """Who is left out of round `number`, by ascending device id.
+    """The devices excluded from round `number`, by ascending id.
 
     Args:
-        offences: all that were noted, in any order; those of round `number` and later do not count yet.
+        offences: all recorded ones, in any order; those of round `number` and later do not count yet.
         number: of the round.
 
     Example:
@@ -62,7 +62,7 @@ def quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quarantin
 
 
 def _sentence(offences: Iterable[Offence]) -> Quarantine | None:
-    """The last quarantine that the offences of a device, by round, lead to; None: to none."""
+    """The latest quarantine that a device's offences, by round, lead to; None: none."""
     last: Quarantine | None = None
     recent: list[Offence] = []
     times = 0
@@ -71,7 +71,7 @@ def _sentence(offences: Iterable[Offence]) -> Quarantine | None:
             last, recent, times = None, [], 0
             continue
         if last is not None and offence.round <= last.until:
-            continue  # it was asked before it was left out
+            continue  # asked before it was excluded
         recent = [o for o in recent if offence.round - o.round < WITHIN] + [offence]
         if len({o.round for o in recent}) >= (1 if times else OFFENCES):
             last = Quarantine(until=offence.round + REST * 2**times, evidence=tuple(recent))

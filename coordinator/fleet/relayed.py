@@ -1,12 +1,10 @@
-"""Devices behind relays: what a coordinator asks of a relay, and the fleet that hides it from methods.
+"""Devices behind relays: the steps of a relay, and the fleet that hides it from methods.
 
-A relay (`coordinator.relay`) stands for the devices of its site. All that a step asks of them travels as one order,
-each model that they need once, and what they tell comes back in one report. Their updates stay on the site. What is
-averaged is summed there, with the weights that the rule of the average gives each update by its norm, and travels as
-float32.
+A relay (`coordinator.relay`) represents the devices of its site. All that a step asks of them travels as one order,
+each model once, and their answers return in one report. Their updates stay on the site. They are summed there, with the
+weights that the averaging rule gives each update by its norm, and the sum travels as float32.
 
-A method has references to updates all the same: to a small file in their place, which says on which site an update lies
-and what its norms are.
+Methods still get references to updates: to a small file in their place, which gives the update's site and norms.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ MAX_STAND_IN_BYTES: Final = 1024
 
 
 class Asked(Struct, frozen=True):
-    """A step that devices of a site are asked, as an order has it."""
+    """An action for devices of a site, as in an order."""
 
     step: Id
     version: Count
@@ -58,10 +56,10 @@ class Asked(Struct, frozen=True):
 
 
 class SiteOrders(Struct, frozen=True, kw_only=True):
-    """What the devices of a site are asked at once.
+    """The requests to a site's devices in one step.
 
-    `seed`, `layout`: of the federation; the site's devices draw the random numbers that they would draw without relay.
-    `keep`: updates of earlier rounds that may still be averaged. `devices`: by name, the number of what each is asked.
+    `seed`, `layout`: of the federation; the site's devices draw the same random numbers as without a relay. `keep`:
+    updates of earlier rounds that may still be averaged. `devices`: by name, the number of each one's action.
     """
 
     seed: Count
@@ -72,7 +70,7 @@ class SiteOrders(Struct, frozen=True, kw_only=True):
 
 
 class Told(Struct, frozen=True, kw_only=True):
-    """What a device of a site has answered. `norms`: of the update that it has sent."""
+    """The answer of a device on a site. `norms`: of its update."""
 
     seconds: NonNegative
     outcome: Outcome
@@ -82,14 +80,14 @@ class Told(Struct, frozen=True, kw_only=True):
 
 
 class Relayed(Result, frozen=True, kw_only=True):
-    """`answers`: file, by name what the devices have told (`Told`); who is not there has not answered."""
+    """`answers`: a file with the devices' answers (`Told`) by name; missing devices have not answered."""
 
     REVEALS: ClassVar = {"answers": Reveals.PROFILE}  # what the devices' owners let out
     answers: BlobRef
 
 
 class Relay(Action, frozen=True, kw_only=True):
-    """Ask the devices of the site. `orders`: file, `SiteOrders`. `work`: of the most laborious, in forward passes."""
+    """Ask the devices of the site. `orders`: file, `SiteOrders`. `work`: of the largest one, in forward passes."""
 
     STEP: ClassVar = "relay"
     RESULT: ClassVar = Relayed
@@ -112,10 +110,10 @@ class Relay(Action, frozen=True, kw_only=True):
 
 
 class SiteSums(Struct, frozen=True, kw_only=True):
-    """What is to be averaged on a site.
+    """A request for averages on a site.
 
-    `updates`: by device. `weights`: what each counts. `sums`: for each cluster its members, with the factors by which
-    parameters and buffers of each are multiplied. `directions`: whose are wanted.
+    `updates`: by device. `weights`: of each. `sums`: for each cluster its members, with the factors for the parameters
+    and buffers of each. `directions`: devices whose directions are requested.
     """
 
     layout: Layout
@@ -126,7 +124,7 @@ class SiteSums(Struct, frozen=True, kw_only=True):
 
 
 class Summed(Result, frozen=True, kw_only=True):
-    """`means`: of each cluster, float32; None where the site has nothing to give. `missing`: whose updates are lost.
+    """`means`: of each cluster, float32; None if the site has nothing for it. `missing`: devices with lost updates.
 
     `directions`: float32, by device (`mctc.direction`).
     """
@@ -161,7 +159,7 @@ STEPS: Final[tuple[type[Action], ...]] = (Relay, Sum)
 
 
 class StandIn(Struct, frozen=True, kw_only=True):
-    """What a method's reference to an update on a site refers to."""
+    """The target of a method's reference to an update on a site."""
 
     via: Id
     update: BlobRef
@@ -169,7 +167,7 @@ class StandIn(Struct, frozen=True, kw_only=True):
 
 
 class SiteMean(NamedTuple):
-    """A site's mean of a cluster, and what its devices weigh together."""
+    """A site's mean of a cluster, and the total weight of its devices."""
 
     cluster: int
     model: Model
@@ -178,12 +176,12 @@ class SiteMean(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What is asked of a site in one step, by the devices' own names."""
+    """The requests to a site in one step, by the devices' own names."""
 
     actions: dict[str, Action]
 
     def orders(self, seed: int, layout: Layout, keep: Collection[str]) -> SiteOrders:
-        kinds = {id(action): action for action in self.actions.values()}  # most of a step share one
+        kinds = {id(action): action for action in self.actions.values()}  # usually one action shared by all
         numbers = {key: n for n, key in enumerate(kinds)}
         return SiteOrders(
             seed=seed,
@@ -202,13 +200,13 @@ class _Site:
 
 
 class RelayFleet(FleetAround):
-    """The `Fleet` of one round, in which devices behind relays are devices like others.
+    """The `Fleet` of one round, in which devices behind relays look like any others.
 
     Args:
         fleet: the relays, and the devices without one.
         layout: of the model.
         seed: of the federation.
-        named: what the method's state refers to: of it, updates on sites are kept there.
+        named: references in the method's state: updates among them are kept on their sites.
     """
 
     def __init__(self, fleet: Fleet, *, layout: Layout, seed: int, named: Iterable[BlobRef] = ()) -> None:
@@ -224,7 +222,7 @@ class RelayFleet(FleetAround):
                 self._keep[held.via].add(held.update.digest)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As any fleet; what is asked of devices behind one relay is one order."""
+        """Run as any fleet; requests to devices behind one relay become one order."""
         direct = {i: action for i, action in actions.items() if i not in self._via}
         devices = {d.id: d for d in (*self.devices(), *self.inference_only())}
         require_sendable(action for i, action in actions.items() if i in self._via)
@@ -249,11 +247,11 @@ class RelayFleet(FleetAround):
         return dict(sorted((answers | {i: Answer(i, refusal) for i, refusal in refused.items()}).items()))
 
     def _name(self, device_id: str) -> str:
-        """On its site."""
+        """The device's name on its site."""
         return device_id.removeprefix(f"{self._via[device_id]}.")
 
     def _told(self, via: str, answer: Answer, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """The answers of a site's devices. What does not answer its order is none."""
+        """The answers of a site's devices; those that do not fit their order are dropped."""
         told: dict[str, Told] = {}
         if isinstance(answer.result, Relayed):
             told = self._read(via, answer.result.answers, dict[str, Told]) or {}
@@ -287,7 +285,7 @@ class RelayFleet(FleetAround):
         log.warning("event=refused name=%s relay=%s device=%s detail=%r", error.name, via, device_id, str(error))
 
     def _read(self, via: str, ref: BlobRef, kind: type[T]) -> T | None:
-        """A file of a relay's; None: it is not what it should be."""
+        """Read a relay's file; None: it is invalid."""
         try:
             return msgspec.msgpack.decode(self._fleet.get_bytes(ref), type=kind)
         except MALFORMED as error:
@@ -295,7 +293,7 @@ class RelayFleet(FleetAround):
             return None
 
     def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """Of devices without relay alone: a site answers when all have."""
+        """Stream devices without relay only, since a site answers when all its devices have."""
         if not self._via.keys().isdisjoint(actions):
             raise ConfigError("the method takes answers one by one, and a relay gives those of its site together")
         return self._fleet.stream(label, actions, seen)
@@ -303,23 +301,23 @@ class RelayFleet(FleetAround):
     # ------------------------------------------------------------------------------------------------------- updates
 
     def _stand_in(self, ref: BlobRef) -> StandIn | None:
-        """Where an update lies that is on a site; None: it is here, or no update."""
+        """The location of an update on a site; None: it is here, or not an update."""
         if ref.size_bytes > MAX_STAND_IN_BYTES:
             return None
         data = self._fleet.get_bytes(ref)
         return msgspec.msgpack.decode(data[len(HEAD) :], type=StandIn) if data.startswith(HEAD) else None
 
     def held(self, updates: Mapping[str, BlobRef]) -> dict[str, StandIn]:
-        """Those of the updates that lie on sites, by device."""
+        """The updates that are on sites, by device."""
         return {i: held for i, ref in updates.items() if (held := self._stand_in(ref))}
 
     def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """As the relay has told them, of an update on its site."""
+        """As reported by the relay, for an update on its site."""
         held = self._stand_in(ref)
         return held.norms if held else self._fleet.norms(ref, layout)
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model that is here.
+        """A model stored here.
 
         Raises:
             ConfigError: it is an update on a site.
@@ -337,18 +335,18 @@ class RelayFleet(FleetAround):
         note: Callable[[str, NDArray[Any]], None],
         whose: Collection[str] = (),
     ) -> list[SiteMean]:
-        """The sites' means of updates that lie there.
+        """The sites' means of their updates.
 
         Args:
             held: the updates, by device.
-            weights: what each counts.
+            weights: of each.
             clusters: the members of each, with the factors of parameters and buffers.
             layout: of the updates.
-            note: is shown the directions of updates.
-            whose: devices whose directions it is shown.
+            note: called with the directions of updates.
+            whose: devices whose directions are wanted.
 
         Returns:
-            By site and cluster; none of a site that does not answer, as the log says.
+            By site and cluster; sites that do not answer are missing and logged.
         """
         of_site: defaultdict[str, dict[str, StandIn]] = defaultdict(dict)
         for i, each in sorted(held.items()):
