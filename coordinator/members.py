@@ -1,9 +1,9 @@
-"""Who belongs to a federation: the list that provisioning writes and the coordinator goes by.
+"""The members of a federation: the list that provisioning writes and the coordinator enforces.
 
-    members.json  beside ca_file: who has a certificate, in which role, and who was revoked
-    crl.pem       beside it: the authority's own list of revoked certificates, for brokers and devices
+    members.json  beside ca_file: all certificates with their roles and revocations
+    crl.pem       beside it: the authority's own revocation list, for brokers and devices
 
-A certificate of the authority alone is not enough: its name must be on the list, in its role, and not be revoked.
+The authority's certificate alone does not admit anybody: the name must be listed in its role and not be revoked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEMBERS: Final = "members.json"
 
 
 class Member(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One who has a certificate. Dates are in UTC, such as 2030-01-31T00:00:00Z."""
+    """A certificate holder. Dates are in UTC, such as 2030-01-31T00:00:00Z."""
 
     role: Role
     serial: str  # of the certificate, in hex
@@ -41,16 +41,16 @@ class Members(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     members: dict[Id, Member] = {}
 
     def admits(self, name: str, role: Role) -> bool:
-        """Whether somebody may speak in this role."""
+        """Whether this name may speak in this role."""
         member = self.members.get(name)
         return member is not None and member.role == role and member.revoked is None
 
 
 def read_members(file: Path) -> Members:
-    """The list.
+    """Read the list.
 
     Raises:
-        ConfigError: it is not there, or is no such list.
+        ConfigError: it is missing or malformed.
     """
     try:
         return msgspec.json.decode(file.read_bytes(), type=Members)
@@ -61,7 +61,7 @@ def read_members(file: Path) -> Members:
 
 
 def write_members(file: Path, members: Members) -> None:
-    """Replace it; after a crash the old or the new one is there.
+    """Replace the list; after a crash the old or the new one is there.
 
     Raises:
         StoreError: the disk is full or broken.
@@ -70,11 +70,11 @@ def write_members(file: Path, members: Members) -> None:
 
 
 class Watched:
-    """The two files, looked at now and then, and read again when they have changed.
+    """The two files, checked from time to time and read again after a change.
 
     Args:
-        folder: where they lie.
-        federation: whose members they must be.
+        folder: of the files.
+        federation: must be that of the members.
 
     Raises:
         ConfigError: the list cannot be read, or is another federation's.
@@ -94,7 +94,7 @@ class Watched:
         return members
 
     def _refresh(self) -> None:
-        """Take note of a list that was written anew; one that cannot be read changes nothing."""
+        """Load a list that was rewritten; an unreadable one changes nothing."""
         if (now := version_of(self._file)) == self._read_at:
             return
         self._read_at = now
@@ -104,7 +104,7 @@ class Watched:
             log.error("event=members_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
 
     def admit(self, subject: Subject) -> None:
-        """See that somebody is on the list, who may have come to it a moment ago.
+        """Check that a member is on the list, including recent changes.
 
         Raises:
             ProtocolError: `revoked` or `not-a-member`.
@@ -120,11 +120,11 @@ class Watched:
         raise ProtocolError("not-a-member", f"{subject} is not in {self._file}")
 
     def admits(self, name: str, role: Role) -> bool:
-        """Whether somebody may speak in this role."""
+        """Whether this name may speak in this role."""
         return self._members.admits(name, role)
 
     def look(self, authority: Authority) -> bool:
-        """Read what has changed since the last look, and tell the authority; False: nothing has."""
+        """Read what has changed since the last look, and pass it to the authority; False: nothing."""
         if (now := (version_of(self._file), version_of(self._revocations))) == self._seen:
             return False
         self._seen = now

@@ -30,7 +30,8 @@ def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Opti
     """The table [method] of the file, overridden by NAME=VALUE pairs. The method itself checks names and values.
 
     Raises:
-        ConfigError: the file cannot be read, a pair has no "=", or a value in the file is no number, text or truth.
+        ConfigError: the file cannot be read, a pair has no "=", or a value in the file is not a number, text or
+            boolean.
     """
     found: dict[str, Option] = {}
     for name, value in section_of(config, "method").items():
@@ -41,7 +42,7 @@ def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Opti
 
 
 def parsed(pairs: Iterable[str]) -> dict[str, Option]:
-    """NAME=VALUE texts as a dictionary; numbers, true and false are what they look like, the rest is text.
+    """NAME=VALUE texts as a dictionary; numbers and booleans are converted, the rest stays text.
 
     Raises:
         ConfigError: one has no name or no "=".
@@ -56,7 +57,7 @@ def parsed(pairs: Iterable[str]) -> dict[str, Option]:
 
 
 def value_of(text: str) -> Option:
-    """A number, true or false where the text looks like one, else the text."""
+    """A number or boolean if the text looks like one, else the text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):
@@ -71,7 +72,7 @@ def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
     """A method with its options after colons: "fedepc:clustering=k-means", "package.module:Class:option=value".
 
     Raises:
-        ConfigError: an option is no NAME=VALUE.
+        ConfigError: an option is not NAME=VALUE.
     """
     name, *pairs = text.strip().split(":")
     if pairs and "=" not in pairs[0] and "." in name + pairs[0]:
@@ -80,9 +81,9 @@ def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
 
 
 def check(name: str, options: Mapping[str, Option]) -> None:
-    """Refuse a method or an option that is not there, before anything is started.
+    """Refuse an unknown method or option before anything is started.
 
     Raises:
-        ConfigError: there is no such method, or it has no such option or value.
+        ConfigError: no such method, option or value.
     """
     options_of(method_class(name), options)

@@ -1,7 +1,7 @@
-"""Guards against hostile devices, and those that hide devices from the server: the settings, and what combines.
+"""Guards against hostile devices, and guards that hide devices from the server: settings and combinations.
 
-`Protection` is shared by all methods, and `COMBINATIONS` is the one table of what goes with what. A method says in
-`Method.UNPROTECTED` which guards do not fit it. Whatever does not combine is refused before a run, with the reason.
+All methods share `Protection`, and `COMBINATIONS` is the one table of what can be combined. A method lists in
+`Method.UNPROTECTED` which guards do not fit it. Invalid combinations are refused before a run, with the reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `dp_epsilon` or `dp_noise`, one of them: differential privacy (`fedge.steps.train_dp`), with `dp_delta`, `dp_clip`.
 
     Raises:
-        ConfigError: both are given, or a setting that changes nothing.
+        ConfigError: both are given, or a setting has no effect.
     """
 
     average: AverageRule = "clipped"
@@ -87,7 +87,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.dp_epsilon is not None or self.dp_noise is not None
 
     def privacy(self, rounds: int) -> Privacy | None:
-        """What a run of so many rounds promises to each sample; None: nothing."""
+        """The promise of a run of so many rounds to each sample; None: nothing."""
         if not self.dp:
             return None
         return Privacy(
@@ -100,7 +100,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def guards(self) -> frozenset[Guard]:
-        """Those in force that are not always there."""
+        """The enabled optional guards."""
         found: dict[Guard, bool] = {"dp": self.dp, "masking": self.masking}
         if self.average != "mean":
             found[self.average] = True
@@ -139,7 +139,7 @@ def without_noise(*told: tuple[type[Action], str]) -> str:
 
 
 def check(protection: Protection, unfit: Mapping[Guard, str], method: str, codec: Codec = Codec.INT8) -> None:
-    """Refuse what does not combine, before a run.
+    """Refuse invalid combinations before a run.
 
     Args:
         protection: the settings.
@@ -161,7 +161,7 @@ def check(protection: Protection, unfit: Mapping[Guard, str], method: str, codec
 
 
 def table(guards: Collection[Guard] = get_args(Guard)) -> str:
-    """The table of all pairs as Markdown: yes, a number for what one should know, or a letter for why not."""
+    """The table of all pairs as Markdown: yes, a number for a remark, or a letter for a reason against."""
     reasons: dict[str, str] = {}
     notes: dict[str, str] = {}
 

@@ -1,8 +1,8 @@
-"""Ray, which tells nobody that it runs and listens on this machine alone: the one place that imports it.
+"""Ray without usage reports, listening only on this machine: the only place that imports it.
 
-Usage reports are off before the import, unless RAY_USAGE_STATS_ENABLED says otherwise. A cluster that is started here
-binds to 127.0.0.1, without a dashboard. Whoever reaches a Ray cluster can run code on it: one that spans machines needs
-a network of its own (docs/simulation.md).
+Usage reports are switched off before the import, unless RAY_USAGE_STATS_ENABLED says otherwise. A cluster started here
+binds to 127.0.0.1, without a dashboard. Anybody who reaches a Ray cluster can run code on it: a cluster across machines
+needs a network of its own (docs/simulation.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedge.errors import ConfigError, FedgeError
 from fedge.loading import is_held, needs
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # it warns of a change that does not concern us
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # suppresses an irrelevant warning
 try:
     import ray  # noqa: TID251
 except ModuleNotFoundError as error:
@@ -29,10 +29,10 @@ THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 @contextmanager
 def connected(address: str | None) -> Iterator[int]:
-    """A cluster for as long as it is needed: that at `address` (`auto`: of this machine), or a new one here.
+    """A temporary connection to the cluster at `address` (`auto`: of this machine), or a new one here.
 
     Yields:
-        How many processors it has.
+        Its number of processors.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -64,13 +64,13 @@ def connected(address: str | None) -> Iterator[int]:
 
 
 def _stay_here() -> None:
-    """Have Ray listen on 127.0.0.1, as it does on systems that it makes no clusters of: no option says so elsewhere."""
+    """Make Ray listen on 127.0.0.1, as it does on systems where it makes no clusters; elsewhere no option does so."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for the processes that it starts
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # noqa: SLF001 - and for this one
 
 
 def require_importable(*paths: str | None) -> None:
-    """Refuse objects of this Python process, which no other has.
+    """Refuse objects that exist only in this process.
 
     Raises:
         ConfigError: a task or a network is one.

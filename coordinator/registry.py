@@ -1,4 +1,4 @@
-"""Who is there: the devices of a federation as their retained status and their last context say it."""
+"""The devices of a federation, by their retained status and their last context."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ CLOCKS_AGREE_S: Final = 60.0
 class _Known:
     status: Status
     context: Context | None = None
-    ahead_s: float = 0.0  # of our clock
-    before: str = ""  # its incarnation before this one
-    twice: bool = False  # two agents speak as this device
+    ahead_s: float = 0.0  # relative to our clock
+    before: str = ""  # the previous incarnation
+    twice: bool = False  # two agents use this device's name
     seen_at: float = 0.0  # by our clock
 
 
 class Registry:
-    """All devices that ever showed themselves. Kept in memory: a status is retained by the broker and told anew.
+    """All devices seen so far. Kept in memory, since the broker retains and repeats each status.
 
     Args:
         task_fingerprint: of the federation's task; devices with another one do not take part.
-        contexts: the last ones that were stored: after a restart they count until the devices send new ones.
-        no_relays: why there can be none; empty: there can.
+        contexts: the last stored ones: after a restart they count until the devices send new ones.
+        no_relays: why relays are not possible; empty: they are.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Registry:
         self._no_relays = no_relays
         self._contexts = dict(contexts or {})
         self._known: dict[str, _Known] = {}
-        self._mismatched: set[str] = set()  # devices of another task, and relays where there can be none
+        self._mismatched: set[str] = set()  # devices with another task, and relays where none are possible
         self._health: dict[str, Health] = {}
         self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
     def on_status(self, topic_id: str, status: Status) -> bool:
-        """Take note of a birth or death; True if the device is there (again), and may lack what it was sent before.
+        """Process a birth or death; True if the device is there (again) and may lack what it was sent before.
 
-        So it may be without a new incarnation, if its connection or ours was lost. A status that only tells of a new
-        bundle says no such thing.
+        That may happen without a new incarnation, if its connection or ours was lost. A status that only announces a
+        new bundle does not count.
 
         Raises:
             ProtocolError: `foreign-id`, `no-relays`, `task-mismatch` or `too-many-devices`; nothing changed.
@@ -98,7 +98,7 @@ class Registry:
         return status.presence is Presence.ONLINE
 
     def _has_room(self, status: Status) -> bool:
-        """Whether there is a place; who is there gets that of somebody who is not and was not in the last round."""
+        """Whether there is room; a present device may replace one that is absent and was not in the last round."""
         if len(self._known) < MAX_DEVICES or status.presence is not Presence.ONLINE:
             return len(self._known) < MAX_DEVICES
         away = (i for i, known in self._known.items() if known.status.presence is not Presence.ONLINE)
@@ -108,14 +108,14 @@ class Registry:
         return gone is not None
 
     def on_context(self, topic_id: str, context: Context, now: float) -> None:
-        """Take note of how a device is; `now`: seconds since the epoch by our clock.
+        """Process a device's context; `now`: seconds since the epoch by our clock.
 
         Raises:
             ProtocolError: `foreign-id` or `unknown-device`; nothing changed.
         """
         if context.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {context.device_id}")
-        if topic_id in self._mismatched:  # said when its status came
+        if topic_id in self._mismatched:  # already logged with its status
             return
         if topic_id not in self._known:
             raise ProtocolError("unknown-device", f"{topic_id} has shown no status yet")
@@ -125,7 +125,7 @@ class Registry:
         self._changed.set()
 
     def on_health(self, topic_id: str, health: Health) -> None:
-        """Take note of it. A device whose bundle drifts is not the one that it was: its incarnation says so.
+        """Process a device's health. Drift changes the device's incarnation.
 
         Raises:
             ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
@@ -139,41 +139,41 @@ class Registry:
             self._changed.set()
 
     def incarnation(self, device_id: str) -> str | None:
-        """Of the agent that speaks as this device; None: none has."""
+        """Incarnation of this device's agent; None: none seen."""
         known = self._known.get(device_id)
         return known.status.incarnation if known else None
 
     def is_away(self, device_id: str) -> bool:
-        """Whether the device has said that it sleeps, or the broker that it is gone."""
+        """Whether the device announced sleep, or the broker lost it."""
         known = self._known.get(device_id)
         return known is not None and known.status.presence is not Presence.ONLINE
 
     def is_twice(self, device_id: str) -> bool:
-        """Whether two agents speak as this device: one was back after the other had come."""
+        """Whether two agents use this device's name: one returned after the other had come."""
         known = self._known.get(device_id)
         return known is not None and known.twice
 
     def doubt(self, device_id: str) -> None:
-        """Something older than what we know came from this device: another agent may speak as it."""
+        """Note an outdated message from this device: another agent may be using its name."""
         if device_id in self._known:
             self._known[device_id].twice = True
 
     def forget(self, device_id: str) -> None:
-        """It is no device of ours any more."""
+        """Remove a device that no longer belongs."""
         for known in (self._known, self._contexts, self._health):
             known.pop(device_id, None)
         self._changed.set()
 
     def knows(self, device_id: str) -> bool:
-        """Whether this is one of our devices, as far as the broker tells."""
+        """Whether this is one of our devices, by what the broker retains."""
         return device_id in self._known or device_id in self._contexts
 
     def leave_out(self, ids: Iterable[str]) -> None:
-        """These are not asked, whatever they say: they are in quarantine."""
+        """Exclude quarantined devices, whatever they announce."""
         self._left_out = frozenset(ids)
 
     def presence(self) -> dict[str, Presence]:
-        """How each known device is."""
+        """Presence of each known device."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
 
     def behind_relays(self) -> dict[str, Presence]:
@@ -182,17 +182,17 @@ class Registry:
         return {device.id: Presence.ONLINE for device in here if device.via}
 
     def presence_of(self, device_id: str) -> Presence | None:
-        """How a device is; None: it is not known."""
+        """Presence of a device; None: unknown."""
         known = self._known.get(device_id)
         return known.status.presence if known else None
 
     def heard(self, device_id: str, now: float) -> None:
-        """Something came from it, at `now` (seconds since the epoch by our clock)."""
+        """Note that it was heard, at `now` (seconds since the epoch by our clock)."""
         if device_id in self._known:
             self._known[device_id].seen_at = now
 
     def described(self) -> dict[str, dict[str, object]]:
-        """What each known device says of itself, for people to look at, as JSON values; also of those behind relays."""
+        """Each known device's self-description, for people, as JSON values; including devices behind relays."""
         found: dict[str, dict[str, object]] = {}
         for i, known in sorted(self._known.items()):
             seen = {"presence": str(known.status.presence), "seen_at": known.seen_at or None}
@@ -203,15 +203,15 @@ class Registry:
         return found
 
     def wrong_clocks(self) -> dict[str, float]:
-        """The devices whose clocks do not agree with ours: how many seconds they are ahead."""
+        """Devices whose clocks differ from ours: by how many seconds they are ahead."""
         found = sorted(self._known.items())
         return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
 
     def online(self) -> tuple[Device, ...]:
         """The devices that can be asked now: online and able to train; by ascending id.
 
-        One that has not said yet how it is has no context: it may take `context_interval_s` to come, and none is needed
-        before the methods choose among devices.
+        A device without a context is included: it may take `context_interval_s` to arrive, and is needed only when
+        methods choose among devices.
         """
         return self._here(trains=True)
 
@@ -224,7 +224,7 @@ class Registry:
         return tuple(d for d in self.known(there) if d.trains == trains and d.id not in self._left_out)
 
     def known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
-        """These, or all that ever showed themselves, as their last words say; of relays who is behind them. By id."""
+        """These devices, or all seen so far, by their last messages; relays expanded to their devices. By id."""
         found: dict[str, Device] = {}
         for i in sorted(self._known if ids is None else ids):
             found |= {d.id: d for d in self._behind(i) if d.id not in self._known and d.id not in found}
@@ -243,7 +243,7 @@ class Registry:
         return tuple(found[i] for i in sorted(found))
 
     def _behind(self, relay: str) -> Iterator[Device]:
-        """The devices of its site; their names begin with its own."""
+        """The devices of a relay's site; their names begin with the site's."""
         for d in self._known[relay].status.site or ():
             name = f"{relay}.{d.id}"
             if re.match(NAME, name):
@@ -263,9 +263,9 @@ class Registry:
         return self.online()
 
     async def wait_for_late_joiner(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
-        """Wait until a device is there, training or not, that needs a bundle: it has none, or the one it has drifts.
+        """Wait until a device needs a bundle, training or not: it has none, or its bundle drifts.
 
-        tried: incarnation of each device that was asked before; it is asked again in another one.
+        tried: incarnation of each device asked before; it is asked again under a new one.
         equipped: ids of the devices with a bundle.
         """
 
@@ -276,7 +276,7 @@ class Registry:
         await self._until(lambda: any(map(is_new, (*self.online(), *self.inference_only()))))
 
     async def heard_of(self, ids: Collection[str]) -> None:
-        """Wait until each of these devices has shown a status, whatever it says."""
+        """Wait for any status from each of these devices."""
         await self._until(lambda: set(ids) <= self._known.keys())
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -299,7 +299,7 @@ def _said(
 
 
 def _but_for_news(before: Status, now: Status) -> bool:
-    """Whether a status tells of nothing but a new bundle, or of other devices behind a relay."""
+    """Whether two statuses differ only in the bundle, or in the devices behind a relay."""
     return msgspec.structs.replace(before, release=now.release, site=now.site) == now
 
 

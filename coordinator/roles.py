@@ -1,8 +1,8 @@
-"""More processes of one coordinator: intakes, which take in what devices report, and servers of models.
+"""Helper processes of a coordinator: intakes, which accept reports, and model servers.
 
-`fedge coordinator` does all of it alone. Each of these joins the group of subscribers in which the broker hands every
-report, or every Want, to one member, the dispatcher among them. They meet in the store and in the folder of the blobs,
-and may be killed at any time: a device repeats its report until it is acknowledged, and an order is closed once.
+`fedge coordinator` can do everything alone. Each helper joins a shared subscription, in which the broker hands every
+report, or every Want, to one member, the dispatcher among them. They share the store and the blob folder, and may be
+killed at any time: a device repeats its report until it is acknowledged, and an order is closed only once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOOK_AGAIN_S: Final = 0.02
 
 @contextlib.contextmanager
 def own_folder(home: Path) -> Iterator[Path]:
-    """A folder of this process alone below HOME, with what the process left that had it before."""
+    """An exclusive folder below HOME for this process, including leftovers of its last owner."""
     for number in range(1, 1000):
         folder = home / "roles" / str(number)
         try:
@@ -61,13 +61,13 @@ def own_folder(home: Path) -> Iterator[Path]:
 
 
 class _Helper:
-    """A connection to the broker, and who says what over it."""
+    """A connection to the broker, with the checks of who may send what."""
 
     def __init__(self, broker: BrokerSettings, store: Store, federation: str, home: Path) -> None:
         self._store = store
         self._topics = Topics(federation)
         self._signed, self._members = signing(broker, federation, home, Role.INTAKE)
-        # No session: what a broker keeps for one that was killed would wait an hour for it.
+        # No session: the broker would keep a killed helper's messages for an hour.
         self._transport = Transport(broker, self._topics.client_id("intake", uuid.uuid4().hex), session_expiry_s=0)
         self._incarnations: dict[str, str] = {}
         self._lines = Lines()
@@ -98,7 +98,7 @@ class _Helper:
             self._members.look(self._signed.authority)
 
     def _guard(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Awaitable[None]]:
-        """Drop what the contract does not allow."""
+        """Drop messages that violate the contract."""
 
         async def guarded(inbound: Inbound) -> None:
             device = self._topics.parts(inbound.topic)[1]
@@ -120,18 +120,18 @@ class _Helper:
         self._incarnations[device] = decode(inbound.payload, Status).incarnation
 
     def _seal(self, topic: str, payload: bytes) -> bytes:
-        """For the agent as it is now, or, if it has not shown itself yet, by the next time."""
+        """Sign for the agent's present incarnation; before it is known, a later Want will do."""
         device = self._topics.parts(topic)[1 if topic.endswith("/acks") else 2]
         return self._signed.seal(topic, payload, to=self._incarnations.get(device, ""))
 
 
 class Intake(_Helper):
-    """Fetches, checks, accepts and acknowledges what devices report.
+    """Fetches, checks, accepts and acknowledges reports.
 
     Args:
         broker: how to reach the broker.
         store: beside its dispatcher.
-        home: folder of this process alone, on the same disk as the folder of the blobs.
+        home: exclusive folder of this process, on the same disk as the blob folder.
         federation: its name.
         task: what is learned.
         layout: of the model.
@@ -156,10 +156,10 @@ class Intake(_Helper):
         self._checks: set[str] = set()
 
     async def run(self) -> None:
-        """Work until it is cancelled.
+        """Work until cancelled.
 
         Raises:
-            StoreError: the store cannot be written; nothing that was accepted is lost.
+            StoreError: the store cannot be written; nothing accepted is lost.
             TransportError: the broker refused us for good.
         """
         reports = self._topics.shared(INTAKES, self._topics.agent("+", "reports"))
@@ -194,7 +194,7 @@ class Intake(_Helper):
             self._checks.discard(report.order_id)
 
     async def _closed(self, entry: Entry, report: Report) -> Entry | None:
-        """The order as it stands when it is closed, by us or by somebody else; None: it has to stay open."""
+        """The closed order, whoever closed it; None: it has to stay open."""
         action = read_action(entry.order, self._steps)
         if isinstance(action, Unsupported):
             log.error("event=unknown_step order=%s reason=%r", entry.order.id, action.reason)
@@ -210,7 +210,7 @@ class Intake(_Helper):
         return await asyncio.to_thread(self._store.entry, entry.order.id)
 
     async def _examine(self, entry: Entry, action: Action, report: Report) -> str | None:
-        """Fetch and check what a report brings; why it is not acceptable, None: it is."""
+        """Fetch and check a report's uploads; returns why they are not acceptable, or None."""
         order = entry.order
         try:
             result = answer_to(order, action, report, self._task, self._signed)
@@ -226,7 +226,7 @@ class Intake(_Helper):
         except TransportError as refusal:
             return f"the broker does not let us fetch it: {refusal}"
         finally:
-            self._uploads.norms.clear()  # the dispatcher takes them again
+            self._uploads.norms.clear()  # the dispatcher measures them again
         return None
 
     def _is_open(self, order_id: str) -> bool:
@@ -235,7 +235,7 @@ class Intake(_Helper):
 
 
 class BlobServer(_Helper):
-    """Serves the models that open orders name to the devices that want them."""
+    """Serves the models named in open orders to devices."""
 
     def __init__(self, broker: BrokerSettings, store: Store, home: Path, *, federation: str) -> None:
         super().__init__(broker, store, federation, home)
@@ -244,7 +244,7 @@ class BlobServer(_Helper):
         self._sender = Sender(self._transport, self._source)
 
     async def run(self) -> None:
-        """Work until it is cancelled; raises as `Intake.run`."""
+        """Work until cancelled; raises as `Intake.run`."""
         wants = self._topics.shared(MODELS, self._topics.agent("+", "wants"))
         await self._transport.subscribe(wants, self._guard(self._on_want))
         async with self._sender:
@@ -261,7 +261,7 @@ class BlobServer(_Helper):
             self._refuse(error, device)
 
     def _bring(self, digest: str) -> None:
-        """Have a model at hand, if it is offered."""
+        """Fetch a model if it is offered."""
         if digest not in self._offered and time.monotonic() - self._looked_at > LOOK_AGAIN_S:
             self._looked_at = time.monotonic()
             self._offered = frozenset(json.loads(self._store.recall(OFFERED) or "[]"))
@@ -270,15 +270,15 @@ class BlobServer(_Helper):
             self._store.blobs.bring(digest)
 
     def _source(self, digest: str) -> Path | None:
-        """Devices get what orders name, and nothing else: the updates of others lie in the same folder."""
+        """Devices get only what orders name: the updates of others are in the same folder."""
         return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
 
 
 def begun(store: Store, home: Path, task: TaskSpec, blobs: str | None) -> Layout:
-    """The layout of the model of a federation that its dispatcher has begun.
+    """The model layout of a federation that its dispatcher has begun.
 
     Raises:
-        ConfigError: it has not, or learns another task, or its tensors are not at `blobs`.
+        ConfigError: it has not begun, learns another task, or keeps its tensors elsewhere than `blobs`.
     """
     known, identity = store.recall("start"), store.recall("identity")
     if known is None or identity is None:

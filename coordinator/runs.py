@@ -1,4 +1,4 @@
-"""RUN/run.json: what a run was, beside its figures: command, settings, versions, seed and commit."""
+"""RUN/run.json describes a run beside its figures: command, settings, versions, seed and commit."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def note(folder: Path, command: Command, settings: Struct, options: Mapping[str,
 
 
 def read(folder: Path) -> Run:
-    """What a run was.
+    """The description of a run.
 
     Raises:
-        ConfigError: the folder is none of a run, or of one before run.json.
+        ConfigError: not the folder of a run, or from before run.json.
     """
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Run)
@@ -87,7 +87,7 @@ def read(folder: Path) -> Run:
 
 
 def versions() -> dict[str, str]:
-    """Of fedge, Python and what figures depend on; what is not installed is left out."""
+    """Versions of fedge, Python and what figures depend on; packages not installed are left out."""
     found = {"fedge": fedge.__version__, "python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the working folder, with "-dirty" where files differ from it; None: there is no repository, or no git."""
+    """Commit of the working folder, with "-dirty" if files differ from it; None: no repository, or no git."""
     words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)

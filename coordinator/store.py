@@ -1,11 +1,11 @@
-"""The coordinator's truth: SQLite or PostgreSQL for what happened, a content-addressed folder for tensors.
+"""The coordinator's durable state: SQLite or PostgreSQL for events, a content-addressed folder for tensors.
 
-One event is one change, all of it or nothing, with what keeps it from happening twice; changes that wait together are
-one transaction. Whatever is published is published after its commit. A failed write stops the process (`StoreError`):
-going on would lose an accepted update.
+One event is one atomic change, including the key that keeps it from happening twice; pending changes share a
+transaction. Everything is published after its commit. A failed write stops the process (`StoreError`): going on would
+lose an accepted update.
 
-Methods that close orders, or come with answers, return a future, which is done when the change is durable; they are
-carried out in the order of the calls. All others wait for it themselves.
+Methods that close orders, or come with answers, return a future that is done when the change is durable; they take
+effect in the order of the calls. All other methods wait themselves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Found = TypeVar("Found")
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """An order and what came of it."""
+    """An order and its outcome."""
 
     order: Order
     status: OrderStatus
@@ -64,7 +64,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """Something that happened, for people to look at. number: 1, 2, ...; 0: none yet. device: empty, or whose."""
+    """An event, for people. number: 1, 2, ...; 0: none yet. device: which, or empty."""
 
     number: int = 0
     at: float  # seconds since the epoch
@@ -84,7 +84,7 @@ class _Change(NamedTuple):
 
 
 class Writer:
-    """A thread that carries changes out in their order; those that wait together are one transaction."""
+    """A thread that applies changes in order; pending ones share a transaction."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
@@ -93,7 +93,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, change: Callable[[Database], Found]) -> Future[Found]:
-        """Have it carried out; the future is done when it is durable. It cannot be cancelled."""
+        """Queue a change; the future is done when it is durable. It cannot be cancelled."""
         return self._put(_Change(Future(), change))
 
     def submit_one(self, sql: str, *values: object) -> Future[bool]:
@@ -106,7 +106,7 @@ class Writer:
         return change.future
 
     def close(self) -> None:
-        """Carry out what waits, and end."""
+        """Apply pending changes, and end."""
         self._waiting.put(None)
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Figures of each round for TensorBoard and MLflow: one function, `Track`, tells both and holds up no round."""
+"""Sends each round's figures to TensorBoard and MLflow through one function, `Track`, without delaying rounds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What people want to know of a federation: its devices, its rounds, and why something is as it is.
+"""A federation for people to look at: its devices, its rounds, and the reasons behind them.
 
-All of it is read from the coordinator's home: what it wrote of itself last (`summary.json`), and its store's events.
-Nothing here changes anything, and nothing waits for the coordinator.
+Everything is read from the coordinator's home: its latest `summary.json`, and its store's events. Nothing here changes
+anything, and nothing waits for the coordinator.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PAGE: Final = 5000
 
 
 def read_summary(home: Path) -> dict[str, Any]:
-    """What the coordinator wrote of itself last.
+    """The coordinator's latest summary.
 
     Raises:
-        ConfigError: it wrote nothing there.
+        ConfigError: there is none.
         StoreError: it cannot be read.
     """
     file = home / "summary.json"
@@ -60,7 +60,7 @@ class Watch:
         self._rounds: dict[int, dict[str, Any]] = {}
         self._now: dict[str, str] = {}  # outcome of the round under way
         self._answered: dict[str, int] = {}  # round of the last answer with a result
-        self._passed: dict[str, str] = {}  # who was not chosen for it, and why
+        self._passed: dict[str, str] = {}  # devices not chosen for it, and why
         self._bytes: tuple[int, int] | None = None  # up and down until the last round
 
     def update(self) -> list[Event]:
@@ -113,7 +113,7 @@ class Watch:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that the page shows at a glance, as JSON values."""
+        """The page's overview as JSON values."""
         self.update()
         summary = read_summary(self._home)
         clusters = {str(k): list(members) for k, members in summary["clusters"].items()}
@@ -149,27 +149,27 @@ class Watch:
         }
 
     def _trouble(self, i: str, summary: Mapping[str, Any]) -> str:
-        """As `trouble_of`, without what went wrong before it last answered."""
+        """As `trouble_of`, without problems before its last answer."""
         return trouble_of(i, summary, self._answered.get(i, 0))
 
     # ---------------------------------------------------------------------------------------------------------- why
 
     def device(self, i: str, n_rounds: int = 50) -> dict[str, Any]:
-        """What a device was asked lately and what came of it, and its events, as JSON values."""
+        """A device's recent orders with their outcome, and its events, as JSON values."""
         self.update()
         rounds = list(self._rounds)[-n_rounds:]
         rows = [row | {"round": r} for r in reversed(rounds) for row in self.asked(r, i)]
         return {"device": i, "rounds": rows, "events": [told(e) for e in self._store.events(device=i, last=100)]}
 
     def round(self, number: int) -> dict[str, Any]:
-        """What each device was asked in a round, and why others were not, as JSON values."""
+        """The orders of each device in a round, and why others got none, as JSON values."""
         self.update()
         row = self._rounds.get(number)
         text = "" if row is None else f"{row['asked']} orders, {row['answered']} answered, {row['late']} late"
         return {"round": number, "text": text, "devices": list(self.asked(number))}
 
     def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
-        """By device: what it was asked in a round and the outcome; who was not chosen or not there, and why."""
+        """By device: its order in a round and the outcome; or why it was not chosen or absent."""
         entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
         asked: set[str] = {entry.order.device_id for entry in entries}
         events = [e for e in self._store.events(round=number, limit=MAX_OF_ROUND) if e.name in PASSED]
@@ -191,10 +191,10 @@ class Watch:
                 yield NOT_ASKED | {"device": i, "why": passed[i]}
 
     def why(self, i: str, number: int | None = None) -> list[str]:
-        """In words: how a device is, and what became of it in a round (None: the last one that it was a part of).
+        """In words: a device's state, and what became of it in a round (None: its last one).
 
         Raises:
-            ConfigError: nobody has ever heard of such a device.
+            ConfigError: the device is unknown.
         """
         self.update()
         summary = read_summary(self._home)
@@ -260,7 +260,7 @@ def _open(row: Mapping[str, Any]) -> int:
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """One line: how far the run is."""
+    """The run's progress in one line."""
     number, rounds = summary["round"], summary["rounds"]
     if summary["done"]:
         return f"done after {rounds} rounds, {len(summary['installed'])} bundles installed"
@@ -272,7 +272,7 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
-    """Why a device takes no part, or what last went wrong with it, from round `since` on; empty: nothing."""
+    """Why a device takes no part, or its last problem, from round `since` on; empty: nothing."""
     known = summary["fleet"].get(i)
     if i in summary["retired"]:
         return "retired: it gets no more orders"
@@ -334,7 +334,7 @@ def _taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """What a device was asked and what came of it."""
+    """A device's order and its outcome in words."""
     step = f"{row['step']}: " if row["step"] else ""
     took = f" after {row['seconds']:.1f} s" if row["seconds"] else ""
     return f"{step}{row['outcome']}{took}" + (f", {row['why']}" if row["why"] else "")
@@ -353,7 +353,7 @@ def told(event: Event) -> dict[str, Any]:
 
 
 def text_of(event: Event) -> str:
-    """What happened, in words."""
+    """An event in words."""
     f = event.fields
     took = f" after {f['seconds']:.1f} s" if f.get("seconds") and event.name == "answer" else ""
     match event.name:

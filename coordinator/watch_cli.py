@@ -1,6 +1,6 @@
-"""`fedge devices`, `rounds`, `why`, `events`: a federation as its coordinator's home tells it.
+"""`fedge devices`, `rounds`, `why`, `events`: a federation as seen from its coordinator's home.
 
-`fedge retire`, `pause` and `resume` ask something of the coordinator; `fedge ui` shows and asks all of it in a browser.
+`fedge retire`, `pause` and `resume` send requests to the coordinator; `fedge ui` offers all of this in a browser.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
 
 
 def opened(home: Path, store: str | None) -> Store:
-    """The store of a coordinator that may be at work.
+    """The store of a coordinator, which may be running.
 
     Raises:
         ConfigError: there is none.
@@ -58,7 +58,7 @@ def _watch(home: Path, store: str | None) -> Iterator[Watch]:
 
 
 def _columns(rows: list[list[str]]) -> str:
-    """Text in columns; the last one is as long as it is."""
+    """Text in columns; the last one has no limit."""
     rows = [[*map(printable, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     return "\n".join(
@@ -67,7 +67,7 @@ def _columns(rows: list[list[str]]) -> str:
 
 
 def ago(at: float | None) -> str:
-    """How long ago something was (seconds since the epoch)."""
+    """The time since something (seconds since the epoch) in words."""
     if at is None:
         return "-"
     seconds = max(time.time() - at, 0)
@@ -225,7 +225,7 @@ def _event_line(event: dict[str, Any]) -> str:
 
 
 def _asks(name: str, about: str, arguments: str = "") -> click.Command:
-    """A command that asks one thing of the coordinator, which looks for it before each round."""
+    """A command for one request to the coordinator, which checks for it before each round."""
 
     def ask(home: Path, store: str | None, as_json: bool, device: str = "") -> int:
         with contextlib.closing(opened(home, store)) as found:
@@ -322,10 +322,10 @@ async def _shown(settings: UiSettings, as_json: bool, config: Path | None) -> No
 
 
 def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
-    """The page as the settings want it, not listening yet. `config`: of the rollouts that are started from it.
+    """The page by the settings, not listening yet. `config`: of the rollouts that are started from it.
 
     Raises:
-        ConfigError: fedge[ui] is not installed, or the certificate, the token or a repository is no good.
+        ConfigError: fedge[ui] is not installed, or the certificate, the token or a repository is unusable.
     """
     try:
         from coordinator.rollout.overview import Overview

@@ -1,7 +1,7 @@
 """A fleet of workers in this process: the same `edge_agent.worker.Worker` that devices run, without a network.
 
-Orders of a step are carried out together where that is faster (`edge_agent.batched`); time is that of a simulated
-clock. Not durable on purpose: a simulation that dies is started again. Everything is deterministic for a seed.
+A step's orders are carried out together if that is faster (`edge_agent.batched`); time is that of a simulated clock.
+Deliberately not durable: a simulation that dies is started again. Everything is deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """An order that reached its device. `ends`: the earliest that its answer may come, which is sent in no time."""
+    """An order that reached its device. `ends`: the earliest time of its answer, with instant upload."""
 
     order: Order
     action: Action
@@ -64,7 +64,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _UnderWay:
-    """An answer that comes at a time; those of one time by round, label and device."""
+    """An answer due at a time; ties are broken by round, label and device."""
 
     at: float
     round: int
@@ -76,7 +76,7 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What methods see of a device, and how many samples it has."""
+    """Methods' view of a device, and its number of samples."""
 
     device: Device
     n_shared: int
@@ -87,22 +87,22 @@ class _Known:
 class SimulatedFleet:
     """Workers by device id.
 
-    `round`: set by who runs the rounds. `seconds`: simulated time so far; a step lasts as long as its slowest answer,
-    or until the deadline if one is missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`: by ascending id.
-    `offences`: evidence against devices, by device, round and name.
+    `round`: set by the caller that runs the rounds. `seconds`: simulated time so far; a step lasts as long as its
+    slowest answer, or until the deadline if one is missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`:
+    by ascending id. `offences`: evidence against devices, by device, round and name.
 
     Args:
         task: what is learned.
         layout: of the model.
-        workers: by device id; those that are made when they are asked for by ascending id.
+        workers: by device id; if created on demand, in ascending order of ids.
         seed: of orders and of the clock.
-        hardware: what each device is; those not named, and without it all, take no time and are always there.
-        deadline_s: of `run`: an answer that takes longer is none, and costs so long. None: nobody is late.
-        arrives: the first round in which a device is there; those not named are there from the beginning.
-        leaves: the first round in which a device is gone for good; those not named stay.
-        rules: what their owners let out; of those not named, everything.
-        alike: all have as many samples as the first, so none is made to be counted.
-        execute: how the orders of a step are carried out; `batched.one_by_one` gives what devices give to the last bit.
+        hardware: of each device; devices without take no time and are always present.
+        deadline_s: of `run`: a slower answer is dropped, and costs this time. None: nobody is late.
+        arrives: the first round of a device; by default it is there from the beginning.
+        leaves: the first round in which a device is gone for good; by default it stays.
+        rules: what their owners let out; by default everything.
+        alike: all have as many samples as the first, so none is created just to count them.
+        execute: how a step's orders are carried out; `batched.one_by_one` equals real devices to the last bit.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class SimulatedFleet:
         self._blobs: dict[str, bytes | Unpacked] = {}
         if (frozen := needed_on_devices(task)) is not None:
             self._blobs[frozen.digest] = weights.read(frozen.digest)
-        self._held = defaultdict[str, list[str]](list)  # digests, that used last at the end
+        self._held = defaultdict[str, list[str]](list)  # digests, most recently used last
         self._known: dict[str, _Known] = {}
         self._there = dict[str, bool]()
-        self._there_in = -1  # the round that `_there` is about
+        self._there_in = -1  # the round of `_there`
         self.offences: dict[tuple[str, int, str], Offence] = {}
-        self._waiting: list[_Asked] = []  # streamed orders that nobody has carried out yet
+        self._waiting: list[_Asked] = []  # streamed orders not carried out yet
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
 
     def devices(self) -> tuple[Device, ...]:
@@ -160,7 +160,7 @@ class SimulatedFleet:
         return tuple(device for device in there if not device.trains)
 
     def _about(self, device_id: str) -> _Known:
-        """What the fleet knows of a device; of one that is made when it is asked for once and for all."""
+        """What the fleet knows of a device; for one created on demand, looked up once."""
         known = self._known.get(device_id)
         if known is None:
             worker, rules = self.workers[next(iter(self.workers)) if self._alike else device_id], self._rules[device_id]
@@ -193,7 +193,7 @@ class SimulatedFleet:
         return self._rules[device_id].stripped(told)
 
     def _present(self) -> list[str]:
-        """The Markov chain of each device, from its first round to this one."""
+        """Advance each device's Markov chain from its first round to this one."""
         if self.round < self._there_in:
             self._there, self._there_in = {}, -1
         for number in range(self._there_in + 1, self.round + 1):
@@ -227,9 +227,10 @@ class SimulatedFleet:
     async def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
     ) -> AsyncIterator[Answer]:
-        """Answers in the order of the simulated clock, which goes on to each.
+        """Answers in the order of the simulated clock, which advances to each.
 
-        Orders are carried out when the next answer may be theirs, all that wait at once: more of them learn together.
+        Orders are carried out when the next answer may be theirs, all waiting ones at once, so that more of them train
+        together.
         """
         guard = OneByOne(self._layout, self.norms, seen)
         if self.busy().intersection(actions):
@@ -264,25 +265,25 @@ class SimulatedFleet:
         heapq.heappush(self._under_way, coming)
 
     def busy(self) -> frozenset[str]:
-        """The devices with a streamed order whose answer has not been handed out."""
+        """Devices with a streamed order whose answer has not been yielded."""
         waiting = (each.order.device_id for each in self._waiting)
         return frozenset((*waiting, *(coming.device_id for coming in self._under_way)))
 
     def needed(self) -> set[str]:
-        """Digests of what is frozen on all devices, of answers that have not been handed out, and of their orders."""
+        """Digests of frozen tensors, of answers not yet yielded, and of their orders."""
         actions = (*(waiting.action for waiting in self._waiting), *(coming.action for coming in self._under_way))
         results = (coming.answer.result for coming in self._under_way)
         named = (needed_on_devices(self.task), *actions, *results)
         return {ref.digest for each in named for ref in blobs_of(each)}
 
     def _free_at(self) -> dict[str, float]:
-        """When devices are done that work on streamed orders; one that was not reached does not."""
+        """When devices finish their streamed orders; a device that was not reached has none."""
         return {c.device_id: c.at for c in sorted(self._under_way) if c.answer.result is not None}
 
     def _ask(
         self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None
     ) -> tuple[list[_Asked], dict[str, Answer], dict[str, Action]]:
-        """The orders that reach their devices, the answers of the others, and the actions as asked; ascending ids."""
+        """The orders that reach their devices, the other devices' answers, and the actions sent; ascending ids."""
         require_sendable(actions.values())
         present, free_at = set(self._present()), self._free_at()
         own, refused = asked({i: self._about(i).device for i in actions}, actions, self.task)
@@ -304,7 +305,7 @@ class SimulatedFleet:
         return reached, answers, {**actions, **own}
 
     def _carried_out(self, asked: Sequence[_Asked], deadline_s: float | None = None) -> list[Answer]:
-        """What comes of the orders, in their order, before anybody doubts it."""
+        """The raw results of the orders, in order."""
         finished: list[Finished] = []
         with volatile(), in_one_process():
             for first in range(0, len(asked), AT_ONCE):
@@ -320,7 +321,7 @@ class SimulatedFleet:
         return clock.dropped(own, seed=self._seed, round_number=self.round, label=label, device=device_id)
 
     def _answer(self, asked: _Asked, finished: Finished, deadline_s: float | None) -> Answer:
-        """The answer as it comes in, or none if it is late; what a late device sent is not kept."""
+        """The answer as received, or none if it is late; what a late device sent is discarded."""
         device_id, number = asked.order.device_id, asked.order.round
         bytes_up = sum(ref.size_bytes for ref in blobs_of(finished.result))
         self.bytes_up += bytes_up
@@ -340,7 +341,7 @@ class SimulatedFleet:
         return Answer(device_id, result, taken, number)
 
     def _downloaded(self, device_id: str, action: Action) -> int:
-        """Bytes of what a device fetches, as agents do, to have the models that an order names."""
+        """Bytes that a device fetches, as agents do, to have the models that an order names."""
         held, named, n_bytes = self._held[device_id], {ref.digest: ref for ref in blobs_of(action)}, 0
         descents = self.descents if self.descents and self._about(device_id).device.trains else {}
         for digest, ref in named.items():
@@ -393,7 +394,7 @@ class SimulatedFleet:
         return codec.decode(self.get_bytes(ref), ref.codec, layout, again=True)
 
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        """Those of an update were taken when it came."""
+        """For an update, as measured on arrival."""
         found = self._blobs[ref.digest]
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.norms
@@ -404,19 +405,19 @@ class SimulatedFleet:
         self._accuse(device_id, error.name, str(error))
 
     def _accuse(self, device_id: str, name: str, detail: str) -> None:
-        """Keep evidence; it counts from the next round on."""
+        """Record evidence; it counts from the next round on."""
         offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
         self.offences.setdefault((device_id, self.round, name), offence)
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Nobody watches."""
+        """Ignore: nobody watches."""
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors that were `put`."""
         return from_bytes(self.get_bytes(ref))
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """A blob; an update that has stayed arrays is encoded."""
+        """A blob; an unencoded update is encoded first."""
         found = self._blobs[ref.digest]
         return codec.encode(unflatten(found.model, found.layout), ref.codec) if isinstance(found, Unpacked) else found
 

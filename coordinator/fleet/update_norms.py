@@ -1,6 +1,6 @@
-"""What one device alone could spoil a mean with, against what the others of the step have sent.
+"""Limits how much one device can spoil a mean, relative to the other updates of the step.
 
-Nothing here knows whether a device lies: an honest one whose training went astray is treated the same.
+Nothing here knows whether a device lies: an honest one whose training diverged is treated the same.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def limited(
     norms_of_start: Callable[[str], Norms],
     seen: Sequence[Seen] = (),
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
-    """The answers of a step without what is out of all proportion, and why that was refused.
+    """The answers of a step without disproportionate ones, and why those were refused.
 
-    An update is none if its parameters or its buffers have a norm above 100 times the median of the step and above 10
-    times that of the model it changes, or above 1e15. A claim of more than 100 times the median number of samples
-    counts as that many: it weighs no more in a mean.
+    An update is refused if its parameters or its buffers have a norm above 100 times the median of the step and above
+    10 times that of the model it changes, or above 1e15. A claimed number of samples is limited to 100 times the
+    median, for its weight in a mean.
 
     Args:
         answers: of a step, by device id.
         norms: of each update among them, by device id.
-        norms_of_start: of the model that a device trained; asked for those that are above the median's limit.
-        seen: updates from before, which count in the medians as well.
+        norms_of_start: of the model that a device trained; requested for those above the median's limit.
+        seen: earlier updates, which count in the medians as well.
 
     Returns:
-        The answers, those refused without result; `update-too-large` for each that was refused.
+        The answers, refused ones without result; `update-too-large` for each refused one.
     """
     usual = [_limit([norm[part] for norm in (*(s.norms for s in seen), *norms.values())]) for part in range(2)]
     claims = [a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)]
@@ -87,7 +87,7 @@ def within_limits(
     norms_of: Callable[[BlobRef, Layout], Norms],
     seen: Sequence[Seen] = (),
 ) -> tuple[dict[str, Answer], dict[str, ProtocolError], dict[str, str]]:
-    """`limited` and `suspects` for a fleet, which knows the norms of the updates of a model of this layout."""
+    """`limited` and `suspects` for a fleet that knows the norms of updates with this layout."""
 
     def norms_of_start(i: str) -> Norms:
         action = actions[i]
@@ -105,14 +105,14 @@ def within_limits(
 
 
 class OneByOne:
-    """`within_limits` for answers that come one after the other: each is measured against those before it.
+    """`within_limits` for a stream of answers: each is compared with those before it.
 
-    Until three have come there is no median: an update then counts unless its norm is above 1e15.
+    Until three have arrived there is no median: an update is then accepted unless its norm is above 1e15.
 
     Args:
         layout: of the model.
         norms_of: of its updates.
-        seen: what was believed before the first of these answers.
+        seen: earlier accepted updates.
     """
 
     def __init__(self, layout: Layout, norms_of: Callable[[BlobRef, Layout], Norms], seen: Sequence[Seen] = ()) -> None:
@@ -121,7 +121,7 @@ class OneByOne:
         self._seen = list(seen)
 
     def believed(self, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None, str | None]:
-        """The answer, why it was refused, and what is suspicious of it; what is refused is no measure for others."""
+        """The answer, why it was refused, and what is suspicious about it; refused ones do not affect later limits."""
         i = answer.device_id
         found, refused, suspicious = within_limits({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
         kept = found[i]
@@ -137,7 +137,7 @@ def suspects(
     norms_of_start: Callable[[str], Norms],
     seen: Sequence[Seen] = (),
 ) -> dict[str, str]:
-    """Updates that no honest device sends, in words; arguments as those of `limited`."""
+    """Updates that no honest device sends, in words; arguments as for `limited`."""
     middle = _limit([norm for norm, _ in (*(s.norms for s in seen), *norms.values())]) / FACTOR
     return {
         i: f"norm {norm:.3g}, {norm / middle:.1f} times the median and longer than the model that it changes"
@@ -151,6 +151,6 @@ def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:
 
 
 def _limit(values: list[float] | list[int]) -> float:
-    """100 times the median of the positive values; infinite where they are fewer than three."""
+    """100 times the median of the positive values; infinite for fewer than three."""
     positive = [value for value in values if value > 0]
     return FACTOR * float(np.median(positive)) if len(positive) >= FEWEST else np.inf

@@ -1,4 +1,4 @@
-"""What reports bring is fetched and checked: by the dispatcher (`coordinator.fleet.mqtt`) and by intakes alike."""
+"""Fetches and checks uploads named in reports, for the dispatcher (`coordinator.fleet.mqtt`) and intakes alike."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Uploads:
 
     Args:
         transport: not entered yet.
-        received: where they are received.
-        blobs: where they are kept.
+        received: folder of incoming uploads.
+        blobs: where they are stored.
         topics: of the federation.
         layout: of the model.
         seal: signs a Want for its topic.
@@ -74,19 +74,19 @@ class Uploads:
     async def fetch(
         self, ref: BlobRef, device: str, layout: Layout | None, *, wanted: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Have a blob stored; an update that is one of these tensors of our model.
+        """Fetch and store a blob; an update must consist of these tensors of our model.
 
         Args:
-            ref: what a report of the device names.
-            device: whose it is.
-            layout: its tensors; None: they are plain bytes.
-            wanted: is asked when nothing has come for a while.
+            ref: named in a report of the device.
+            device: the sender.
+            layout: its tensors; None: plain bytes.
+            wanted: polled when nothing has arrived for a while.
 
         Returns:
-            Whether it is there; False: it was not wanted any more.
+            Whether it is there; False: no longer wanted.
 
         Raises:
-            ProtocolError: it is not what the device said, or not what was asked for.
+            ProtocolError: it is not what the device announced, or not what was asked for.
             TransportError: the broker does not let us fetch it.
         """
         while ref.digest not in self._blobs:
@@ -95,14 +95,14 @@ class Uploads:
                 if not await asyncio.to_thread(wanted):
                     return False
             elif self._received is not self._blobs:
-                with contextlib.suppress(FileNotFoundError):  # another report brought equal bytes, which have moved on
+                with contextlib.suppress(FileNotFoundError):  # another report brought equal bytes, already stored
                     await self._move(ref, layout)
                     return True
         await self._check(ref, layout, self._blobs.get)
         return True
 
     async def _move(self, ref: BlobRef, layout: Layout | None) -> None:
-        """Store what was received, if it is what was asked for."""
+        """Store a received blob after checking it."""
         file = self._received.path(ref.digest)
         try:
             await self._check(ref, layout, lambda _: file.read_bytes())
@@ -116,7 +116,7 @@ class Uploads:
                 self.norms[ref] = await asyncio.to_thread(lambda: codec.check(read(ref.digest), ref.codec, layout))
 
     async def _fetched(self, ref: BlobRef, device: str) -> bool:
-        """Fetch a blob, with a place among those that are fetched now; False: the device is silent, others may go."""
+        """Fetch a blob in one of the limited places; False: the device is silent and gives up its place."""
         async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
             try:
                 await self._receiver.fetch(
@@ -133,23 +133,23 @@ class Uploads:
         return True
 
     def checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        """The norms of an update that is stored.
+        """The norms of a stored update.
 
         Raises:
-            ProtocolError: it is not one of these tensors.
+            ProtocolError: it does not consist of these tensors.
         """
         return codec.check(self._blobs.get(ref.digest), ref.codec, layout)
 
 
 def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:
-    """What a report says, if it answers its order; what it brings is not fetched yet.
+    """The result in a report, if it answers its order; uploads are not fetched yet.
 
     Raises:
         ProtocolError: as `coordinator.fleet.checked`, or the device has not vouched for its keys.
     """
     result = checked(action, report, task)
     if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
-        from fedge.masking import member, require_genuine  # the others of the cohort would refuse it
+        from fedge.masking import member, require_genuine  # the rest of the cohort would refuse it
 
         require_genuine([member(order.device_id, result)], order, action.session, signed)
     return result

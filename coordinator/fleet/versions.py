@@ -1,9 +1,9 @@
-"""Models that follow others: a device that has the one needs a few bytes to have the other.
+"""Models derived from earlier ones: a device that has the base needs only a few bytes for the next.
 
-A model that follows is the old one plus a difference in int8, so that all devices train from the same bytes, whichever
-way they came by them, and its SHA-256 says whether they did. What rounding has left out is kept, in int8 as well, and
-added to the next difference: so it is lost for a round and not for good (error feedback; Karimireddy et al., "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, Algorithm 1).
+The derived model is the base plus a difference in int8, so that all devices train from the same bytes, however they got
+them; its SHA-256 confirms this. The rounding error is kept, in int8 as well, and added to the next difference, so that
+it is delayed rather than lost (error feedback; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes", ICML 2019, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Descent(Difference, frozen=True, kw_only=True):
-    """Of a model that follows another one. `carried`: what it lacks, for the next that follows it."""
+    """How a model derives from another one. `carried`: its rounding error, for its successor."""
 
     carried: BlobRef | None = None
 
 
 def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> BlobRef:
-    """Keep a model that follows `base`, of the same layout: the model that this names is it, but for rounding.
+    """Store a model as successor of `base`, of the same layout; returns its reference. The model is rounded.
 
-    It is kept as it is where that is no larger, or where the fleet's `descents` are None.
+    It is stored unchanged if that is no larger, or if the fleet's `descents` are None.
     """
     now = unflatten(model, layout)
     if fleet.descents is None:
@@ -48,7 +48,7 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
         for name in params:
             left |= codec.difference(name, now[name], after[name], carried)
         ref = writing.result()
-    except codec.NotFiniteError:  # such large numbers have no difference, or none that can be rounded
+    except codec.NotFiniteError:  # such large numbers cannot be subtracted or rounded
         return fleet.put(now)
     if len(data) >= ref.size_bytes:
         return fleet.put(now)
@@ -59,9 +59,9 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
 
 
 def leading_to(refs: Iterable[BlobRef], descents: Mapping[str, Descent]) -> dict[str, Descent]:
-    """The descents that lead to models, from as far away as that is less than the whole model.
+    """The descents that lead to models, as far back as that is smaller than the whole model.
 
-    What is carried is left out, but for the models themselves.
+    `carried` is left out, except for the models themselves.
     """
     found: dict[str, Descent] = {}
     for ref in refs:

@@ -1,1 +1,1 @@
-"""The authority of a federation: who belongs to it, and what a machine needs to show that it does."""
+"""The authority of a federation: its members, and the credentials of its machines."""

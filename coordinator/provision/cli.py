@@ -1,4 +1,4 @@
-"""`fedge provision`: who belongs to a federation, and what its machines need to show that they do."""
+"""`fedge provision`: manages a federation's members and the credentials of its machines."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def relay(site: str, to: Path, folder: Path, *, as_json: bool) -> None:
 
 
 def _wanted(ids: tuple[str, ...], requests: tuple[Path, ...]) -> Iterator[tuple[str, Any, Any]]:
-    """Name of each device, its key if we make it, and the public one."""
+    """Name and public key of each device, and its private key if we make it."""
     for name in ids:
         key = new_key()
         yield name, key, key.public_key()
@@ -206,7 +206,7 @@ def _task(file: Path) -> TaskSpec:
     """The description of a task for a kit.
 
     Raises:
-        ConfigError: it is none, or names code.
+        ConfigError: not a task, or it names code.
     """
     try:
         task = msgspec.json.decode(file.read_bytes(), type=TaskSpec)

@@ -18,7 +18,7 @@ MOSQUITTO: Final = "mosquitto"
 
 
 def conf_file(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
-    """Where the configuration for this federation is, or would be."""
+    """The configuration file for this federation, existing or not."""
     return conf_d / f"fedge-{issuer.settings.federation}.conf"
 
 
@@ -45,7 +45,7 @@ def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
 
 
 def install_services(issuer: Issuer) -> None:
-    """Make the coordinator a service, and have certificates renewed daily. It is the user who starts the coordinator.
+    """Install the coordinator as a service, and daily renewal of certificates. The user starts the coordinator.
 
     Raises:
         ConfigError, StoreError: something cannot be set up.
@@ -63,7 +63,7 @@ def install_services(issuer: Issuer) -> None:
 
 
 def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> str:
-    """Have the installed Mosquitto read what has changed; what became of that, in words.
+    """Have the installed Mosquitto read the changes; returns the outcome in words.
 
     Raises:
         ConfigError: it does not start again.

@@ -1,15 +1,15 @@
-"""The authority of a federation: makes certificates, revokes them, and makes them anew before they expire.
+"""The authority of a federation: issues, revokes and renews certificates.
 
     ca.crt, ca.key      the authority; whoever has the key can let in anyone, so nobody else needs to read it
     federation.json     what all certificates have in common
-    members.json        who belongs to the federation, and who did
+    members.json        present and former members
     crl.pem             the list of revoked certificates
     issued/             each certificate that was ever made, NAME-SERIAL.crt
-    lock                held by the command that changes any of it
+    lock                held by the command that makes changes
     coordinator/, broker/, status/, rollout/   identities of the server (`fedge.identity`)
 
-Copies of `members.json` and `crl.pem` lie in the coordinator's identity, and one of `crl.pem` in the broker's. Those
-belong to other users, and are not read here: what a part of the server that was taken over writes there lets nobody in.
+Copies of `members.json` and `crl.pem` are in the coordinator's identity, and one of `crl.pem` in the broker's. Those
+belong to other users and are never read here: a compromised part of the server cannot admit anybody by changing them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Days = Annotated[int, Meta(ge=1, le=10 * 365)]
 
 
 class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all certificates of a federation have in common. host, port: of the broker, as the others call it."""
+    """What all certificates of a federation have in common. host, port: of the broker, as seen by the others."""
 
     federation: Name
     host: str
@@ -71,7 +71,7 @@ class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def broker(self) -> str:
-        """Where the others find it."""
+        """The broker's address for the others."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -82,7 +82,7 @@ class Issuer:
         """Open it.
 
         Raises:
-            ConfigError: there is none in the folder, or we may not read it.
+            ConfigError: there is none in the folder, or it is not readable.
         """
         self.folder = folder
         self._clock = clock
@@ -123,12 +123,12 @@ class Issuer:
 
     @property
     def members_file(self) -> Path:
-        """Of the authority itself, not the coordinator's copy."""
+        """The authority's own file, not the coordinator's copy."""
         return self.folder / MEMBERS
 
     @property
     def members(self) -> Members:
-        """Who belongs to the federation, and who did."""
+        """Present and former members."""
         return read_members(self.members_file)
 
     def _write_members(self, members: Members) -> None:
@@ -141,7 +141,7 @@ class Issuer:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within it no other process changes the folder; within that, once more does nothing."""
+        """Exclusive use of the folder; may be nested."""
         if self._holds:
             yield
             return
@@ -155,10 +155,10 @@ class Issuer:
                 self._holds = False
 
     def _take_over(self) -> None:
-        """Make our own lists from the copies: of a folder that was made when there were no others.
+        """Create our own lists from the copies, for a folder from before the lists were separate.
 
         Raises:
-            ConfigError: they are not there, or a list of revoked certificates is not by this authority.
+            ConfigError: they are missing, or a revocation list is not by this authority.
         """
         files = [self.folder / role / CRL for role in KNOW_REVOKED]
         lists = [self._genuine(file) for file in files if file.exists()]
@@ -179,18 +179,18 @@ class Issuer:
     # ------------------------------------------------------------------------------------------------- certificates
 
     def equip(self, role: Role) -> x509.Certificate:
-        """Make key and certificate of a part of the server, in its folder; of one that was revoked a new one.
+        """Make key and certificate of a part of the server, in its folder; after a revocation, new ones.
 
         Raises:
-            ConfigError: it has one that is good.
+            ConfigError: it has a valid one.
         """
         return self._equip(Subject(self.settings.federation, role, role), self.folder / role)
 
     def equip_relay(self, site: str, folder: Path) -> None:
-        """Make key and certificate of the relay of a site; of one that was revoked a new one.
+        """Make key and certificate of a site's relay; after a revocation, new ones.
 
         Raises:
-            ConfigError: it has one that is good, or no site can be called so.
+            ConfigError: it has a valid one, or the site's name is not allowed.
         """
         name = certificates.device_subject(self.settings.federation, site).name
         self._equip(Subject(self.settings.federation, Role.RELAY, name), folder)
@@ -201,16 +201,16 @@ class Issuer:
         write_atomically(folder / CA, pem_of(self.certificate))
         write_atomically(folder / KEY, pem_of_key(key))
         write_atomically(folder / CERTIFICATE, pem_of(certificate))
-        if subject.role is Role.INTAKE:  # the lists are there already, for the others
+        if subject.role is Role.INTAKE:  # the others already have the lists
             write_atomically(folder / CRL, (self.folder / CRL).read_bytes())
             write_members(folder / MEMBERS, self.members)
         return certificate
 
     def enlist(self, subject: Subject, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """Certify somebody who is new, or whose certificate was revoked.
+        """Certify a new member, or one whose certificate was revoked.
 
         Raises:
-            ConfigError: it has one that is good: two devices of one name would throw each other off the broker.
+            ConfigError: it has a valid one: two devices with one name would disconnect each other.
         """
         with self._alone():
             member = self.members.members.get(subject.name)
@@ -220,15 +220,15 @@ class Issuer:
             return self.issue(subject, key)
 
     def renew(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """The certificate with which a device goes on: a new one for its present key, or the last if that is young.
+        """A device's next certificate: a new one for its present key, or the last if that is recent.
 
         Args:
-            device: who asks, by the topic of the request.
-            name: of whom the request speaks.
+            device: the sender, by the topic of the request.
+            name: in the request.
             key: that the request is for, and signed with.
 
         Raises:
-            ConfigError: it is no member, was revoked, has expired, or has another key.
+            ConfigError: it is not a member, was revoked, has expired, or has another key.
         """
         with self._alone():
             return self._renewed(device, name, key)
@@ -250,7 +250,7 @@ class Issuer:
         return self.folder / "issued" / f"{name}-{serial}.crt"
 
     def issue(self, subject: Subject, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """Make a certificate, and write down for whom."""
+        """Issue a certificate and record it."""
         at = self._clock()
         end = min(at + dt.timedelta(days=self.settings.days), self.certificate.not_valid_after_utc)
         usage = ExtendedKeyUsageOID.SERVER_AUTH if subject.role is Role.BROKER else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -279,10 +279,10 @@ class Issuer:
     # ------------------------------------------------------------------------------------------------- revocation
 
     def revoke(self, name: str) -> None:
-        """From now on none of its certificates is good.
+        """Revoke all of a member's certificates.
 
         Raises:
-            ConfigError: there is no such member.
+            ConfigError: no such member.
         """
         with self._alone():
             member = self.members.members.get(name)
@@ -293,7 +293,7 @@ class Issuer:
             self.publish_revoked(certificate.serial_number for certificate in self._issued(name))
 
     def publish_revoked(self, revoked: Iterable[int] = ()) -> None:
-        """Sign the list of revoked certificates again, with these beside those that are on it."""
+        """Sign the revocation list again, with these added."""
         with self._alone():
             before = self._genuine(self.folder / CRL)
             added = dict.fromkeys(revoked, self._clock())
@@ -317,7 +317,7 @@ class Issuer:
             write_atomically(folder / CRL, data)
 
     def _genuine(self, file: Path) -> x509.CertificateRevocationList:
-        """A list of revoked certificates that this authority has signed.
+        """A revocation list signed by this authority.
 
         Raises:
             ConfigError: there is none.
@@ -328,7 +328,7 @@ class Issuer:
         return found
 
     def _still_needed(self, entries: dict[int, dt.datetime]) -> dict[int, dt.datetime]:
-        """Without the certificates that no clock takes for valid any more."""
+        """The entries whose certificates some clock might still accept."""
         files = {file.stem.rpartition("-")[2]: file for file in (self.folder / "issued").glob("*.crt")}
         needed = {}
         for serial, since in entries.items():
@@ -338,17 +338,17 @@ class Issuer:
         return needed
 
     def _issued(self, name: str) -> Iterator[x509.Certificate]:
-        """All certificates that this name ever had."""
+        """All certificates ever issued to this name."""
         for file in (self.folder / "issued").glob(f"{name}-*.crt"):
             certificate = certificates.load_certificate(file)
             owner = subject_of(certificate)
-            if owner is not None and owner.name == name:  # "cam-1-4f.crt" is none of "cam"
+            if owner is not None and owner.name == name:  # "cam-1-4f.crt" does not belong to "cam"
                 yield certificate
 
     # ---------------------------------------------------------------------------------------------------- renewal
 
     def refresh(self) -> list[str]:
-        """Make anew what is past two thirds of its life: the server's certificates, the list of revoked ones."""
+        """Renew what is past two thirds of its life: the server's certificates, the revocation list."""
         with self._alone():
             done = []
             if is_past(RENEW_AT, self._genuine(self.folder / CRL), self._clock()):
@@ -386,7 +386,7 @@ class Issuer:
 
 
 def _entries(revoked: x509.CertificateRevocationList) -> dict[int, dt.datetime]:
-    """Serial numbers on a list, and since when."""
+    """Serial numbers and dates on a list."""
     return {entry.serial_number: entry.revocation_date_utc for entry in revoked}
 
 
@@ -419,7 +419,7 @@ def _authority_of(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifie
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
-    """A member signs messages and handshakes; an authority certificates and lists."""
+    """Key usage: members sign messages and handshakes, an authority certificates and lists."""
     return x509.KeyUsage(
         digital_signature=signs,
         content_commitment=False,
@@ -434,7 +434,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def _names_of_host(host: str) -> list[x509.GeneralName]:
-    """What the broker's certificate is for: the host, and this machine under the names that it has for itself."""
+    """The broker certificate's names: the host, and the machine's own names for itself."""
     names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(text)) for text in ("127.0.0.1", "::1")]
     try:
         return [*names, x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(host))]

@@ -1,8 +1,8 @@
-"""Renewal over the wire, at the authority's end: retained requests of devices are answered by retained certificates.
+"""Renewal over the wire, authority side: devices' retained requests are answered with retained certificates.
 
-Nobody has to be there at the same time, so the authority's key need not be on line but for a moment, once a day or once
-a month. A request is signed with the key of the device's present certificate, so that neither a broker nor another
-device can make one; the answer is for that key alone. A request that is repeated gets the same certificate again.
+The two sides need not be online at the same time, so the authority's key is needed only briefly, once a day or once a
+month. A request is signed with the key of the device's present certificate, so neither a broker nor another device can
+forge it; the answer is for that key alone. A repeated request gets the same certificate again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUIET_S = 1.0
 
 
 async def answer_requests(issuer: Issuer) -> list[str]:
-    """Answer the requests that lie at the broker; the devices that got a certificate.
+    """Answer the requests at the broker; returns the devices that got a certificate.
 
     Raises:
         TransportError: the broker cannot be reached, or refuses us.

@@ -80,7 +80,7 @@ async def _run(settings: RelaySettings, observe: Observer) -> None:
 
 @asynccontextmanager
 async def relaying(settings: RelaySettings, observe: Observer) -> AsyncIterator[Agent]:
-    """The relay that the settings describe: within, its site is connected; it is what `Agent.run` runs."""
+    """The relay described by the settings, with its site connected inside the block; `Agent.run` runs it."""
     task = task_spec(settings.task, allow=settings.allow.split(","))
     below = Credentials(identity=settings.site_identity).at(settings.site_broker)
     above = settings.at(settings.broker)

@@ -1,9 +1,9 @@
-"""What a relay does with the orders that it gets: it asks the devices of its site, and averages what they have sent.
+"""How a relay carries out its orders: it asks the devices of its site, and averages their updates.
 
-Upwards it is an agent (`edge_agent.agent`), which keeps each order until it is answered; this is the worker that it
-hands them to. Downwards it is a fleet (`coordinator.fleet.mqtt`) on the site's own broker, with a store of its own that
-keeps each answer. So an order that is carried out again after a crash repeats nothing that was answered, and ends in
-the same report. The store is that of one run of the coordinator above: HOME/site/RUN.
+Upwards it is an agent (`edge_agent.agent`), which keeps each order until it is answered; this is the agent's worker.
+Downwards it is a fleet (`coordinator.fleet.mqtt`) on the site's own broker, whose store keeps each answer. So an order
+repeated after a crash does not repeat answered work, and ends in the same report. Each run of the coordinator above has
+its own store: HOME/site/RUN.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NO_RELAYS: Final = "a relay below a relay is not supported"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The run of the coordinator above that the site's devices take part in."""
+    """The run of the coordinator above in which the site's devices take part."""
 
     id: str = "none"
     seed: int = 0
@@ -60,7 +60,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiteFleet(MqttFleet):
-    """The fleet below, which has as much time for a step as the relay gives it."""
+    """The fleet below, with the time per step that the relay allows."""
 
     left_s = 0.0
 
@@ -68,10 +68,10 @@ class SiteFleet(MqttFleet):
         return dict.fromkeys(actions, self.left_s)
 
     async def enter(self, number: int, ids: set[str], keep: set[str]) -> None:
-        """Go on to a round of the coordinator above, if it is a new one; `ids`: who is asked there.
+        """Enter a round of the coordinator above, if it is new; `ids`: devices asked there.
 
-        Who is known then is one of its devices, also who is away: the coordinator has seen it, and it may be back.
-        What nobody needs any more is deleted. `keep`: digests of what the coordinator may still need.
+        Devices known at that time belong to it even if absent: the coordinator has seen them, and they may return. Data
+        no longer needed is deleted. `keep`: digests that the coordinator may still need.
         """
         if self._round == number:
             return
@@ -87,7 +87,7 @@ class SiteFleet(MqttFleet):
         self._take(number, devices)
 
     def listed(self) -> tuple[SiteDevice, ...]:
-        """Who is there, as the relay's status says it."""
+        """The devices present, as the relay's status lists them."""
         there = sorted((*self.registry.online(), *self.registry.inference_only()), key=lambda device: device.id)
         if len(there) > MAX_SITE:
             log.warning("event=site_full devices=%d most=%d", len(there), MAX_SITE)
@@ -105,7 +105,7 @@ class Site:
         federation: name of the federation below.
         home: of the relay.
         task: what is learned.
-        observe: is told what happens on the site.
+        observe: called with the site's events.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Site:
         await self._open.aclose()
 
     async def _begin(self, run: Run) -> None:
-        """Take part in a run, and forget those before it."""
+        """Take part in a run, and delete earlier ones."""
         await self._open.aclose()
         home = self._folder / run.id
         self.store = self._open.enter_context(contextlib.closing(Store(home)))
@@ -158,11 +158,11 @@ class Site:
         self._run = run
 
     def listed(self) -> tuple[SiteDevice, ...]:
-        """Who is there."""
+        """The devices present."""
         return self.fleet.listed()
 
     async def watch(self, tell: Callable[[], None]) -> None:
-        """Have it told at once who is there when that changes. It never returns."""
+        """Report changes in the devices present immediately. Never returns."""
         told: tuple[SiteDevice, ...] | None = None
         while True:
             await asyncio.sleep(LOOK_S)
@@ -203,7 +203,7 @@ class Site:
         return Finished(Relayed(answers=answers), {answers.digest: data})
 
     def _in_loop(self, work: Coroutine[Any, Any, T], stop: Stop) -> T:
-        """Have the loop do something, until it is done or to stop."""
+        """Run work on the loop until it is done or `stop` is true."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
@@ -216,7 +216,7 @@ class Site:
                     raise StoppedError from None
 
     async def _ask(self, order: Order, orders: SiteOrders) -> dict[str, Told]:
-        """What the devices answer; those that do not are not among them."""
+        """The devices' answers, without those that did not answer."""
         known = installed_steps()
         actions = [
             read_action(msgspec.structs.replace(order, step=a.step, version=a.version, body=a.body), known)
@@ -249,7 +249,7 @@ class Site:
     # --------------------------------------------------------------------------------------------------- sums
 
     def _sum(self, wanted: SiteSums) -> Finished:
-        """The mean of each cluster, of the updates that are here, by ascending device id."""
+        """The mean of each cluster over the updates stored here, by ascending device id."""
         here = {i: ref for i, ref in sorted(wanted.updates.items()) if ref.digest in self.store.blobs}
         ids = list(here)
         directions: Tensors = {}

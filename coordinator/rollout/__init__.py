@@ -1,8 +1,8 @@
-"""How far a release may go: decided from what the devices say, and nothing else.
+"""Decides how far a release may go, only from what the devices report.
 
-A rollout goes through stages, each a larger share of the fleet. The next one begins when every device of the stage that
-is there answers with the release for a soak time, and nothing that the devices measured speaks against it; otherwise it
-is aborted, and the devices that run it go back. Everything here is a function of its arguments; `service` acts.
+A rollout goes through stages, each a larger share of the fleet. The next one begins when every present device of the
+stage has served the release for a soak time and no measurement speaks against it; otherwise the rollout is aborted, and
+its devices go back. Everything here is a pure function; `service` acts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MINIMUM_S: Final = 2.0
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is to be rolled out, and what stops it.
+    """A release to roll out, and the limits that stop it.
 
-    The first stage is the canaries' one: not a single device may fail there. With named canaries its share is 0.
+    The first stage is that of the canaries: not a single device may fail there. With named canaries its share is 0.
     """
 
     id: Id
@@ -51,18 +51,18 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     canaries: tuple[Id, ...] = ()
     stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
     soak_s: NonNegative = 60.0  # how long all must be well before the next stage
-    absent_s: NonNegative = 600.0  # a device that is silent for so long is not waited for
+    absent_s: NonNegative = 600.0  # silent devices are not waited for after this time
     max_failures: Share = 0.05  # of a stage's devices, after the first stage
-    accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if so few samples cannot tell
+    accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
     latency_ratio: NonNegative = 1.5  # of the mean latencies
-    latency_slack_ms: NonNegative = 1.0  # on top
+    latency_slack_ms: NonNegative = 1.0  # in addition
     free_energy_shift: NonNegative = 1.0  # mean, in deviations of the bundles' validation samples
     gate_entropy_shift: NonNegative = 0.3  # mean, as a share of the largest that is possible
     temperature_c: float = 85.0  # mean over the devices that run it
 
 
 class Progress(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a rollout stands. began: the stage, its resumption, or its end; good_since: all is well since then."""
+    """The state of a rollout. began: the stage, its resumption, or its end; good_since: all is well since then."""
 
     state: RolloutState = RolloutState.RUNNING
     stage: Count = 0
@@ -73,19 +73,19 @@ class Progress(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Seen(Struct, frozen=True, kw_only=True):
-    """The last that a device said, and when that was by our clock."""
+    """A device's last message, and its time by our clock."""
 
     health: Health
     at: float
 
 
 def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> Progress:
-    """Where the rollout stands next: as before, a stage further, done, or aborted with the reasons.
+    """The rollout's next state: unchanged, one stage further, done, or aborted with the reasons.
 
     Args:
         plan: what is rolled out.
-        progress: where it stood.
-        fleet: what each device said last, by its id.
+        progress: the present state.
+        fleet: each device's last message, by its id.
         now: seconds since the epoch.
     """
     progress = _not_after(now, progress)
@@ -107,20 +107,20 @@ def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float
 
 
 def _not_after(now: float, progress: Progress) -> Progress:
-    """A clock that was set back must not hold a rollout up until it is as late again."""
+    """Limit recorded times to now, so that a clock set back does not delay the rollout."""
     since = progress.good_since
     return replace(progress, began=min(progress.began, now), good_since=None if since is None else min(since, now))
 
 
 def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
-    """The rollout's end where the devices go back."""
+    """The rollout's end, at which devices go back."""
     return replace(progress, state=RolloutState.ABORTED, began=now, reasons=tuple(reasons[:MAX_REASONS]))
 
 
 def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> float:
-    """The stage's share, or as much as it takes that one device which is there takes part: no stage proves nothing.
+    """The stage's share, enlarged if need be until one present device takes part, since an empty stage proves nothing.
 
-    One that fell silent while it ran the release counts as there: no other is put at risk in its place.
+    A device that fell silent while running the release counts as present: no other is put at risk in its place.
     """
     share = max(plan.stages[progress.stage], progress.share)
     there = [
@@ -133,7 +133,7 @@ def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: flo
 
 
 def message(plan: Plan, progress: Progress, metadata: Mapping[str, BlobRef]) -> Rollout:
-    """What the fleet is told."""
+    """The announcement to the fleet."""
     return Rollout(
         id=plan.id,
         state=progress.state,
@@ -152,7 +152,7 @@ def members(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[s
 
 
 def runs(plan: Plan, health: Health) -> bool:
-    """Whether the release answers on the device, on trial or for good."""
+    """Whether the device serves the release, on trial or for good."""
     return health.bundle_digest == plan.digest
 
 
@@ -166,7 +166,7 @@ def objections(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> lis
 
 
 def _measured(plan: Plan, healths: list[Health]) -> list[str]:
-    """What the devices that run the release have measured, before and now, compared on average."""
+    """Measurements of the devices that run the release, before and now, compared on average."""
     there = [health for health in healths if runs(plan, health) and health.rollout == plan.id]
     pairs = [(h.before, h.now) for h in there if h.before is not None and h.now is not None]
     found = []
@@ -197,9 +197,9 @@ def _means(pairs: list[tuple[Quality, Quality]], of: Callable[[Quality], float |
 
 
 def _accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
-    """Standard error of the mean difference of accuracy over devices, at most.
+    """An upper bound for the standard error of the mean difference of accuracy over devices.
 
-    That is as if the two bundles, each right with probability p, erred independently: a device with n samples has the
+    It assumes that the two bundles, each right with probability p, err independently: a device with n samples has the
     variance 2 p (1 - p) / n.
     """
     variances = []
@@ -220,12 +220,12 @@ def _awaits_signatures(plan: Plan, health: Health) -> bool:
 
 
 def _is_on_its_way(plan: Plan, health: Health) -> bool:
-    """Whether the device may run the release by the time that it hears of an end."""
+    """Whether the device may be running the release by the time it learns of an end."""
     return health.rollout == plan.id and health.phase is Phase.FETCHING
 
 
 def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
-    """Whether a device is not to be waited for: it is silent, or cannot fetch the release, for too long."""
+    """Whether to stop waiting for a device: it has been silent, or unable to fetch the release, for too long."""
     if runs(plan, seen.health) and seen.health.phase is Phase.SERVING:
         return False
     heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)
@@ -233,7 +233,7 @@ def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
 
 
 def _stage_is_well(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
-    """Whether all devices of the stage that are there answer with the release for good, and at least one does."""
+    """Whether all present devices of the stage serve the release for good, and there is at least one."""
     waited_for = [
         fleet[device].health
         for device in members(plan, progress, fleet)
@@ -243,7 +243,7 @@ def _stage_is_well(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], no
 
 
 def over(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
-    """Whether nobody is left to whom the rollout has something to bring or to take back."""
+    """Whether no device is left to update or revert."""
     if progress.state is RolloutState.DONE:
         return all(
             (_has_failed(plan, seen.health) and not _awaits_signatures(plan, seen.health))

@@ -179,7 +179,7 @@ def _observer(*, as_json: bool) -> Observer:
 
 
 def _show(lines: list[str], *, err: bool = False) -> None:
-    """Devices write what they like into their reasons."""
+    """Escape reasons: devices can write anything into them."""
     click.echo("\n".join(printable(line) for line in lines), err=err)
 
 

@@ -1,8 +1,8 @@
-"""REPO/rollout: what survives the supervisor, and what others ask of it.
+"""REPO/rollout: the supervisor's durable state, and requests to it.
 
-state.json     `Record`: plan, progress and what the devices said; written before anything of it is published
+state.json     `Record`: plan, progress and the devices' messages; written before any of it is published
 request        one word: pause, resume or abort
-request.taken  the one that the supervisor carries out; another may come meanwhile
+request.taken  the one being carried out; another may arrive meanwhile
 lock           held by the supervisor
 """
 
@@ -28,7 +28,7 @@ LOOKED_AT_S: Final = 1.0
 
 
 class Request(StrEnum):
-    """What a person may ask of a running rollout."""
+    """A request to a running rollout."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -36,7 +36,7 @@ class Request(StrEnum):
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """A device as people are shown it: what its last Health says, and when that came by our clock."""
+    """A device as shown to people: its last Health, and when it arrived by our clock."""
 
     phase: Phase
     release: Count
@@ -52,13 +52,13 @@ class Line(Struct, frozen=True, kw_only=True):
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
-        """Before and now; None: not both were told."""
+        """Before and now; None: at least one is unknown."""
         was, now = (None if quality is None else quality.accuracy for quality in (self.before, self.now))
         return None if was is None or now is None else (was, now)
 
 
 class News(Struct, frozen=True, kw_only=True):
-    """Something that happened. device: whose, or empty."""
+    """An event. device: which, or empty."""
 
     at: float
     device: str = ""
@@ -66,7 +66,7 @@ class News(Struct, frozen=True, kw_only=True):
 
 
 class Earlier(Struct, frozen=True, kw_only=True):
-    """What a rollout before this one came to."""
+    """The outcome of an earlier rollout."""
 
     id: Id
     target: Text
@@ -94,7 +94,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Folder:
-    """The folder of a repository's rollout; any process may read it and leave a request, one supervises."""
+    """A repository's rollout folder; any process may read it and leave a request, one supervises."""
 
     def __init__(self, repo: Path) -> None:
         self.path = repo / "rollout"
@@ -121,7 +121,7 @@ class Folder:
         write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(record), indent=1))
 
     def ask(self, request: Request) -> None:
-        """Leave a request; one that was not yet read is replaced.
+        """Leave a request; it replaces one not yet read.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -129,20 +129,20 @@ class Folder:
         write_atomically(self.path / "request", request.encode())
 
     def asked(self) -> Request | None:
-        """The request to carry out: the same one until it is `answered`, whatever else is asked meanwhile."""
+        """The request to carry out: the same until it is `answered`, even if another arrives."""
         taken = self.path / "request.taken"
         try:
             if not taken.exists():
                 (self.path / "request").replace(taken)
             return Request(taken.read_text())
-        except ValueError:  # no word of ours
+        except ValueError:  # not one of our words
             self.answered()
         except OSError:
             pass
         return None
 
     def answered(self) -> None:
-        """The request that was asked for was carried out."""
+        """Mark the request as carried out."""
         (self.path / "request.taken").unlink(missing_ok=True)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A release for a whole fleet: the model of a coordinator, for any device, as a signed bundle of the next number."""
+"""A release for a whole fleet: a coordinator's model for any device, as a signed bundle with the next number."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fedge.weights import needed_on_devices
 
 
 def make_release(repo: Path, home: Path, store: str | None) -> str:
-    """Sign a bundle of what the federation in a home has learned, for devices that nothing is known of.
+    """Sign a bundle of what a federation has learned, for devices about which nothing is known.
 
-    Its number is above those of all releases there, and of all bundles that devices have told of.
+    Its number is above all releases there, and above all bundles that devices have reported.
 
     Returns:
         The path of the target, such as "8/manifest.json".
 
     Raises:
-        ConfigError: there is no repository or no coordinator's home, nothing was learned together yet, or the method
-            needs more than the home has.
+        ConfigError: no repository or no coordinator's home, nothing learned together yet, or the method needs more than
+            the home has.
         StoreError: the disk is full or broken.
     """
     repository, summary = Repository(repo), read_summary(home)
@@ -49,7 +49,7 @@ def make_release(repo: Path, home: Path, store: str | None) -> str:
 
 
 def _learned(store: Store) -> tuple[TaskSpec, Layout, Model]:
-    """The task, and the model for any device after the last round that is done."""
+    """The task, and the model for any device after the last finished round."""
     identity, start, saved = store.recall("identity"), store.recall("start"), store.state()
     if identity is None or start is None or saved is None:
         raise ConfigError(f"no round is done in {store.home} yet")

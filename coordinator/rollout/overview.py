@@ -1,7 +1,7 @@
-"""Rollouts as a page shows them, and what somebody may ask of one there.
+"""Rollouts as shown on a page, and the requests that users can make there.
 
-A rollout is supervised by a process of its own, `fedge rollout start`, with the keys and the configuration of this
-machine: whoever asks for one names a release and how far it may go, and sees nothing of either.
+A separate process, `fedge rollout start`, supervises a rollout, with this machine's keys and configuration: users name
+a release and how far it may go, and see nothing of either.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Overview:
         config: of `fedge rollout start`, section [rollout]; None: none can be started.
 
     Raises:
-        ConfigError: one is no repository, or two have one name.
+        ConfigError: one is not a repository, or two have the same name.
     """
 
     def __init__(self, repos: Sequence[Path], config: Path | None) -> None:
@@ -50,14 +50,14 @@ class Overview:
         for repo in repos:
             Repository(repo)
         self._config = config
-        self._begun: list[subprocess.Popen[bytes]] = []  # of those that have ended the system is told
+        self._begun: list[subprocess.Popen[bytes]] = []  # kept to reap those that have ended
 
     def version(self) -> object:
-        """Another one whenever there is something new to show."""
+        """A value that changes whenever there is something new to show."""
         return [version_of(Folder(repo).path / "state.json") for repo in self._repos.values()]
 
     def shown(self) -> list[dict[str, Any]]:
-        """All that there is of each, as JSON values; `actions`: what may be asked now.
+        """The state of each as JSON values; `actions`: what may be requested now.
 
         Raises:
             StoreError: one cannot be read.
@@ -80,17 +80,17 @@ class Overview:
         return {**kept, "rollout": name, "targets": targets, "supervised": supervised, "actions": list(actions)}
 
     def ask(self, name: str, action: str, target: str = "", stages: str = "", canary: str = "") -> str:
-        """Have a rollout paused, resumed, aborted, started, or supervised again; what to say to who asked.
+        """Pause, resume, abort, start or supervise a rollout again; returns the reply for the user.
 
         Args:
             name: of the repository.
             action: of `actions`.
             target: of `start`: the release.
-            stages: of `start`: as of `fedge rollout start`; empty: as the configuration has it.
+            stages: of `start`: as of `fedge rollout start`; empty: from the configuration.
             canary: likewise.
 
         Raises:
-            ConfigError: that makes no sense where the rollout stands, or the supervisor does not begin: why.
+            ConfigError: it does not apply to the rollout's state, or the supervisor does not start: why.
             StoreError: the folder cannot be written.
         """
         if name not in self._repos:
@@ -117,7 +117,7 @@ class Overview:
         }[action]
 
     def _begin(self, repo: Path, *words: str) -> None:
-        """Start a supervisor that outlives us, and see it at work."""
+        """Start a supervisor that outlives us, and wait until it works."""
         folder = Folder(repo)
         folder.path.mkdir(exist_ok=True)
         start = command("fedge.cli", "rollout", "start", str(repo), *words, "--config", str(self._config))

@@ -1,7 +1,7 @@
-"""The rollout's supervisor: what `decide` decides, made durable, published, and its release served.
+"""The rollout's supervisor: makes the decisions of `decide` durable, publishes them, and serves the release.
 
-It may be killed at any moment and started again: the state was written before it was published, the announcement is
-retained by the broker, and devices ask again for the bytes that they lack.
+It may be killed at any moment and restarted: state is written before it is published, the broker retains the
+announcement, and devices request missing bytes again.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 
 class Release:
-    """The files of a target as devices are told of them; read anew when the repository was signed again."""
+    """The files of a target as announced to devices; read again after the repository is re-signed."""
 
     def __init__(self, repository: Repository, repo: Path, target: str) -> None:
         """Read it.
 
         Raises:
-            ConfigError: there is no such target, or a part of it is damaged.
+            ConfigError: no such target, or a part of it is damaged.
         """
         self._repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
@@ -74,7 +74,7 @@ class Release:
             self._require_whole(name, part.digest)
 
     def _require_whole(self, name: str, digest: str) -> None:
-        """No device could ever take a release of which a part is not what was signed."""
+        """Refuse a release with a part that differs from what was signed: no device could take it."""
         path = self._repository.parts.path(digest)
         try:
             with path.open("rb") as file:
@@ -89,8 +89,8 @@ class Release:
             )
 
     def refresh(self) -> None:
-        """Take note of new signatures."""
-        while (signed := version_of(self._timestamp)) != self._signed:  # again if it was signed meanwhile
+        """Load new signatures."""
+        while (signed := version_of(self._timestamp)) != self._signed:  # repeat if it was signed meanwhile
             self._files = {name: path.read_bytes() for name, path in self._repository.files(self._target).items()}
             self._bytes = {digest_of(data): data for data in self._files.values()}
             self.metadata = {
@@ -102,12 +102,12 @@ class Release:
         """The rollout, signed for the devices of a federation.
 
         Raises:
-            ConfigError: the key of the repository's role timestamp is not there.
+            ConfigError: the repository's timestamp key is missing.
         """
         return self._repository.announce(rollout, federation)
 
     def source(self, digest: str) -> Path | bytes | None:
-        """The bytes of a file that was announced, and of no other."""
+        """The bytes of an announced file."""
         if digest in self._bytes:
             return self._bytes[digest]
         parts = self._repository.parts
@@ -120,10 +120,10 @@ class Supervisor:
     Args:
         folder: durable state; the caller holds its lock.
         release: what is rolled out.
-        plan: how; a rollout of the same plan that was begun goes on.
+        plan: how; a rollout already begun with the same plan is resumed.
         broker: how to reach the broker.
-        federation: whose devices.
-        observe: is told what happens.
+        federation: of the devices.
+        observe: called with events.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Supervisor:
         self._said: Rollout | None = None
 
     async def run(self) -> Progress:
-        """Until nobody is left to whom the rollout has something to bring; where it then stands.
+        """Run until no device is left to update or revert; returns the final state.
 
         Raises:
-            ConfigError: the key that signs announcements is not there; nothing has changed.
-            StoreError: the state cannot be written; what was published is what was written before.
+            ConfigError: the key that signs announcements is missing; nothing has changed.
+            StoreError: the state cannot be written; what was published had been written before.
             TransportError: the broker refused us for good.
         """
         self._release.announce(message(self._plan, self._progress, {}), self._federation)
@@ -183,14 +183,14 @@ class Supervisor:
                         await self._news.wait()
 
     async def _look_around(self) -> None:
-        """Hear of all devices that the broker knows: who goes first depends on who is there."""
+        """Collect all devices known to the broker, since the first stage depends on who is present."""
         known = -1
         while known != len(self._fleet):
             known = len(self._fleet)
             await asyncio.sleep(QUIET_S)
 
     async def _step(self) -> None:
-        """Requests, decision, disk, broker: in this order."""
+        """Process requests, decide, write, publish, in this order."""
         self._release.refresh()
         now = time.time()
         request = self._folder.asked()
@@ -201,7 +201,7 @@ class Supervisor:
             self._folder.answered()
         rollout = message(self._plan, self._progress, self._release.metadata)
         if rollout != self._said:
-            self._version = max(self._version + 1, int(1000 * now))  # also where the folder of an earlier one is lost
+            self._version = max(self._version + 1, int(1000 * now))  # even if the folder of an earlier one is lost
             self._keep(self._progress)
             signed = self._release.announce(replace(rollout, version=self._version), self._federation)
             await self._transport.publish(self._topics.rollout, encode(signed), retain=True)
@@ -247,11 +247,11 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------- inwards
 
     async def _on_connect(self) -> None:
-        self._said = None  # a broker that forgot everything is told again
+        self._said = None  # for a broker that lost its state
         self._news.set()
 
     async def _on_health(self, inbound: Inbound) -> None:
-        if not inbound.payload:  # a retained one that was cleared
+        if not inbound.payload:  # a cleared retained message
             return
         device = self._topics.parts(inbound.topic)[1]
         health = decode(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Health)
@@ -274,15 +274,15 @@ class Supervisor:
 
 
 def _shown(health: Health) -> tuple[object, ...]:
-    """What of it a person is told when it changes."""
+    """The part of it whose change is shown to people."""
     return health.phase, health.release, health.reason
 
 
 def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
-    """The rollout that was begun with these settings, or a new one; a request that waits is for the former.
+    """The rollout begun with these settings, or a new one; a pending request belongs to the former.
 
     Raises:
-        ConfigError: another rollout is under way.
+        ConfigError: another rollout is in progress.
     """
     record = folder.read()
     if record is not None:
@@ -299,7 +299,7 @@ def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
 
 
 def requested(progress: Progress, request: Request | None, now: float) -> Progress:
-    """The rollout after what a person asked; what makes no sense where it stands changes nothing."""
+    """The rollout after a user's request; one that does not apply to its state changes nothing."""
     match request, progress.state:
         case Request.PAUSE, RolloutState.RUNNING:
             return replace(progress, state=RolloutState.PAUSED)
@@ -319,7 +319,7 @@ def _line(seen: Seen, *, takes_part: bool) -> Line:
 
 
 def words_of(event: str, fields: dict[str, Any]) -> str:
-    """What an observer is told, for people."""
+    """An event in words."""
     if event == "device":
         why = f" ({fields['reason']})" if fields["reason"] else ""
         return f"{fields['phase']}, release {fields['release']}{why}"

@@ -1,8 +1,8 @@
 """Who trains in a round: uniform, stratified (per cluster), the fastest, or `ccmab`, a bandit under a deadline.
 
-A method without clusters calls `uniform` or `fastest` itself. One whose devices lie in clusters calls `choose`, which
-has all four under one signature: the deadline and the care for overdue devices (FedEPC sections 5.2 and 5.5) are those
-of the bandit's settings whoever chooses, so that selections differ in nothing but the choice.
+A method without clusters calls `uniform` or `fastest` itself. A method with clusters calls `choose`, which offers all
+four under one signature: deadline and care for overdue devices (FedEPC sections 5.2 and 5.5) always follow the bandit's
+settings, so that selections differ only in the choice.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def choose(
     seed: tuple[int, ...],
     last_visit: Mapping[int, int],
 ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
-    """Choose devices in each cluster: by cluster what is chosen, and its bandit in which this round was held.
+    """Choose devices in each cluster; returns, by cluster, the choice and the bandit with which this round was held.
 
     Args:
-        how: `ccmab`, `uniform` and `fastest` choose the quota of every cluster; `stratified` draws about as many
-            devices from each as from every other, the quota of all together (CFIC section 5).
-        arms: the devices of each cluster that can be reached, by its number >= 0.
-        bandits: of each cluster; rivals use nothing of it but what it knows of times and waiting.
+        how: `ccmab`, `uniform` and `fastest` choose the quota of every cluster; `stratified` draws about equally many
+            devices from each cluster, the quota of all together (CFIC section 5).
+        arms: the reachable devices of each cluster, by its number >= 0.
+        bandits: of each cluster; rivals use only what they know of times and waiting.
         settings: of the bandits.
-        seed: of the round; every cluster has random numbers of its own.
-        last_visit: round in which some device of the cluster was chosen last (any number that grows with it will do).
+        seed: of the round; every cluster has separate random numbers.
+        last_visit: last round in which a device of the cluster was chosen (or any number that grows with it).
     """
     sizes: Mapping[int, int | None] = dict.fromkeys(arms)
     if how == "stratified":
@@ -54,7 +54,7 @@ def choose(
 def _about_equal(
     arms: Mapping[int, Sequence[ccmab.Arm]], quota: float, rng: np.random.Generator, last_visit: Mapping[int, int]
 ) -> dict[int, int]:
-    """How many devices each cluster sends; those that send none are left out."""
+    """The number of devices from each cluster; clusters without any are left out."""
     present = {k: [a.id for a in of_cluster] for k, of_cluster in arms.items() if of_cluster}
     size = cohort_size(sum(map(len, present.values())), quota)
     drawn = set(stratified(present, size, rng, last_visit=last_visit))

@@ -1,11 +1,11 @@
 """CICS: which devices of a cluster train in a round, by a contextual combinatorial bandit (CCMAB) under a deadline.
 
 Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. Departures:
-the deadline holds for each device on its own (5.2), the kernel of two sets is the sum of the kernels of their devices
-(5.3), and no device starves (5.5). kappa is measured as soon as some device has been (5.2): with a guess that is off by
-orders of magnitude, those that never took part would all be feasible, or none of them. A device that failed is taken to
-need twice the deadline until it answers again: the times that were measured while it answered say nothing any more, and
-a fast device that stops answering would otherwise always be feasible. Rule 5.5 still asks it now and then.
+the deadline holds for each device separately (5.2), the kernel of two sets is the sum of the kernels of their devices
+(5.3), and no device starves (5.5). kappa is measured as soon as any device has been (5.2): a guess that is off by
+orders of magnitude would make all devices that never took part feasible, or none. A device that failed is assumed to
+need twice the deadline until it answers again: its earlier times no longer mean anything, and a fast device that stops
+answering would otherwise always be feasible. Rule 5.5 still asks it now and then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.
@@ -41,7 +41,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     quota: Annotated[float, Meta(gt=0, le=1)] = 0.2  # rho_c, share of a cluster that trains in a round
     deadline_s: Positive | None = None  # T_max; None: the 0.7-quantile of the predicted times
-    budget_s: Positive | None = None  # sum of t_i of a cohort (5.2); overdue devices are asked all the same
+    budget_s: Positive | None = None  # sum of t_i of a cohort (5.2); overdue devices are asked regardless
     cycles_per_sample: Positive = 0.1  # kappa, gigacycles
     window: Annotated[int, Meta(ge=1)] = 5  # tau, participations
     history: Annotated[int, Meta(ge=1)] = 100  # observations
@@ -56,7 +56,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A device of the cluster as it is now. None: it does not tell.
+    """A device of the cluster in its present state. None: unknown.
 
     `work`: samples per round, E * n_i. `model_bytes`: B, of the model that it would be sent.
     """
@@ -71,7 +71,7 @@ class Arm(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What a participation brought; losses are means over D_L, without proximal term. `seconds`: with the transfer."""
+    """The result of a participation; losses are means over D_L, without proximal term. `seconds`: with the transfer."""
 
     loss_before: float
     loss_after: float
@@ -80,7 +80,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class Participation(Struct, frozen=True, kw_only=True):
-    """What is remembered of an outcome."""
+    """The stored part of an outcome."""
 
     gradient_norm: float
     loss_drop: float
@@ -103,15 +103,15 @@ class State(Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...] = ()
     participations: dict[str, tuple[Participation, ...]] = {}
     last_asked: dict[str, int] = {}
-    at_least: dict[str, float] = {}  # seconds that a device which failed is taken to need, until it answers
+    at_least: dict[str, float] = {}  # seconds that a failed device is assumed to need, until it answers
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Who trains. `ids` ascending, empty in a skipped round; `overdue` of them are there by 5.5.
+    """The devices that train. `ids` ascending, empty in a skipped round; `overdue`: those included by 5.5.
 
-    `contexts`: raw, of the chosen; `seconds`: predicted time of every selectable device; `deadline_s`: None where
-    nobody is selectable.
+    `contexts`: raw, of the chosen; `seconds`: predicted time of every selectable device; `deadline_s`: None if no
+    device is selectable.
     """
 
     ids: tuple[str, ...]
@@ -296,17 +296,17 @@ def exploration(t: int, delta: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Purse:
-    """Device-seconds that may still be spent, and what each device costs, (n,)."""
+    """Device-seconds left to spend, and the cost of each device, (n,)."""
 
     left_s: float
     seconds: Vectors
 
     def pays(self, devices: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those that still fit."""
+        """The devices that still fit."""
         return devices[self.seconds[devices] <= self.left_s * (1 + TIE)]
 
     def after(self, device: int) -> Purse:
-        """What is left when this one is taken."""
+        """The purse after taking this device."""
         return Purse(self.left_s - float(self.seconds[device]), self.seconds)
 
 
@@ -331,7 +331,7 @@ def greedy(
     O(n) memory.
     """
     chosen: list[int] = []
-    within, across = 0.0, np.zeros(len(mean))  # var(A), and the covariance of each device with A
+    within, across = 0.0, np.zeros(len(mean))  # var(A), and each device's covariance with A
 
     def take(device: int) -> None:
         nonlocal within, across
@@ -369,7 +369,7 @@ def greedy_batch(
     Cost: as `greedy`, and O(size * n) memory.
     """
     chosen: list[int] = []
-    factors = np.zeros((max(size, len(first)), len(mean)))  # the sum of their outer products is what cov has lost
+    factors = np.zeros((max(size, len(first)), len(mean)))  # outer products that sum to the reduction of cov
     left = variance.copy()
 
     def take(device: int) -> None:
@@ -415,14 +415,14 @@ def select(
 
     Args:
         state: the cluster's bandit.
-        arms: all devices of the cluster that can be reached. A device with f <= 0 or no samples is not selectable.
+        arms: all reachable devices of the cluster. A device with f <= 0 or no samples is not selectable.
         settings: the parameters.
         size: m >= 1, instead of the quota.
-        rule: chooses among the feasible devices instead of the bandit; deadline and fairness are as always, a budget
-            is not looked at.
+        rule: chooses among the feasible devices instead of the bandit; deadline and fairness apply as always, a budget
+            is ignored.
 
     Returns:
-        The selection, and the state in which this round was held; hand the latter to `observe`.
+        The selection, and the state in which this round was held; pass the latter to `observe`.
 
     Cost: O(h^3 + N_k h^2 + m N_k h) time, O(N_k h) memory (with `search` batch O(N_k (h + m))), h <= 100.
     """
@@ -510,7 +510,7 @@ def _choose(
 
 
 def reward(outcome: Outcome | None) -> float:
-    """Reward r_i = clip(loss_before - loss_after, -1, 1); -1 for a device that failed or sent what is not finite."""
+    """Reward r_i = clip(loss_before - loss_after, -1, 1); -1 for a failed device or a non-finite result."""
     if not _succeeded(outcome):
         return FAILED
     return min(1.0, max(-1.0, outcome.loss_before - outcome.loss_after))
@@ -525,9 +525,9 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome |
 
     Args:
         state: as `select` returned it.
-        selection: what it chose.
-        outcomes: of the chosen devices; None: it failed or timed out. A device that is not there declined politely, and
-            nothing is learned about it.
+        selection: from `select`.
+        outcomes: of the chosen devices; None: it failed or timed out. A missing device declined politely, and nothing
+            is learned about it.
         settings: the parameters.
     """
     told = [i for i in selection.ids if i in outcomes]

@@ -12,17 +12,17 @@ import numpy as np
 
 
 def fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: Mapping[str, float]) -> list[str]:
-    """The min(n, len(ids)) devices whose round takes least time; by ascending id, the lowest id on a tie.
+    """The min(n, len(ids)) devices with the shortest rounds; by ascending id, the lowest id on a tie.
 
-    A device that was never measured is taken to need c / f seconds, with c the median cycles of the measured devices
-    (1 without any) and f its clock; one whose clock is unknown, too, comes last but one. A device that did not answer
-    when it was asked last (infinity) comes last.
+    A device that was never measured is assumed to need c / f seconds, with c the median cycles of the measured devices
+    (1 without any) and f its clock; one with an unknown clock comes last but one. A device that did not answer its last
+    order (infinity) comes last.
 
     Args:
         ids: the devices to choose from.
         n: >= 0.
-        seconds: time of each device's last round, >= 0, where there was one; infinity where it did not answer.
-        cpu_ghz: clock f of each device, > 0, where it is known.
+        seconds: time of each device's last round, >= 0, if there was one; infinity if it did not answer.
+        cpu_ghz: clock f of each device, > 0, if known.
 
     Example:
         >>> fastest(["a", "b", "c"], 2, {"a": 9.0, "b": 4.0}, {"a": 1.0, "b": 2.0, "c": 4.0})

@@ -1,8 +1,8 @@
-"""How good the devices' models are, on test samples that neither they nor the coordinator have seen.
+"""Evaluates the devices' models on test samples that neither they nor the coordinator have seen.
 
-While a method runs, the model that a device would use now is asked (torch, a moment for each model). At its end every
-device's installed bundle predicts, by `deploy` itself: the headline is what devices really run. That is the one place
-where the coordinator imports `deploy`; the import contract names it.
+During a run, the model that a device would use now is evaluated (in torch, briefly). At the end every device's
+installed bundle predicts, through `deploy` itself: the headline is what devices really run. Only here does the
+coordinator import `deploy`; the import contract says so.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Final:
 
 
 class Evaluation:
-    """Test samples of devices and the network that is asked. `seconds`: how long measuring took so far.
+    """Test samples of devices and the network for evaluation. `seconds`: time spent on it so far.
 
-    `ids`: the devices that are measured. `on_validation`: on the samples by which they choose, in place of test
-    samples; who has none is left out.
+    `ids`: the measured devices. `on_validation`: use their validation samples in place of test samples; devices without
+    any are left out.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Evaluation:
         }
 
     def now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
-        """Per device the model that it would use now: the one it is served, with what it keeps put over it."""
+        """Per device the model that it would use now: the one it is served, combined with what it keeps."""
         with self._timed():
             return {
                 i: self._score(worker.personal(model), self._tests[i])
@@ -83,9 +83,9 @@ class Evaluation:
             }
 
     def globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
-        """Accuracy on the global test set: of the method's global prediction (FedCoE's Eq. 4) where it has one.
+        """Accuracy on the global test set of the method's global prediction (FedCoE's Eq. 4), if it has one.
 
-        Otherwise the mean over the devices of the model that each is served.
+        Otherwise the mean over the devices of their served models.
         """
         samples = self._federation.global_test
         if samples is None:
@@ -101,7 +101,7 @@ class Evaluation:
             return float(np.mean([reached[digest] for digest in digests]))
 
     def finally_(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Final]:
-        """Per device the bundle that it installed, by ONNX Runtime; where there is none, the model it would use."""
+        """Per device its installed bundle in ONNX Runtime or, without one, the model it would use."""
         found: dict[str, Final] = {}
         without = []
         with self._timed():
@@ -124,7 +124,7 @@ class Evaluation:
         return dict(sorted(found.items()))
 
     def _served(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, tuple[Worker, Model]]:
-        """Models are decoded once, however many devices are served them."""
+        """The served models, each decoded once for all its devices."""
         models: dict[str, Model] = {}
         served = {}
         for i, worker in self._workers.items():

@@ -1,4 +1,4 @@
-"""The devices of a simulation: samples dealt out, test samples kept apart, workers and first model."""
+"""The devices of a simulation: partitioned samples, separate test samples, workers and first model."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
 KEPT: Final = 512
 """Workers of devices that are not in memory."""
-_LOT = 77  # keeps the draw of the late joiners apart from the other uses of the seed
+_LOT = 77  # keeps the draw of late joiners separate from other uses of the seed
 
 
 @dataclass(frozen=True, slots=True)
 class Federation:
-    """Equal for all methods of a comparison that have the same seed.
+    """Equal for all methods of a comparison with the same seed.
 
-    shares: what each device has, by id. global_test: model inputs and labels, of all devices' distributions together,
-    or None. server_data: those that the server may learn from, or None. late_joiners: their ids.
-    milder: what minimum sizes took.
+    shares: data of each device, by id. global_test: model inputs and labels from all devices' distributions together,
+    or None. server_data: samples for the server, or None. late_joiners: their ids. milder: what minimum sizes took.
     """
 
     task: TaskSpec
@@ -57,7 +56,7 @@ class Federation:
     milder: Milder = field(default_factory=Milder)
 
     def measured(self, n: int | None, seed: int) -> tuple[str, ...]:
-        """The devices whose accuracy is measured: all, or so many by lot; ascending."""
+        """The devices whose accuracy is measured: all, or a random choice; ascending."""
         ids = list(self.shares)
         if n is None or n >= len(ids):
             return tuple(ids)
@@ -66,7 +65,7 @@ class Federation:
 
 @dataclass(frozen=True, slots=True)
 class Data(Mapping[str, DeviceData]):
-    """What the workers see, by device id: made whenever it is asked for."""
+    """What the workers see, by device id; created on each access."""
 
     task: TaskSpec
     shares: Mapping[str, Share]
@@ -82,7 +81,7 @@ class Data(Mapping[str, DeviceData]):
 
 
 class Workers(Mapping[str, Worker]):
-    """Workers by device id that are made when they are asked for; some are kept, those used last."""
+    """Workers by device id, created on demand; the most recently used are kept."""
 
     def __init__(self, ids: Iterable[str], make: Callable[[str], Worker]) -> None:
         self._ids = dict.fromkeys(ids)
@@ -99,10 +98,10 @@ class Workers(Mapping[str, Worker]):
 
 
 def deal(scenario: Scenario, seed: int) -> Federation:
-    """Read the samples, set the global test set apart, deal the rest out, make the first model.
+    """Read the samples, set the global test set apart, partition the rest, make the first model.
 
     Raises:
-        ConfigError: there are no such data, or they cannot be dealt out as asked for.
+        ConfigError: no such data, or they cannot be partitioned as requested.
     """
     rest, apart = samples_of(scenario, seed, scenario.global_test)
     tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
@@ -133,13 +132,13 @@ def deal(scenario: Scenario, seed: int) -> Federation:
 def gather(
     federation: Federation, scenario: Scenario, seed: int, home: Path, execute: Execute = batched.execute
 ) -> tuple[SimulatedFleet, BlobRef, Mapping[str, Worker]]:
-    """The fleet, the first model in it, and its workers, whose folders are made under `home`.
+    """The fleet with its workers, whose folders are made under `home`, and the first model.
 
-    Devices that are not measured leave after the rounds of training: what all do at the end is for their bundles.
-    `execute`: how the orders of a step are carried out; hostile devices come in here.
+    Devices that are not measured leave after the rounds of training, since the final steps only serve their bundles.
+    `execute`: how a step's orders are carried out; hostile devices are inserted here.
 
     Raises:
-        ConfigError: what they are to train on is not there.
+        ConfigError: their training processor is missing.
     """
     processor, data = torch_device(scenario.train_on), Data(federation.task, federation.shares)
 
@@ -170,7 +169,7 @@ def gather(
 
 
 def machines(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
-    """What each device is; None: they take no time. "steady": those of "mixed", always there, always answering."""
+    """Hardware of each device; None: they take no time. "steady": as "mixed", but always present and answering."""
     if hardware is Hardware.NONE:
         return None
     found = devices.mixed(ids, seed=seed)

@@ -1,4 +1,4 @@
-"""The folder of a run's results: a new one, so that nothing of an older run is taken for the new one's."""
+"""The folder of a run's results, always new, so that old results are never mistaken for new ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fedge.files import make_folder
 
 
 def named_by_time(command: str) -> Path:
-    """A folder here for the results of a command, where the user names none."""
+    """A folder here for a command's results if the user names none."""
     return Path(time.strftime(f"fedge-{command}-%Y%m%d-%H%M%S"))
 
 
 def new_folder(out: Path | None, command: str) -> Path:
-    """The folder, made; its parents, too. None: one that is named by the time.
+    """Create the folder and its parents. None: one named by the time.
 
     Raises:
-        ConfigError: it holds something already.
+        ConfigError: it is not empty.
         StoreError: it cannot be made.
     """
     folder = out or named_by_time(command)

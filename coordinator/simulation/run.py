@@ -44,7 +44,7 @@ def simulate(
     on: Running | None = None,
     track: Callable[[Point], None] | None = None,
 ) -> RunOutcome:
-    """Run a method to its end and measure it; equal arguments give equal figures, times apart.
+    """Run a method to its end and measure it; equal arguments give equal figures, except for times.
 
     Args:
         scenario: data, devices and budget.
@@ -52,15 +52,15 @@ def simulate(
         options: its own.
         seed: of partition, first model and training.
         home: folder in which the devices' folders are made.
-        watch: see above.
+        watch: called with progress.
         label: the run's name for the method.
         on: what carries the orders out; None: this process.
-        track: is given each point of the curve as it comes.
+        track: called with each point of the curve.
 
     Raises:
-        ConfigError: the data, the partition, the method or its options cannot be had as asked for; or Ray; or nothing
-            would come of the network.
-        FedgeError: Ray does not get on.
+        ConfigError: the data, the partition, the method, its options or Ray is not available as requested, or the
+            network is useless.
+        FedgeError: Ray fails.
     """
     began = time.perf_counter()
     federation = deal(scenario, seed)
@@ -74,7 +74,7 @@ def simulate(
 
 
 def _missing(federation: Federation) -> list[Finding]:
-    """Classes that no device has; devices made by number are not asked."""
+    """Classes missing on all devices; generated devices are not checked."""
     if not isinstance(federation.shares, dict):
         return []
     return classes_without_samples(federation.task, np.concatenate([s.y_train for s in federation.shares.values()]))
@@ -88,10 +88,10 @@ def validate(
     home: Path,
     tell: Callable[[int, float], None],
 ) -> None:
-    """Run the rounds of training alone, and tell how good the devices are on validation samples.
+    """Run only the rounds of training, and report accuracy on the devices' validation samples.
 
-    Arguments as those of `simulate`. `tell` is given, at each point of the curve and after the last round, the rounds
-    done and the accuracy of the model that each device would use now, mean over those that are measured.
+    Arguments as in `simulate`. `tell` gets, at each point of the curve and after the last round, the rounds done and
+    the mean accuracy of the models that the measured devices would use now.
 
     Raises:
         ConfigError: as `simulate`; or no device has validation samples.
@@ -132,9 +132,9 @@ def _engine(
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also where an event loop is running (a notebook): then in a thread, while this one waits.
+    """`asyncio.run`, even inside a running event loop (a notebook): then in a thread, while this one waits.
 
-    Ctrl-C, or the end of the task that waits, cancels the work, and it has ended when this returns.
+    Ctrl-C, or cancelling the waiting task, cancels the work, which has ended when this returns.
     """
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The fleet's page, by aiohttp: what `coordinator.watch` knows, live, and what a person may ask of the coordinator.
+"""The fleet's page, with aiohttp: a live view of `coordinator.watch`, and requests to the coordinator.
 
 Who may act shows the token once and is then known by a cookie, or has a certificate of the federation
 (`coordinator.ui.certificates`); each action also carries a word that only our own page has, so that no other page in
@@ -75,7 +75,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an action is about: a device, or a rollout by the name of its repository (`Overview.ask`)."""
+    """The target of an action: a device, or a rollout by the name of its repository (`Overview.ask`)."""
 
     device: str = ""
     rollout: str = ""
@@ -85,13 +85,13 @@ class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody shows to log in."""
+    """The token in a login."""
 
     token: str
 
 
 def token_of(home: Path, given: str | None) -> str:
-    """The token: what was given, or that of HOME/ui-token, which is made if there is none."""
+    """The given token, or that in HOME/ui-token, which is created if missing."""
     if given is not None:
         return given
     file = home / "ui-token"
@@ -101,17 +101,17 @@ def token_of(home: Path, given: str | None) -> str:
 
 
 class Page:
-    """The page behind a port. Async context manager: it listens inside.
+    """The page on a port. Async context manager: it listens inside.
 
     Args:
         home: of the coordinator.
-        opened: opens its store, for reading and for what is asked of the coordinator.
+        opened: opens its store, for reading and for requests to the coordinator.
         host, port: where to listen; port 0: a free one.
-        token: who may act.
+        token: required to act.
         tls: for HTTPS.
-        rollouts: that are shown, and may be acted on.
-        certificates: by which members of the federation log in.
-        home_assistant: address of the broker that is told of the devices.
+        rollouts: shown, and open to actions.
+        certificates: for logins of the federation's members.
+        home_assistant: address of the broker that receives the devices' state.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Page:
             broker_of(home_assistant)
         self._rollouts = rollouts or Overview([], None)
         self._reading_is_free = _is_local(host)
-        self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> word against forged requests, until when
+        self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> secret against forged requests, expiry
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
         self._logins = asyncio.Lock()
         self._streams: set[asyncio.Queue[dict[str, Any] | None]] = set()
@@ -163,7 +163,7 @@ class Page:
         """Listen.
 
         Raises:
-            TransportError: the port is taken, or the host is none of this machine.
+            TransportError: the port is taken, or the host is not an address of this machine.
         """
         await self._read(self._open)
         await self._runner.setup()
@@ -200,7 +200,7 @@ class Page:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of the page."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}/"
 
@@ -215,7 +215,7 @@ class Page:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Headers on all, JSON of all errors, and what takes a login."""
+        """Add headers, turn errors into JSON, and require logins."""
         try:
             public = request.path in {"/api/session", "/api/login", *(f"/{name}" for name in FILES)}
             if not (public or self._may_read(request)):
@@ -245,7 +245,7 @@ class Page:
         return None if self._certificates is None else self._certificates.login_of(request)
 
     def _bearer(self, request: web.Request) -> bool:
-        """Programs, such as Prometheus, show the token itself."""
+        """Programs such as Prometheus send the token itself."""
         return hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode())
 
     async def _session(self, request: web.Request) -> web.Response:
@@ -303,7 +303,7 @@ class Page:
         return web.json_response({"events": [told(event) for event in found]})
 
     async def _look(self) -> None:
-        """Tell all who listen what is new."""
+        """Send news to all listeners."""
         rollouts = self._rollouts.version()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -322,7 +322,7 @@ class Page:
                             queue.put_nowait(told(event))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Events as they come."""
+        """Stream events as they occur."""
         if len(self._streams) >= MAX_STREAMS:
             raise web.HTTPServiceUnavailable(text="too many pages are open")
         last = request.headers.get("Last-Event-ID", "")

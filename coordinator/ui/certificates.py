@@ -1,4 +1,4 @@
-"""Who logs in at the page by a certificate of the federation's authority, in place of the token."""
+"""Logins at the page with a certificate of the federation's authority, in place of the token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAY_ACT: Final = {Role.OPERATOR: True, Role.STATUS: False}
 
 
 class Login(NamedTuple):
-    """Somebody who is known. word: against forged requests, which only our own page has."""
+    """A logged-in user. word: secret against forged requests, known only to our own page."""
 
     word: str
     may_act: bool
@@ -31,7 +31,7 @@ class Login(NamedTuple):
 
 
 class Certificates:
-    """Knows the members of a federation by their certificates, as the list says at that moment.
+    """Identifies members of a federation by their certificates and the current list.
 
     Args:
         folder: with ca.crt, crl.pem and members.json, which are read again when they change.
@@ -48,7 +48,7 @@ class Certificates:
         self._secret = secrets.token_bytes(32)
 
     def login_of(self, request: web.Request) -> Login | None:
-        """Who the other end of the connection is; None: nobody who may look."""
+        """The login of the connection's peer; None: nobody with access."""
         tls = request.get_extra_info("ssl_object")
         shown = None if tls is None else tls.getpeercert(binary_form=True)
         if shown is None:

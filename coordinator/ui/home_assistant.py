@@ -1,10 +1,10 @@
-"""The devices of a federation in Home Assistant, by its MQTT discovery.
+"""The devices of a federation in Home Assistant, through its MQTT discovery.
 
-    homeassistant/device/fedge_FEDERATION_ID/config   which entities a device has, retained
-    fedge-home/FEDERATION/devices/ID                  what they are, as JSON, retained
+    homeassistant/device/fedge_FEDERATION_ID/config   the device's entities, retained
+    fedge-home/FEDERATION/devices/ID                  their values, as JSON, retained
     fedge-home/FEDERATION/available                   online or offline, retained: offline is the last will
 
-Nothing is said there that the page does not show; what a device's owner withholds has no entity. Source: Home
+It publishes nothing that the page does not show; what a device's owner withholds has no entity. Source: Home
 Assistant's documentation of MQTT, "Device discovery payload".
 """
 
@@ -37,7 +37,7 @@ def broker_of(url: str) -> BrokerSettings:
     """The broker of mqtt://USER:PASSWORD@HOST:PORT.
 
     Raises:
-        ConfigError: it is no such address.
+        ConfigError: not such an address.
     """
     with contextlib.suppress(ValueError):
         found = urlsplit(url)
@@ -48,7 +48,7 @@ def broker_of(url: str) -> BrokerSettings:
 
 
 def messages(state: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """All that is retained of the devices, by topic. `state`: as of `Watch.state`."""
+    """All retained messages about the devices, by topic. `state`: from `Watch.state`."""
     federation = state["federation"]
     for device in state["devices"]:
         topic = f"{_root(federation)}/devices/{device['id']}"
@@ -82,7 +82,7 @@ ENTITIES: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def _figures(device: Mapping[str, Any]) -> dict[str, Any]:
-    """What is told of a device, by entity; None: nothing yet."""
+    """A device's values by entity; None: unknown yet."""
     health, context, accuracy = device["health"] or {}, device["context"] or {}, device["accuracy"]
     figures = {
         "online": "ON" if device["presence"] == "online" else "OFF",
@@ -109,19 +109,19 @@ def _root(federation: str) -> str:
 
 
 def _word(name: str) -> str:
-    """A name in the characters of an object id; two names never become one."""
+    """A name in the characters of an object id; distinct names stay distinct."""
     return name.replace("_", "__").replace(".", "_-")
 
 
 async def tell(read: Read, url: str, federation: str) -> None:
-    """Tell Home Assistant's broker how the devices are, until cancelled; a broker that refuses us is told of once."""
+    """Keep Home Assistant's broker informed until cancelled; a refusal is logged once."""
     available = f"{_root(federation)}/available"
     ours = f"fedge-home:{federation}:{secrets.token_hex(4)}"  # others may tell of the same federation
     transport = Transport(broker_of(url), ours, will=Will(available, b"offline"))
     said: dict[str, bytes] = {}
 
     async def forget() -> None:
-        said.clear()  # a broker that forgot everything is told again
+        said.clear()  # for a broker that lost its state
 
     transport.on_connect(forget)
     try:
@@ -143,7 +143,7 @@ async def tell(read: Read, url: str, federation: str) -> None:
 
 
 async def _update(transport: Transport, said: dict[str, bytes], now: Mapping[str, bytes]) -> None:
-    """Publish what is new, and clear what is no more."""
+    """Publish what is new, and clear what is gone."""
     for topic in [*now, *(said.keys() - now.keys())]:
         payload = now.get(topic, b"")
         if said.get(topic) != payload:

@@ -1,4 +1,4 @@
-"""A federation's figures for Prometheus (OpenMetrics), from what the page shows."""
+"""A federation's metrics for Prometheus (OpenMetrics), from the page's data."""
 
 from __future__ import annotations
 

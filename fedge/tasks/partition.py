@@ -90,7 +90,7 @@ def partition(
         size_spread: its strength, in [0, 5].
         marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
         min_samples: per device, >= 4; below 20, most devices have one to three test samples.
-        milder: called with the number of draws and of moved samples.
+        milder: records the number of draws and of moved samples.
 
     Raises:
         ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
