@@ -127,7 +127,7 @@ def _observer(as_json: bool) -> Iterator[Observer]:
 
 
 def _logged(event: str, fields: dict[str, Any]) -> None:
-    """Log an event, without what only the store keeps."""
+    """Log an event with the fields that the store keeps."""
     told = happened(event, fields, fields.get("round", 0))
     about = {"round": told.round or None, "device": told.device or None}
     note(log, event, {name: value for name, value in about.items() if value} | told.fields)

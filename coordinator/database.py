@@ -47,7 +47,7 @@ class Database(Protocol):
         """Execute a statement for each of many values."""
 
     def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
-        """Execute a statement for each of many values; whether each returned a row, which holds its first value alone."""
+        """Execute a statement for each of many values; whether each returned a row (of its first value alone)."""
 
     def alone(self, taken: str) -> None:
         """Become the only dispatcher until the connection ends; for a file, the lock of its folder decides.
