@@ -33,6 +33,7 @@ from tests.support.orders import Blobs, order
 
 pytestmark = pytest.mark.process
 WAIT_S = 30.0
+OTHERS: set[psutil.Process] = set()
 STEPS = """
 import os, signal, time
 from pathlib import Path
@@ -105,8 +106,16 @@ def done(place: Workplace, order: Order, action: Action, stop: Callable[[], bool
     return place.execute(order, Blobs(), stop=stop, action=action)
 
 
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Processes that other tests have left are not ours."""
+    OTHERS.update(psutil.Process().children())
+    yield
+    OTHERS.clear()
+
+
 def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    return [child for child in psutil.Process().children() if child not in OTHERS]
 
 
 def until(condition: Callable[[], bool]) -> None:

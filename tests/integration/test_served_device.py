@@ -73,6 +73,8 @@ async def test_killed_during_the_examination_it_examines_again(broker, repo, hom
         found: list[psutil.Process] = []
         await until(lambda: found.extend(filter(None, [examination_of(child)])) or found)
         child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[0].resume()  # it holds the pipe of standard error
         await child.wait()
     state = state_of(home)
     assert (state.running, state.good, state.trial, state.refused) == ("a", "a", None, {})
@@ -80,7 +82,6 @@ async def test_killed_during_the_examination_it_examines_again(broker, repo, hom
     assert whole(home) == {"a": digest(old), "b": digest(new)}, "staged, and named by nothing"
     assert json.loads((home / "outcome.json").read_bytes())["digest"] == ""
     assert not list((home / "received").iterdir())
-    found[0].resume()
     await asyncio.to_thread(psutil.wait_procs, found, 60)
     assert not found[0].is_running(), "the child ends by itself"
     assert release_of(home) == 1
