@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,6 +69,21 @@ def note(folder: Path, command: Command, settings: Struct, options: Mapping[str,
     else:
         run = Run(command=command, seed=getattr(settings, "seed", None), **msgspec.structs.asdict(now))
     write_atomically(folder / FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+
+
+@contextmanager
+def noted(
+    folder: Path | None, command: Command, settings: Struct, options: Mapping[str, Option] | None = None
+) -> Iterator[None]:
+    """Note a run in its folder, if it has one; a run that is refused leaves no record. Raises as `note`."""
+    if folder is not None:
+        note(folder, command, settings, options)
+    try:
+        yield
+    except ConfigError:
+        if folder is not None:
+            (folder / FILE).unlink(missing_ok=True)
+        raise
 
 
 def read(folder: Path) -> Run:

@@ -24,6 +24,8 @@ ROUNDS: Final = 1000
 """Rounds that are told of."""
 MAX_OF_ROUND: Final = 50_000
 """Events of one round that are looked at."""
+OF_AN_ORDER: Final = frozenset({"answer", "closed"})
+"""Events that say how an order ended; they stay when the order is deleted (`--keep-rounds`)."""
 PASSED: Final = frozenset({"chosen", "left_out", "problem"})
 """Events that say why a device was not asked."""
 PAGE: Final = 5000
@@ -171,8 +173,12 @@ class Watch:
     def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
         """By device: its order in a round and the outcome; or why it was not chosen or absent."""
         entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
-        asked: set[str] = {entry.order.device_id for entry in entries}
-        events = [e for e in self._store.events(round=number, limit=MAX_OF_ROUND) if e.name in PASSED]
+        events = [e for e in self._store.events(round=number, limit=MAX_OF_ROUND) if e.name in OF_AN_ORDER | PASSED]
+        stored = {entry.order.device_id for entry in entries}
+        ended = [
+            _ended(e) for e in events if e.name in OF_AN_ORDER and e.device not in stored and device in {None, e.device}
+        ]
+        asked = stored | {row["device"] for row in ended}
         passed: dict[str, str] = {}
         chosen: dict[str, str] = {}
         for event in events:
@@ -182,9 +188,9 @@ class Watch:
                     chosen |= dict(_taken(event.fields))
                 case "left_out":
                     passed[event.device] = event.fields["reason"]
-                case _ if event.device not in passed:
+                case "problem" if event.device not in passed:
                     passed[event.device] = event.fields["reason"]
-        rows = [_entry(entry) | {"chosen": chosen.get(entry.order.device_id, "")} for entry in entries]
+        rows = [row | {"chosen": chosen.get(row["device"], "")} for row in (*map(_entry, entries), *ended)]
         yield from sorted(rows, key=lambda row: (row["device"], row["step"]))
         for i in sorted(passed.keys() - asked):
             if device in {None, i}:
@@ -203,8 +209,12 @@ class Watch:
         if known is None and not events and not self._trouble(i, summary) and i not in summary["selection"]:
             raise ConfigError(f"no device {i} was ever heard of in {self._home}; fedge devices lists them")
         lines = [
-            f"{i} is {known['presence'] if known else 'away'}" + (f": {t}" if (t := self._trouble(i, summary)) else "")
+            f"{i} {'was' if summary['done'] else 'is'} {known['presence'] if known else 'away'}"
+            + (" when the run ended" if summary["done"] else "")
+            + (f": {t}" if (t := self._trouble(i, summary)) else "")
         ]
+        if number is not None and number not in self._rounds:
+            raise ConfigError(f"nothing is known of round {number}: fedge rounds lists those that are")
         rounds = [number] if number is not None else list(reversed(list(self._rounds)[-ROUNDS:]))
         for r in rounds:
             rows = list(self.asked(r, i))
@@ -304,6 +314,23 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "outcome": outcome,
         "seconds": seconds,
         "bytes": None if report is None else sum(ref.size_bytes for ref in report.blobs),
+        "why": why,
+    }
+
+
+def _ended(event: Event) -> dict[str, Any]:
+    """An order that is no longer stored, as `_entry`, from the event that told how it ended."""
+    f = event.fields
+    if event.name == "closed":
+        outcome, why = "late" if f["late"] else "rejected", f["reason"]
+    else:
+        outcome, why = "answered" if f["result"] == Outcome.DONE else f["result"], ""
+    return {
+        "device": event.device,
+        "step": f["label"],
+        "outcome": outcome,
+        "seconds": f.get("seconds", 0.0),
+        "bytes": None,
         "why": why,
     }
 

@@ -61,10 +61,9 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     scenario = scenario_of(settings)
     with (
         _folder(settings.out) as home,
+        runs.noted(settings.out, "simulate", settings, own),
         tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
     ):
-        if settings.out is not None:
-            runs.note(settings.out, "simulate", settings, own)
         told = _progress(name)
         outcome = run(
             *(scenario, name, own, settings.seed, home, told, settings.method, settings),

@@ -130,9 +130,11 @@ def simulate(
     scenario, tell = scenario_of(found), progress or (lambda _: None)
     home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if found.out is None else new_folder(found.out, "simulate")
     try:
-        if found.out is not None:
-            runs.note(found.out, "simulate", found, own)
-        with _one_thread(), tracking(found.tensorboard, found.mlflow, f"{found.method}-{found.seed}") as track:
+        with (
+            _one_thread(),
+            runs.noted(found.out, "simulate", found, own),
+            tracking(found.tensorboard, found.mlflow, f"{found.method}-{found.seed}") as track,
+        ):
             outcome = running.simulate(
                 *(scenario, name, own, found.seed, home, tell, found.method, found),
                 track=lambda point: track(point.round, point.figures),

@@ -81,11 +81,26 @@ async def test_devices_rounds_and_reasons(
     trained = {row["device"]: row["outcome"] for row in watch.round(1)["devices"]}
     assert sorted(trained.values()) == ["answered", "not asked"]
     other = next(i for i, outcome in trained.items() if outcome == "not asked")
-    assert watch.why(other, 1) == [f"{other} is online", "round 1: not asked, not chosen: the selection took 1 others"]
+    assert watch.why(other, 1) == [
+        f"{other} was online when the run ended",
+        "round 1: not asked, not chosen: the selection took 1 others",
+    ]
     assert watch.why("a")[1].startswith("round 3: install: answered")
     with pytest.raises(ConfigError, match="no device c was ever heard of"):
         watch.why("c")
     assert not devices[0].done.keys() & devices[1].done.keys()
+
+
+async def test_what_became_of_orders_that_are_no_longer_stored(
+    mosquitto: LocalBroker, devices: list[Learner], store: Store, home: Path
+) -> None:
+    await served(mosquitto, store, rounds=4, keep_rounds=1)
+    assert not store.entries(1)
+    watch = Watch(home, store)
+    assert watch.why("a", 1)[1].startswith("round 1: train: answered")
+    assert {row["outcome"] for row in watch.round(1)["devices"]} == {"answered"}
+    with pytest.raises(ConfigError, match="nothing is known of round 99"):
+        watch.why("a", 99)
 
 
 async def test_a_paused_run_waits_and_goes_on_a_round_at_a_time(
@@ -114,7 +129,7 @@ async def test_a_retired_device_gets_no_order_and_why_says_so(
     assert devices[0].orders
     assert not devices[1].orders
     assert Watch(home, store).why("b", 1) == [
-        "b is online: retired: it gets no more orders",
+        "b was online when the run ended: retired: it gets no more orders",
         "round 1: not asked, retired",
     ]
     with pytest.raises(ConfigError, match="no device's name"):

@@ -207,6 +207,12 @@ def test_what_cannot_be_had_is_refused_as_on_the_command_line(arguments: dict[st
         fedge.simulate(**arguments)
 
 
+def test_a_run_that_is_refused_leaves_its_folder_free(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="too few for"):
+            fedge.simulate(method="local", task="digits", samples=30, devices=20, out=tmp_path / "out")
+
+
 def test_threads_of_torch_are_as_they_were() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
