@@ -35,7 +35,7 @@ docs: $(BIN)/fedge  ## the documents as a site, into build/site
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: 5 minutes at most on two cores
 	$(PYTEST) -m "$(QUICK)"
 
-test-all: test  ## `make test`, then every other test: about 20 minutes on two cores
+test-all: test  ## `make test`, then every other test: about 25 minutes on two cores
 	$(PYTEST) -m "not ($(QUICK))"
 
 coverage: $(BIN)/fedge  ## branch coverage of the unit tests
